@@ -74,7 +74,7 @@ def test_a_worker_reads_its_own_pushes_before_they_are_sent(tmp_path: Path) -> N
         t.push([9], [[2.0, 2.0]])
         read = t.pull([7, 8, 9]).tolist()
         t.push([9], [[2.0, 2.0]])
-        assert len(t.opened.budgeted.pending)
+        assert len(t.client._budgeted.pending)
         return [*read, *t.pull([9]).tolist()]
 
     with job(tmp_path, workers=1) as ready:
@@ -89,7 +89,7 @@ def test_flush_and_leaving_send_the_rest(tmp_path: Path) -> None:
         t = table(ps, consistency="ssp:9")
         t.push([1, 2], torch.ones(2, 3))
         assert t.flush().result(timeout=20).applied
-        assert not len(t.opened.budgeted.pending)
+        assert not len(t.client._budgeted.pending)
         t.push([1], torch.ones(1, 3))
         return 0.0
 
@@ -119,7 +119,7 @@ def test_a_thread_that_fails_ends_the_waits_of_its_worker(tmp_path: Path, monkey
         patched.setattr(threading, "excepthook", lambda _: None)
         ps = ready.join(0)
         t = table(ps, hold=0)
-        patched.setattr(t.opened.pipeline, "sift", None)
+        patched.setattr(t.client.state.pipeline, "sift", None)
         t.push([1], torch.ones(1, 3))
         with pytest.raises(PeerError, match="thread that sends rows has failed"):
             ps.clock()

@@ -13,7 +13,7 @@ from typing import Any
 from tests.core.cores import of, sender
 
 from paceline.core.consistency import Consistency
-from paceline.core.effects import Apply, Fail, Forget, InstallRows, ReadDone, Release, Reply, Send, Serve, Tell
+from paceline.core.effects import Apply, Fail, Forget, Install, ReadDone, Release, Reply, Send, Serve, Tell
 from paceline.core.events import Arrived, Connected, Declared, Opened, Timeout, WantClock, WantJoin, WantPush, WantRows
 from paceline.core.messages import Delivered, Fetched, Pull, Push, PushId
 from paceline.core.server import ServerCore
@@ -150,7 +150,7 @@ class RowStage:
     def clock_of_row(self, peer: RowPeer, row: int) -> int:
         if row not in peer.kept:
             return -1
-        return max(peer.kept[row][0], peer.core.rows.delivered(TABLE, row % self.num_servers))
+        return max(peer.kept[row][0], peer.core.reads(TABLE).reached(row % self.num_servers))
 
     # -- what the network and fate do --------------------------------------------------------------------------------
 
@@ -225,7 +225,7 @@ class RowStage:
             match effect:
                 case Send(server=server, message=message):
                     peer.out[server].append((message, self.payload(peer, server, message)))
-                case InstallRows():
+                case Install():
                     self.install(peer, effect, rows or {})
                 case Forget():
                     peer.kept = {row: k for row, k in peer.kept.items() if row % self.num_servers != effect.server}
@@ -243,7 +243,7 @@ class RowStage:
             return peer.reads[message.request].asked[server]
         return set()
 
-    def install(self, peer: RowPeer, effect: InstallRows, rows: Rows) -> None:
+    def install(self, peer: RowPeer, effect: Install, rows: Rows) -> None:
         """Take in rows, with the own pushes that they may lack on top."""
         for push_id, missing in list(peer.own.items()):
             if push_id.seq < effect.settled or push_id.seq in effect.includes:
@@ -259,8 +259,8 @@ class RowStage:
         """Forget an own push when all have applied it, but where rows may come that were made before."""
         if peer.core._pushed.get(push_id.seq) is not None or push_id not in peer.own:
             return
-        awaited = peer.core.rows.awaited(TABLE)
-        awaited |= {s for s in range(self.num_servers) if peer.core.rows.delivered(TABLE, s) >= 0}
+        awaited = peer.core.reads(TABLE).awaited()
+        awaited |= {s for s in range(self.num_servers) if peer.core.reads(TABLE).reached(s) >= 0}
         peer.own[push_id] &= awaited
         if not peer.own[push_id]:
             del peer.own[push_id]

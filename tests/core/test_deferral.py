@@ -10,7 +10,7 @@ import pytest
 from tests.core.cores import sender
 
 from paceline.core.consistency import Consistency, Deferral, essp, ssp
-from paceline.core.effects import Apply, InstallRows, ReadDone, Reply, Send, Serve, WorkerEffect
+from paceline.core.effects import Apply, Install, ReadDone, Reply, Send, Serve, WorkerEffect
 from paceline.core.events import Arrived, Declared, Opened, WantClock, WantJoin, WantPush, WantRows
 from paceline.core.messages import PushId
 from paceline.core.server import ServerCore
@@ -73,7 +73,7 @@ class World:
         match effect:
             case Send():
                 self.channels["up", rank, effect.server].append(effect.message)
-            case InstallRows() if effect.request >= 0:
+            case Install() if effect.request >= 0:
                 self.makers[rank].seen[effect.server] = brought
             case ReadDone():
                 self.check(rank)

@@ -3,7 +3,7 @@
 from tests.core.cores import of, said, sender
 
 from paceline.core.consistency import Consistency, backup, bsp, essp, ssp
-from paceline.core.effects import Fail, Forget, InstallRows, ReadDone, Send
+from paceline.core.effects import Fail, Forget, Install, ReadDone, Send
 from paceline.core.events import Arrived, Connected, Opened, Timeout, WantClock, WantJoin, WantRows
 from paceline.core.messages import Clock, Delivered, Fetched, Joined, Pull, Taken
 from paceline.core.settings import WorkerSettings
@@ -34,8 +34,8 @@ def delivered(clock: int, version: int = 0, since: int = -1) -> Delivered:
     return Delivered("r", clock, version, 2, (5,), since)
 
 
-def install(request: int, clock: int, server: int = 0) -> InstallRows:
-    return InstallRows(server, "r", request, clock, 2, (5,))
+def install(request: int, clock: int, server: int = 0) -> Install:
+    return Install(server, "r", request, clock, 2, (5,))
 
 
 def test_a_read_asks_the_servers_it_names_and_ends_with_the_last_answer() -> None:
@@ -95,13 +95,13 @@ def test_an_answer_that_was_overtaken_is_not_taken_in_but_asked_for_again() -> N
 def test_t10_a_delivery_is_installed_before_anything_is_told_or_woken() -> None:
     core = worker(essp(0), clock=1)
     assert core.handle(WantRows("r", 1, (), (0,)), 0.0) == []
-    assert core.rows.delivered("r", 0) == -1
+    assert core.reads("r").reached(0) == -1
     assert core.handle(Arrived(0, delivered(1)), 0.0) == [
         install(-1, 1),
         Send(0, Taken(sender(0), "r", 1)),
         ReadDone(1, "r", 1, "delivery"),
     ]
-    assert core.rows.delivered("r", 0) == 1
+    assert core.reads("r").reached(0) == 1
 
 
 def test_a_delivery_of_an_earlier_clock_or_of_another_server_does_not_end_a_read() -> None:
@@ -131,14 +131,14 @@ def test_after_a_connection_is_made_again_a_read_asks_itself_and_a_delivery_does
 
 def test_deliveries_follow_each_other_or_all_that_was_kept_is_forgotten() -> None:
     core = worker(essp(2))
-    assert of(core.handle(Arrived(0, delivered(1)), 0.0), InstallRows)
-    assert of(core.handle(Arrived(0, delivered(3, since=1)), 0.0), InstallRows)
+    assert of(core.handle(Arrived(0, delivered(1)), 0.0), Install)
+    assert of(core.handle(Arrived(0, delivered(3, since=1)), 0.0), Install)
     assert core.handle(Arrived(0, delivered(5, since=4)), 0.0) == [
         Forget(0, "r"),
         Send(0, Taken(sender(0), "r", 5)),
     ]
-    assert core.rows.delivered("r", 0) == 5
-    assert of(core.handle(Arrived(0, delivered(6, since=5)), 0.0), InstallRows)
+    assert core.reads("r").reached(0) == 5
+    assert of(core.handle(Arrived(0, delivered(6, since=5)), 0.0), Install)
 
 
 def test_a_server_that_heard_of_a_new_connection_says_that_something_may_be_lost() -> None:
@@ -156,16 +156,16 @@ def test_a_delivery_that_newer_rows_have_overtaken_is_not_taken_in() -> None:
     core = worker(essp(2))
     core.handle(WantRows("r", 0, (0,)), 0.0)
     core.handle(Arrived(0, fetched(1, 1, version=7)), 0.0)
-    assert of(core.handle(Arrived(0, delivered(1, version=6)), 0.0), InstallRows | Forget) == [Forget(0, "r")]
+    assert of(core.handle(Arrived(0, delivered(1, version=6)), 0.0), Install | Forget) == [Forget(0, "r")]
 
 
 def test_servers_from_which_an_answer_may_come_are_known() -> None:
     core = worker(essp(0), num_servers=3, clock=1)
-    assert core.rows.awaited("r") == set()
+    assert core.reads("r").awaited() == set()
     core.handle(WantRows("r", 1, (0,), (2,)), 0.0)
-    assert core.rows.awaited("r") == {0, 2}
+    assert core.reads("r").awaited() == {0, 2}
     core.handle(Arrived(0, fetched(1, 1)), 0.0)
-    assert core.rows.awaited("r") == {2}
+    assert core.reads("r").awaited() == {2}
 
 
 def test_t33_a_worker_that_missed_clocks_goes_on_at_the_one_that_it_reads() -> None:
@@ -176,3 +176,9 @@ def test_t33_a_worker_that_missed_clocks_goes_on_at_the_one_that_it_reads() -> N
     assert of(effects, ReadDone) == [ReadDone(1, "r", 4, "fetch")]
     assert core.clock == 4
     assert [message.clock for message in said(effects, Clock)] == [4, 4]
+
+
+def test_a_read_ahead_that_lacks_no_rows_moves_no_worker() -> None:
+    core = worker(backup(1), clock=3)
+    assert core.handle(WantRows("r", 4, ()), 0.0) == [ReadDone(1, "r", 3, "cache")]
+    assert core.clock == 3

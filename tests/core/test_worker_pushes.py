@@ -97,10 +97,10 @@ def test_l5_what_is_never_answered_is_given_up_after_so_many_attempts() -> None:
 def test_each_servers_part_is_released_once_by_its_own_answer() -> None:
     core = make_worker(bsp(), num_servers=2)
     core.handle(WantPush("w"), 0.0)
-    assert core.handle(Arrived(0, Applied(push_id(0, 0))), 0.0) == [Release(0, push_id(0, 0))]
+    assert core.handle(Arrived(0, Applied(push_id(0, 0))), 0.0) == [Release(0, "w", push_id(0, 0))]
     assert core.handle(Arrived(0, Applied(push_id(0, 0))), 0.0) == []
     assert core.num_unsettled("w") == 1
-    assert core.handle(Arrived(1, Applied(push_id(0, 0))), 0.0) == [Release(1, push_id(0, 0))]
+    assert core.handle(Arrived(1, Applied(push_id(0, 0))), 0.0) == [Release(1, "w", push_id(0, 0))]
     assert (core.num_unsettled("w"), core.settled("w")) == (0, 1)
 
 
@@ -109,7 +109,7 @@ def test_a_refused_push_is_released_with_its_reason_and_withdrawn_with_the_tick(
     core.handle(WantPush("w"), 0.0)
     core.handle(WantClock(), 0.0)
     refused = PushRefused(push_id(0, 0), "value 0 is nan")
-    assert core.handle(Arrived(0, refused), 0.0) == [Release(0, push_id(0, 0), "value 0 is nan")]
+    assert core.handle(Arrived(0, refused), 0.0) == [Release(0, "w", push_id(0, 0), "value 0 is nan")]
     effects = core.handle(Arrived(1, Held(push_id(0, 0))), 0.0)
     assert said(effects, Clock) == [tick(0, 1, ("w", 0, 0))] * 2
     core.handle(Arrived(0, Ticked(1)), 0.0)

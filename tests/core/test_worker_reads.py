@@ -33,9 +33,9 @@ def test_an_exact_read_needs_everything_below_the_readers_clock() -> None:
 def test_a_read_is_done_when_every_server_has_answered() -> None:
     core = make_worker(ssp(1), num_servers=2)
     core.handle(WantRead("w"), 0.0)
-    assert core.handle(Arrived(0, fetched(1, 3)), 0.0) == [Install(0, "w", 0, ())]
+    assert core.handle(Arrived(0, fetched(1, 3)), 0.0) == [Install(0, "w", 1, 3, 0, ())]
     effects = core.handle(Arrived(1, fetched(1, 1)), 0.0)
-    assert effects == [Install(1, "w", 0, ()), ReadDone(1, "w", 1, "fetch")]
+    assert effects == [Install(1, "w", 1, 1, 0, ()), ReadDone(1, "w", 1, "fetch")]
 
 
 def test_t2_a_cached_part_older_than_c_minus_s_is_never_used() -> None:
@@ -75,7 +75,7 @@ def test_ssp5_older_values_are_not_installed_over_newer_ones() -> None:
     core.handle(Arrived(0, fetched(1, 2, version=9)), 0.0)
     assert core.handle(Arrived(0, fetched(1, 2, version=8)), 0.0) == []
     assert core.handle(Arrived(0, fetched(1, 1, version=9)), 0.0) == []
-    assert of(core.handle(Arrived(0, fetched(1, 2, version=9)), 0.0), Install) == [Install(0, "w", 0, ())]
+    assert of(core.handle(Arrived(0, fetched(1, 2, version=9)), 0.0), Install) == [Install(0, "w", 1, 2, 0, ())]
 
 
 def test_an_answer_to_a_former_request_does_not_end_a_refresh() -> None:
@@ -100,7 +100,7 @@ def test_t10_a_delivery_is_installed_then_taken_and_wakes_the_reader_that_it_sat
     core.handle(WantClock(), 0.0)
     core.handle(WantRead("w", refresh=False), 0.0)
     assert core.handle(Arrived(0, delivered(1)), 0.0) == [
-        Install(0, "w", 0, ()),
+        Install(0, "w", -1, 1, 0, ()),
         Send(0, Taken(sender(0), "w", 1)),
         ReadDone(1, "w", 1, "delivery"),
     ]
@@ -137,7 +137,7 @@ def test_a_delivery_does_not_end_a_refresh() -> None:
 def test_essp1_an_install_says_which_own_pushes_the_values_contain() -> None:
     core = make_worker(essp(0))
     effects = core.handle(Arrived(0, Delivered("w", 1, 3, 2, (4,))), 0.0)
-    assert of(effects, Install) == [Install(0, "w", 2, (4,))]
+    assert of(effects, Install) == [Install(0, "w", -1, 1, 2, (4,))]
 
 
 def test_t33_a_worker_that_missed_clocks_jumps_to_the_one_it_reads() -> None:

@@ -21,11 +21,11 @@ from paceline.wire.requests import Barrier
 from paceline.worker.declaration import Declaration
 from paceline.worker.metrics import StepMetrics
 from paceline.worker.node import WorkerNode
-from paceline.worker.opening import TableOpener
 from paceline.worker.pushes import PushOutcome
-from paceline.worker.rows.opened import CacheOptions
+from paceline.worker.rows.state import CacheOptions
 from paceline.worker.rows.table import RowTable
 from paceline.worker.table import Table
+from paceline.worker.table_opener import TableOpener
 
 NUM_WORKERS = 2
 NUM_CLOCKS = 5

@@ -16,6 +16,7 @@ class Mutant:
 
 
 WORKER, SERVER, DEDUP, TABLES = "core/worker.py", "core/server.py", "core/dedup.py", "core/tables.py"
+READS = "core/table_reads.py"
 READERS, COMMIT, MEMBERSHIP = "core/read_queue.py", "core/commit.py", "core/membership.py"
 CLOCKS, RETRANSMIT, CONSISTENCY = "core/clocks.py", "core/retransmit.py", "core/consistency.py"
 
@@ -25,17 +26,17 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("ssp off by one, too strict", CONSISTENCY, "max(0, clock - self.bound)", "max(0, clock - self.bound + 1)"),
     Mutant(
         "cached read without a look at its age",
-        WORKER,
+        READS,
         "return server in self.have and self.have[server][0] >= needs",
         "return server in self.have",
     ),
     Mutant(
         "cached read compared with the global minimum",
-        WORKER,
+        READS,
         "return server in self.have and self.have[server][0] >= needs",
         "return server in self.have and max(clock for clock, _ in self.have.values()) >= needs",
     ),
-    Mutant("values of any age installed", WORKER, ">= table.have.get(server, (-1, -1))", ">= (-1, -1)"),
+    Mutant("values of any age installed", READS, ">= self.have.get(server, (-1, -1))", ">= (-1, -1)"),
     Mutant("read served before the clock is complete", READERS, "if pull.needs > clock:", "if pull.needs > clock + 1:"),
     Mutant(
         "tick before every server has the pushes",
@@ -301,8 +302,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("a reader does not subscribe", READERS, "if self.subscribing:", "if self.subscribing is None:"),
     Mutant(
         "a delivery of too old values wakes the reader",
-        WORKER,
-        "if reading and server in reading.awaited and table.fresh(server, reading.needs):",
+        READS,
+        "if reading and server in reading.awaited and self._is_fresh(server, reading.needs):",
         "if reading and server in reading.awaited:",
     ),
 )

@@ -13,9 +13,9 @@ SERVER, LINKS, DENSE_TABLE, PUSHES = (
     "worker/pushes.py",
 )
 CONNECTIONS, PERMISSIONS = "server/connections.py", "wire/permissions.py"
-CACHE, WORKER = "worker/cache.py", "worker/node.py"
+CACHE, DENSE = "worker/cache.py", "worker/dense.py"
 CLIENT, ROWS, SILENCE = "worker/rows/client.py", "server/row_table.py", "transport/channel.py"
-SECURITY, READS = "transport/handshake.py", "worker/reads.py"
+SECURITY = "transport/handshake.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     ),
     _of(
         "a refused update goes on to be shown",
-        WORKER,
+        DENSE,
         "        if outgoing.answers.refused:\n",
         "        if ():\n",
         "worker/test_node",
@@ -161,12 +161,12 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     _of(
         "pushes of the current clock wait for it",
         PUSHES,
-        "not self._counts.is_older(table, clock)",
-        "not self._counts.is_older(table, clock + 1)",
+        "not self._counts.has_older(clock)",
+        "not self._counts.has_older(clock + 1)",
         "worker/test_node",
         "many_pushes",
     ),
-    _of("a newer read ends with an older one", READS, "if request <= done.request:", "if True:", "worker/test_reads"),
+    _of("a newer read ends with an older one", DENSE, "if request <= done.request:", "if True:", "worker/test_reads"),
     _of(
         "a cut is taken for a refusal",
         SECURITY,
@@ -196,8 +196,8 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     _of(
         "pushes that wait for the own clock count as under way",
         CLIENT,
-        "self._pushes.count(name) - num_held <",
-        "self._pushes.count(name) <",
+        "len(self._pushes) - num_held <",
+        "len(self._pushes) <",
         "worker/rows/test_lives",
         "too_many_pushes",
     ),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.mutants.catalogue import READERS, SERVER, Mutant
 
 ROW_READS, TABLES = "core/row_reads.py", "core/tables.py"
-CACHE, CLIENT, READS = "worker/rows/cache.py", "worker/rows/client.py", "worker/rows/reads.py"
-ROW_TABLE, OPENED = "server/row_table.py", "worker/rows/opened.py"
+CACHE, CLIENT, READS = "worker/rows/cache.py", "worker/rows/client.py", "worker/rows/in_flight.py"
+ROW_TABLE, STATE = "server/row_table.py", "worker/rows/state.py"
 KEYS, DEDUP = "update/filters/key_cache.py", "core/dedup.py"
 ACTOR, SUBSCRIBED = "simulate/actor.py", "simulate/subscribed.py"
 
@@ -15,11 +15,11 @@ CORE_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a break in the deliveries is not noticed",
         ROW_READS,
-        "table.overtook(server, message) or message.since != before",
-        "table.overtook(server, message)",
+        "self._overtook(server, message) or message.since != before",
+        "self._overtook(server, message)",
     ),
     Mutant(
-        "an answer that was overtaken is taken in", ROW_READS, "if made < self.newest", "if made < () < self.newest"
+        "an answer that was overtaken is taken in", ROW_READS, "if made < self._newest", "if made < () < self._newest"
     ),
     Mutant(
         "a delivery ends a read of a later clock",
@@ -30,11 +30,11 @@ CORE_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the clock of a delivery counts before its rows are here",
         ROW_READS,
-        "        if table.last.get(server) == message:",
-        "        table.delivered[server] = max(message.clock + 1, table.delivered.get(server, -1))\n"
-        "        if table.last.get(server) == message:",
+        "        if self._last.get(server) == message:",
+        "        self._delivered[server] = max(message.clock + 1, self.reached(server))\n"
+        "        if self._last.get(server) == message:",
     ),
-    Mutant("the server's bound is not checked", ROW_READS, "if message.clock < asked.needs:", "if message.clock < -1:"),
+    Mutant("the server's bound is not checked", ROW_READS, "if message.clock < pull.needs:", "if message.clock < -1:"),
     Mutant(
         "a read of a worker takes the place of another",
         READERS,
@@ -82,7 +82,7 @@ ORDER_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "no server is said to have rows on their way",
         ROW_READS,
-        "return {s for r in self._open.values() if r.table == table for s in (*r.fetching, *r.delivering)}",
+        "return {s for reading in self._under_way.values() for s in (*reading.fetching, *reading.delivering)}",
         "return set()",
     ),
     Mutant(
@@ -110,7 +110,7 @@ ORDER_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "rehearsed: an answered push is forgotten though rows without it are on their way",
         ACTOR,
-        "set(range(history.num_servers)) - rows.awaited(table) - delivering",
+        "set(range(history.num_servers)) - reads.awaited() - delivering",
         "set(range(history.num_servers)) - delivering",
     ),
     Mutant(
@@ -161,7 +161,7 @@ NODE_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "rows that go are unsubscribed from though they are on their way again",
         CLIENT,
-        "ids = ids[~torch.isin(ids, self._row_reads.ids_of(opened.spec.name))]",
+        "ids = ids[~torch.isin(ids, self._reads.ids())]",
         "ids = ids[:]",
     ),
     Mutant(
@@ -175,7 +175,7 @@ NODE_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "hyperparameters reach the servers of one push",
-        OPENED,
+        STATE,
         "            self._told.clear()\n\n    def resend_hyper",
         "\n    def resend_hyper",
     ),

@@ -34,9 +34,9 @@ from paceline.update.placement import torch_dtype
 from paceline.update.rules import RuleSpec
 from paceline.update.table import Scale, Segment, TableSpec
 from paceline.wire.requests import AwaitValues, Initialise
+from paceline.worker.dense import ReadOutcome
 from paceline.worker.lock import WorkerOptions
 from paceline.worker.node import WorkerNode
-from paceline.worker.reads import ReadOutcome
 
 CARRIERS = ("memory", "tcp", "shm")  # and "tls"
 CREDENTIALS = Credentials(bytes(range(32)), "nodes")
@@ -193,7 +193,7 @@ def table(name: str, numel: int, consistency: str, *, rule: RuleSpec | None = No
 
 def open_table(node: WorkerNode, spec: TableSpec, first: Tensor | None = None) -> None:
     """Open a table as a session does: worker 0 gives the first values, all wait for them."""
-    cache = node.open_table(spec)
+    cache = node.open_table(spec).cache
     if node.settings.sender.worker == 0:
         values = torch.zeros(spec.numel, dtype=torch_dtype(spec)) if first is None else first
         parts = [memoryview(cache.part(values, span.server).numpy()).cast("B") for span in cache.spans]
@@ -203,4 +203,4 @@ def open_table(node: WorkerNode, spec: TableSpec, first: Tensor | None = None) -
 
 def read_values(node: WorkerNode, name: str, out: Tensor, *, refresh: bool = True) -> ReadOutcome:
     """Copy the values of a table into a tensor once they are fresh enough."""
-    return node.read(name, lambda cache: cache.read_into(out), refresh=refresh)
+    return node.client(name).read(lambda cache: cache.read_into(out), refresh=refresh)

@@ -159,10 +159,10 @@ def test_a_worker_is_told_of_its_push_and_fails_as_it_reads(tmp_path: Path) -> N
     with cluster("memory", tmp_path, num_workers=1, num_servers=1) as servers, servers.joined(0) as node:
         open_table(node, table("w", 4, "bsp", rule=DENSE))
         values: Tensor = torch.empty(4)
-        outcomes = [node.push("w", torch.ones(4), count=1.0)]
+        outcomes = [node.client("w").push(torch.ones(4), count=1.0)]
         node.tick()
         read_values(node, "w", values)
-        outcomes.append(node.push("w", torch.ones(4), count=1.0))
+        outcomes.append(node.client("w").push(torch.ones(4), count=1.0))
         node.tick()
         assert [outcome.result(timeout=10).applied for outcome in outcomes] == [True, False]
         with pytest.raises(PeerError, match=r"refused a pull: table 'w' .* is not read, .* the rule gives up"):

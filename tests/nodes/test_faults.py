@@ -35,7 +35,7 @@ class Ledger:
         done = 0
         while done < NUM_CLOCKS:
             slot = node.settings.sender.worker * NUM_CLOCKS + done
-            self.outcomes[slot] = node.push("ledger", one_hot(slot, self.spec.numel), count=1.0)
+            self.outcomes[slot] = node.client("ledger").push(one_hot(slot, self.spec.numel), count=1.0)
             done += 1
             node.tick()
             read_values(node, "ledger", values, refresh=done % 2 == 0)
@@ -119,5 +119,5 @@ def descend(node: WorkerNode) -> None:
     values = torch.empty(spec.numel)
     for _ in range(NUM_CLOCKS):
         read_values(node, "model", values)
-        node.push("model", (values - target) * values.cos(), count=1.0)
+        node.client("model").push((values - target) * values.cos(), count=1.0)
         node.tick()

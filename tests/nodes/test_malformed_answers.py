@@ -14,7 +14,7 @@ from paceline.errors import PeerError
 from paceline.transport.base import EMPTY, Frame
 from paceline.wire.malformed import read_answer_of
 from paceline.wire.messages import KeysWanted, encode
-from paceline.worker.whole_calls import _read_piece
+from paceline.worker.table_calls import _read_piece
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from paceline.core.messages import Push, PushId
 from paceline.server.served_table import ACCEPTED
 from paceline.update.rows.store import RowStore
 from paceline.wire.messages import Keys, PushFrame, RowPushFrame
-from paceline.worker.pushes import NO_PUSH, PushBuffer, Pushes, Slots
+from paceline.worker.pushes import NO_PUSH, PushBuffer, Pushes
 
 NUM = 1000
 
@@ -31,8 +31,8 @@ class Clock(int):
 
 
 def one_more(pushes: Pushes, seq: int, clock: int) -> PushId:
-    assert pushes.has_slot("w", clock)
-    buffer = pushes.lend("w", shown=False)
+    assert pushes.has_slot(clock)
+    buffer = pushes.lend(shown=False)
     pushes.prepare(buffer, {0: buffer.memory}, PushFrame(NO_PUSH, 1.0, (), ()))
     made = Push(PushId(1, 0, 0, seq), "w", clock, 0)
     pushes.outgoing(made)
@@ -40,20 +40,19 @@ def one_more(pushes: Pushes, seq: int, clock: int) -> PushId:
 
 
 def test_memory_for_one_more_is_found_without_a_look_at_each() -> None:
-    pushes = Pushes()
-    pushes.open("w", Slots(2, True, lambda: PushBuffer(memoryview(bytearray(4)), torch.zeros(1))))
+    pushes = Pushes(2, True, lambda: PushBuffer(memoryview(bytearray(4)), torch.zeros(1)))
     Clock.num_compared = 0
     ids = [one_more(pushes, seq, Clock(3)) for seq in range(NUM)]
-    assert pushes.held_at(3)["w"] > 0
-    assert not pushes.held_at(2)
+    assert pushes.num_held(3) > 0
+    assert not pushes.num_held(2)
     assert Clock.num_compared <= 2 * NUM
-    assert not pushes.has_slot("w", Clock(4)), "those of the clock before are waited for"
+    assert not pushes.has_slot(Clock(4)), "those of the clock before are waited for"
     for push_id in ids:
-        assert pushes.release(Release(0, push_id)) is not None
-    assert pushes.has_slot("w", Clock(4))
-    assert not pushes.held_at(3)
+        assert pushes.release(Release(0, "w", push_id)) is not None
+    assert pushes.has_slot(Clock(4))
+    assert not pushes.num_held(3)
     one_more(pushes, NUM, Clock(4))
-    assert pushes.held_at(4)["w"] > 0
+    assert pushes.num_held(4) > 0
 
 
 @pytest.mark.parametrize("num_ids", [1, 3])

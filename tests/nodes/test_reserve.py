@@ -18,9 +18,9 @@ from paceline.worker.node import WorkerNode
 
 def push_one(node: WorkerNode) -> int:
     """Push ones from reserved memory, and return where that lies."""
-    reserved = node.reserve("w")
+    reserved = node.client("w").reserve()
     reserved.gradient.fill_(1.0)
-    node.push_reserved("w", reserved, count=1.0)
+    node.client("w").push_reserved(reserved, count=1.0)
     return reserved.gradient.data_ptr()
 
 
@@ -77,7 +77,7 @@ def test_who_waits_too_long_for_memory_is_told_what_for(tmp_path: Path) -> None:
         with pytest.raises(
             DeadlineExceeded, match=r"worker 0 \(clock 2\) waited 0.2 s for servers to apply earlier pushes"
         ):
-            node.reserve("w")
+            node.client("w").reserve()
 
 
 def test_what_is_not_sent_is_not_under_way(tmp_path: Path) -> None:
@@ -85,16 +85,16 @@ def test_what_is_not_sent_is_not_under_way(tmp_path: Path) -> None:
         open_table(node, table("w", 4, "bsp"))
         places = set()
         for _ in range(5):  # more than may be under way
-            reserved = node.reserve("w")
+            reserved = node.client("w").reserve()
             places.add(reserved.gradient.data_ptr())
             reserved.gradient.fill_(torch.nan)
-            outcome = node.push_reserved("w", reserved, count=1.0).result(timeout=0)
+            outcome = node.client("w").push_reserved(reserved, count=1.0).result(timeout=0)
             assert not outcome.applied
             assert "4 of 4 elements" in outcome.reason
         for _ in range(5):
-            reserved = node.reserve("w")
+            reserved = node.client("w").reserve()
             places.add(reserved.gradient.data_ptr())
-            node.return_buffer("w", reserved)
+            node.client("w").return_buffer(reserved)
         assert len(places) == 1
         node.leave()
 
@@ -104,9 +104,9 @@ def test_memory_is_reserved_of_open_tables_of_open_workers_only(tmp_path: Path) 
         with servers.joined(0) as node:
             open_table(node, table("w", 4, "bsp"))
             with pytest.raises(UsageError, match="worker 0 has not opened table 'v'; it has opened: w"):
-                node.reserve("v")
+                node.client("v").reserve()
         with pytest.raises(PeerError, match="has closed its connections"):
-            node.reserve("w")
+            node.client("w").reserve()
 
 
 @pytest.mark.parametrize("live", [False, True])
@@ -114,7 +114,7 @@ def test_memory_is_reserved_of_open_tables_of_open_workers_only(tmp_path: Path) 
 def test_values_are_lent_where_memory_is_mapped_and_shown_where_asked(kind: str, live: bool, tmp_path: Path) -> None:
     with cluster(kind, tmp_path, num_workers=1, num_servers=2) as servers, servers.joined(0) as node:
         open_table(node, table("w", 200, "bsp"))
-        cache = node.open_table(table("w", 200, "bsp"), live=live)
+        cache = node.open_table(table("w", 200, "bsp"), live=live).cache
         node.rpc.call_all(lambda number: AwaitValues(number, "w"), "first values")
         push_one(node)
         node.tick()
@@ -126,7 +126,7 @@ def test_values_are_lent_where_memory_is_mapped_and_shown_where_asked(kind: str,
         assert [len(server._tables["w"].send_buffers) for server in servers.servers] == [num_send_buffers] * 2
         for server in servers.servers:
             server._tables["w"].shard.values.add_(1.0)
-        node.use_cache("w", lambda cache: cache.read_into(out))
+        node.client("w").use_cache(lambda cache: cache.read_into(out))
         assert out.tolist() == [2.0 if cache.live else 1.0] * 200
         node.leave()
 

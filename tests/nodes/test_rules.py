@@ -277,7 +277,7 @@ def test_a_worker_that_cannot_be_answered_does_not_disturb_the_one_whose_tick_an
             dying.hear(Ticked)
             dying.connection.close()
             for _ in range(3):
-                node.push("w", torch.ones(NUMEL), count=1.0)
+                node.client("w").push(torch.ones(NUMEL), count=1.0)
                 node.tick()
                 read_values(node, "w", torch.empty(NUMEL))
             node.leave()

@@ -20,7 +20,7 @@ def train(shares: tuple[float, ...], folder: Path) -> tuple[Tensor, list[int]]:
         open_table(node, table("w", NUMEL, "bsp"))
         draws = torch.Generator().manual_seed(node.settings.sender.worker)
         for _ in range(CLOCKS):
-            node.push("w", torch.randn(NUMEL, generator=draws), count=1.0)
+            node.client("w").push(torch.randn(NUMEL, generator=draws), count=1.0)
             node.tick()
             read_values(node, "w", torch.empty(NUMEL))
 

@@ -16,7 +16,7 @@ from paceline.transport.base import Connection
 from paceline.transport.buffer_pool import is_poisoned
 from paceline.transport.buffers import fresh_buffer
 from paceline.worker.node import WorkerNode
-from paceline.worker.pushes import PushBuffer, Slots
+from paceline.worker.pushes import PushBuffer, Pushes
 
 HERE = cast("Connection", object())
 
@@ -39,12 +39,12 @@ def test_values_lie_where_they_were_until_the_worker_has_taken_them_in() -> None
     send_buffers.clear()
 
 
-def slots(**options: Any) -> Slots:
+def slots(**options: Any) -> Pushes:
     def make() -> PushBuffer:
         memory = fresh_buffer(64)
         return PushBuffer(memory, torch.frombuffer(memory, dtype=torch.float32))
 
-    return Slots(1, False, make, poisons=True, **options)
+    return Pushes(1, False, make, poisons=True, **options)
 
 
 def test_memory_of_a_push_shows_that_it_is_free_unless_a_gradient_may_lie_in_it() -> None:
@@ -64,7 +64,7 @@ def test_memory_of_a_push_is_given_back_once() -> None:
     with pytest.raises(ProtocolBug, match="for pushes was given back twice"):
         memory.take_back(buffer)
     memory.take_back(more)
-    assert memory.available
+    assert memory.has_slot(0)
     assert not memory._lent
 
 
@@ -75,8 +75,8 @@ def test_nothing_of_a_push_is_left_once_all_servers_have_answered(kind: str, tmp
     def work(node: WorkerNode) -> None:
         open_table(node, table("w", 300, "asynchronous"))
         for _ in range(5):
-            assert node.push("w", torch.ones(300), count=1.0).result(timeout=10).applied
-        seen.extend(node._pushes._slots["w"]._free)
+            assert node.client("w").push(torch.ones(300), count=1.0).result(timeout=10).applied
+        seen.extend(node.client("w").pushes._free)
 
     with cluster(kind, tmp_path, num_workers=1) as servers:
         servers.run(1, work)

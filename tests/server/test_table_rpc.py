@@ -18,8 +18,8 @@ from paceline.update.rows.spec import RowTableSpec
 from paceline.wire.messages import encode
 from paceline.wire.requests import CallFunction, CountRows, ReadRows, RequestDone, RequestFailed, TableCall, WriteRows
 from paceline.worker.node import WorkerNode
-from paceline.worker.rows.opened import CacheOptions
-from paceline.worker.whole_calls import WholeCalls
+from paceline.worker.rows.state import CacheOptions
+from paceline.worker.table_calls import TableCalls
 
 NUM_WORKERS, NUM_CALLS, NUM_ROWS = 2, 12, 40
 INCREMENT, INCREMENT_ROWS, LOOK = f"{HERE}:increment", f"{HERE}:increment_rows", f"{HERE}:look"
@@ -52,11 +52,11 @@ def test_every_call_runs_once_on_every_server_whatever_happens_to_frames(
         open_table(node, table("w", 7, "bsp"))
         node.open_rows(row_table("bsp"), CacheOptions())
         if node.settings.sender.worker == 0:
-            node.rows.push("rows", torch.arange(NUM_ROWS), torch.zeros(NUM_ROWS, 3), count=1.0, hyper=())
+            node.client("rows").push(torch.arange(NUM_ROWS), torch.zeros(NUM_ROWS, 3), count=1.0, hyper=())
         node.tick()
         for _ in range(NUM_CALLS):
-            WholeCalls(node, "w").call(INCREMENT, {}, exact=True)
-            WholeCalls(node, "rows").call(INCREMENT_ROWS, {}, exact=True)
+            TableCalls(node, "w").call(INCREMENT, {}, exact=True)
+            TableCalls(node, "rows").call(INCREMENT_ROWS, {}, exact=True)
 
     with cluster(kind, tmp_path, num_workers=NUM_WORKERS, num_servers=num_servers, plan=FAULTS, seed=3) as servers:
         servers.run(NUM_WORKERS, work)
@@ -170,7 +170,7 @@ def test_only_what_is_allowed_is_imported(tmp_path: Path) -> None:
             server._tables.host.allowed_paths = frozenset({LOOK})
         with servers.joined(0) as node:
             open_table(node, table("w", 4, "asynchronous"))
-            calls = WholeCalls(node, "w")
+            calls = TableCalls(node, "w")
             assert len(calls.call(LOOK, {}, exact=False).results) == 2
             assert len(calls.call("summary", {}, exact=False).results) == 2, "what comes with the package is allowed"
             with pytest.raises(Refused, match=f"{INCREMENT} may not be loaded here. Allowed: {LOOK}"):
@@ -187,11 +187,11 @@ def under_bsp(servers: Cluster, num_clocks: int) -> list[list[float]]:
             open_table(node, table("w", 4, "bsp"))
             for _ in range(num_clocks):
                 if rank == 0:
-                    parts = WholeCalls(node, "w").call(LOOK, {}, exact=True).results
+                    parts = TableCalls(node, "w").call(LOOK, {}, exact=True).results
                     seen.append(torch.cat([part["values"] for part in parts]).tolist())
                 else:
-                    WholeCalls(node, "w").call("summary", {}, exact=True)
-                node.push("w", torch.full((4,), 10.0**rank), count=1.0)
+                    TableCalls(node, "w").call("summary", {}, exact=True)
+                node.client("w").push(torch.full((4,), 10.0**rank), count=1.0)
                 node.tick()
             node.leave()
 

@@ -19,12 +19,11 @@ HOUSE = re.compile(r"desks?|shelf|shelves|doorman|errands?|toil|nursery|newborn|
 PEOPLE = re.compile(r"\b(?:whoever|nobody|somebody|anybody|whom)\b", re.IGNORECASE)
 WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 
-NAMES_LEFT = {"worker": 11, "tests": 42}
+NAMES_LEFT = {"tests": 42}
 PEOPLE_LEFT = {
     "docs": 5,
     "root": 11,
     "tests": 134,
-    "worker": 22,
 }
 
 

@@ -287,8 +287,7 @@ def test_values_fetched_without_a_push_take_no_memory_for_pushes(tmp_path: Path,
         for _ in range(4):  # more than there may be pushes under way
             worker.clock()
             optimizer.step_without_batch()
-        slots = worker.node._pushes._slots["model"]
-        return slots.num_made == 1
+        return worker.node.client("model").pushes.num_buffers == 1
 
     assert run_job(tmp_path, work, carrier="shm") == [True]
 

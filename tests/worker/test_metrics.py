@@ -8,8 +8,8 @@ import pytest
 
 from paceline.observe.runs import read_run
 from paceline.observe.trace import Trace, trace_path
+from paceline.worker.dense import ReadOutcome
 from paceline.worker.metrics import StepMetrics
-from paceline.worker.reads import ReadOutcome
 
 
 class Watch:

@@ -53,15 +53,15 @@ def test_when_the_servers_are_gone_every_wait_ends_with_the_reason(kind: str, tm
         node.options = WorkerOptions(wait_timeout_s=30.0, reconnect_timeout_s=0.2)
         node.join()
         open_table(node, table("w", 4, "bsp"))
-        pushed = node.push("w", torch.ones(4), count=1.0)
+        pushed = node.client("w").push(torch.ones(4), count=1.0)
         node.tick()
-        read = node.start_read("w")  # waits for worker 1, who never comes
+        read = node.client("w").start_read().future  # waits for worker 1, who never comes
 
     for future in (pushed, read):
         with pytest.raises(ServerLost, match=r"lost: the connection to .* did not come back within 0\.2 s"):
             future.result(timeout=10)
     for call in (
-        lambda: node.push("w", torch.ones(4), count=1.0),
+        lambda: node.client("w").push(torch.ones(4), count=1.0),
         node.tick,
         node.leave,
         lambda: read_values(node, "w", torch.empty(4)),
@@ -96,7 +96,7 @@ def test_what_does_not_come_in_time_is_named(tmp_path: Path) -> None:
             DeadlineExceeded, match=r"worker 0 \(clock 2\) waited 0.2 s for values of table 'w' at clock 2 \(ssp:1\)"
         ):
             read_values(node, "w", torch.empty(4))
-        node.push("w", torch.ones(4), count=1.0)
+        node.client("w").push(torch.ones(4), count=1.0)
         node.settle()
 
 
@@ -105,7 +105,7 @@ def test_many_pushes_in_one_clock_do_not_wait_for_the_clock_that_comes_after_the
         open_table(node, table("w", 4, "bsp"))
         values = torch.empty(4)
         for clock in range(1, 4):
-            pushed = [node.push("w", torch.ones(4), count=1.0) for _ in range(10)]
+            pushed = [node.client("w").push(torch.ones(4), count=1.0) for _ in range(10)]
             with pytest.raises(
                 UsageError, match=rf"pushed to table 'w' during clock {clock - 1}.*call clock\(\) first"
             ):
@@ -124,13 +124,13 @@ def test_a_held_push_holds_up_no_push_of_another_table(tmp_path: Path, monkeypat
     with cluster("memory", tmp_path, num_workers=1) as servers, servers.joined(0, wait_timeout_s=5.0) as node:
         open_table(node, table("held", 4, "bsp"))
         open_table(node, table("free", 4, "asynchronous"))
-        pushed = node.push("held", torch.ones(4), count=1.0)
+        pushed = node.client("held").push(torch.ones(4), count=1.0)
         for _ in range(60):
-            assert node.push("free", torch.ones(4), count=1.0).result(timeout=10).applied
+            assert node.client("free").push(torch.ones(4), count=1.0).result(timeout=10).applied
         for _ in range(19):
-            node.push("held", torch.ones(4), count=1.0)
+            node.client("held").push(torch.ones(4), count=1.0)
         with pytest.raises(UsageError, match=r"has made .* pushes of table 'held' in clock 0"):
-            node.push("held", torch.ones(4), count=1.0)
+            node.client("held").push(torch.ones(4), count=1.0)
         node.tick()
         assert pushed.result(timeout=10).applied
 
@@ -140,7 +140,7 @@ def test_who_pushes_is_told_where_a_push_is_applied_that_another_server_refused(
         for name, policy in (("a", "asynchronous"), ("b", "bsp")):
             open_table(node, table(name, 192, policy))
             servers.servers[1]._tables[name].broken = "it is broken"
-            pushed = node.push(name, torch.ones(192), count=1.0)
+            pushed = node.client(name).push(torch.ones(192), count=1.0)
             node.tick()
             outcome = pushed.result(timeout=10)
             assert not outcome.applied
@@ -159,7 +159,7 @@ def test_an_own_push_that_was_refused_is_no_longer_shown(tmp_path: Path) -> None
         values = torch.empty(4)
         read_values(node, "w", values)
         servers.servers[0]._tables["w"].broken = "it is broken"
-        assert not node.push("w", torch.ones(4), count=1.0).result(timeout=10).applied
+        assert not node.client("w").push(torch.ones(4), count=1.0).result(timeout=10).applied
         read_values(node, "w", values, refresh=False)
         assert not values.any()
 
@@ -168,8 +168,8 @@ def test_a_table_that_was_not_opened_is_the_callers_mistake(tmp_path: Path) -> N
     with cluster("memory", tmp_path, num_workers=1) as servers, servers.joined(0) as node:
         open_table(node, table("w", 4, "bsp"))
         for call in (
-            lambda: node.push("v", torch.ones(4), count=1.0),
-            lambda: node.start_read("v"),
+            lambda: node.client("v").push(torch.ones(4), count=1.0),
+            lambda: node.client("v").start_read(),
             lambda: read_values(node, "v", torch.empty(4)),
         ):
             with pytest.raises(UsageError, match="worker 0 has not opened table 'v'; it has opened: w"):
@@ -189,7 +189,7 @@ def test_reads_of_several_tables_end_in_any_order(tmp_path: Path) -> None:
                 node.tick()
                 return
             node.tick()
-            late = node.start_read("late")
+            late = node.client("late").start_read().future
             read_values(node, "soon", torch.empty(4))
             assert not late.done()
             ahead.set()
@@ -201,7 +201,7 @@ def test_reads_of_several_tables_end_in_any_order(tmp_path: Path) -> None:
 def test_a_future_of_a_push_cannot_be_cancelled(tmp_path: Path) -> None:
     with cluster("memory", tmp_path, num_workers=1) as servers, servers.joined(0) as node:
         open_table(node, table("w", 4, "bsp"))
-        pushed = node.push("w", torch.ones(4), count=1.0)
+        pushed = node.client("w").push(torch.ones(4), count=1.0)
 
         assert not pushed.cancel()
         node.tick()
@@ -217,7 +217,7 @@ def test_a_link_that_breaks_at_every_other_message_only_costs_time(kind: str, tm
         def work(node: WorkerNode) -> None:
             open_table(node, table("w", 4, "ssp:1"))
             for _ in range(8):
-                node.push("w", torch.ones(4), count=1.0)
+                node.client("w").push(torch.ones(4), count=1.0)
                 node.tick()
                 read_values(node, "w", torch.empty(4))
 
@@ -244,12 +244,12 @@ def test_e7_a_push_made_while_a_connection_comes_back_follows_those_that_are_rep
         [link] = node._connections
         with node._changed:
             link._post.connection.close()
-            node.push("w", torch.ones(4), count=1.0)  # lost
+            node.client("w").push(torch.ones(4), count=1.0)  # lost
             until_s = time.monotonic() + 10
             while link.hello.connection < 2 and time.monotonic() < until_s:
                 threading.Event().wait(0.01)
             threading.Event().wait(0.02)  # the reader has the new connection, and waits for the lock
-            node.push("w", torch.ones(4), count=1.0)
+            node.client("w").push(torch.ones(4), count=1.0)
         node.settle()
     assert arrived[:2] == [0, 1]
 
@@ -267,7 +267,7 @@ def test_a_cut_while_a_connection_is_made_again_is_no_refusal(tmp_path: Path, mo
     with cluster("tcp", tmp_path, num_workers=1, num_servers=1) as servers, servers.joined(0) as node:
         open_table(node, table("w", 4, "asynchronous"))
         node._connections[0]._post.connection.close()
-        assert node.push("w", torch.ones(4), count=1.0).result(timeout=10).applied
+        assert node.client("w").push(torch.ones(4), count=1.0).result(timeout=10).applied
     assert num_checked == [3]
 
 
@@ -275,7 +275,7 @@ def test_a_closed_worker_refuses_to_go_on_and_may_be_closed_again(tmp_path: Path
     with cluster("memory", tmp_path, num_workers=1) as servers:
         with servers.joined(0) as node:
             open_table(node, table("w", 4, "bsp"))
-            pushed = node.push("w", torch.ones(4), count=1.0)
+            pushed = node.client("w").push(torch.ones(4), count=1.0)
         node.close()
 
         with pytest.raises(PeerError, match="has closed its connections"):
@@ -291,7 +291,7 @@ def test_a_worker_that_stays_away_longer_than_its_lease_is_not_waited_for(tmp_pa
             lost.open_table(spec)
         with servers.joined(0) as node:
             open_table(node, spec)
-            node.push("w", torch.ones(4), count=1.0)
+            node.client("w").push(torch.ones(4), count=1.0)
             node.tick()
             read_values(node, "w", torch.empty(4))
             node.leave()
@@ -318,7 +318,7 @@ def test_a_worker_whose_large_frames_never_arrive_ends_with_their_size_and_the_a
         with pytest.raises(
             ServerLost, match=r"memory://.* was accepted \d+ times, and broke each .* frame of 16,\d+ bytes .* MTU"
         ):
-            node.push("w", torch.ones(4096), count=1.0).result(timeout=30)
+            node.client("w").push(torch.ones(4096), count=1.0).result(timeout=30)
 
 
 def test_a_push_that_a_server_has_no_memory_for_is_said_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,6 +338,6 @@ def test_a_push_that_a_server_has_no_memory_for_is_said_again(tmp_path: Path, mo
     monkeypatch.setattr(StreamConnection, "receive", receive_without_memory)
     with cluster("tcp", tmp_path, num_servers=1) as servers, servers.joined(0) as node:
         open_table(node, table("w", 4, "asynchronous"))
-        assert node.push("w", torch.ones(4), count=1.0).result(timeout=30).applied
+        assert node.client("w").push(torch.ones(4), count=1.0).result(timeout=30).applied
         assert failed.is_set()
         assert servers.values("w").tolist() == [1.0] * 4

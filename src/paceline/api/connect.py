@@ -16,8 +16,8 @@ from paceline.serve.messages import MAX_WORKERS
 from paceline.serve.namespace import LEASE_S
 from paceline.serve.url import ServeUrl
 from paceline.transport.base import Transport
-from paceline.worker.given import brief
 from paceline.worker.lock import WorkerOptions
+from paceline.worker.validation import brief
 
 
 def connect(

@@ -20,9 +20,9 @@ from paceline.training.embedding_gradients import EmbeddingLookup
 from paceline.update.rows.spec import FilterSpec, First, Lifecycle
 from paceline.update.rules import RuleSpec
 from paceline.update.table import DType, NonFinite, Scale
-from paceline.worker.given import brief, shortened
 from paceline.worker.rows.managed import Managed
 from paceline.worker.rows.table import RowTable
+from paceline.worker.validation import brief, shortened
 
 _DEPTH: Final = 8  # calls from a module's `requires_grad_` to where it looks into modules inside: 5 in torch 2.9
 Mode: TypeAlias = Literal["sum", "mean", "max"]

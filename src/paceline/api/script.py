@@ -18,7 +18,7 @@ from paceline.training.arguments import Policy, check_distributed, choose_strate
 from paceline.training.parameter_server import ParameterServer
 from paceline.training.strategy import Distributed, Settings
 from paceline.update.table import NonFinite, Scale
-from paceline.worker.given import as_number, brief
+from paceline.worker.validation import as_number, brief
 
 if TYPE_CHECKING:
     import torch

@@ -31,15 +31,15 @@ from paceline.update.rules import RuleSpec
 from paceline.update.table import DType, NonFinite, Scale, TableSpec
 from paceline.wire.requests import Barrier
 from paceline.worker.declaration import Declaration
-from paceline.worker.given import as_count, brief
 from paceline.worker.metrics import StepMetrics
 from paceline.worker.named_tensors import NamedTensors
 from paceline.worker.node import WorkerNode
-from paceline.worker.opening import TableOpener, dense_options, first_values, row_options
 from paceline.worker.rows.managed import Managed
-from paceline.worker.rows.opened import CacheOptions
+from paceline.worker.rows.state import CacheOptions
 from paceline.worker.rows.table import RowTable
 from paceline.worker.table import Table
+from paceline.worker.table_opener import TableOpener, dense_options, first_values, row_options
+from paceline.worker.validation import as_count, brief
 
 if TYPE_CHECKING:
     import torch

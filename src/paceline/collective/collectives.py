@@ -16,7 +16,7 @@ from paceline.collective.call_queue import CallQueue, QueuedCall
 from paceline.collective.group import Group, WorkerSet
 from paceline.collective.signature import CallSignature, Op, Pattern
 from paceline.errors import UsageError
-from paceline.worker.given import brief
+from paceline.worker.validation import brief
 
 T = TypeVar("T")
 

@@ -97,17 +97,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Install:
-    """Copy the values that came with the current message to the cached copy of the table."""
+    """Cache the values that came with the current message: the answer to `request`, or with -1 a delivery.
 
-    server: int
-    table: str
-    settled: int
-    includes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class InstallRows:
-    """Cache the rows that came with the current message: the answer to `request`, or with -1 rows that changed."""
+    They contain every update of the clocks below `clock`, and own pushes below `settled` and those in `includes`.
+    """
 
     server: int
     table: str
@@ -119,7 +112,7 @@ class InstallRows:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Drop the cached rows of a table from this server: newer ones may have been lost."""
+    """Drop what is cached of a table from this server: deliveries of newer values may have been lost."""
 
     server: int
     table: str
@@ -130,6 +123,7 @@ class Release:
     """The server's final answer to a push has arrived: its part of the tensor may be reused."""
 
     server: int
+    table: str
     id: PushId
     refused: str = ""
 
@@ -163,4 +157,4 @@ class Fail:
     reason: str
 
 
-WorkerEffect = Send | Install | InstallRows | Forget | Release | JoinDone | ReadDone | LeaveDone | Fail
+WorkerEffect = Send | Install | Forget | Release | JoinDone | ReadDone | LeaveDone | Fail

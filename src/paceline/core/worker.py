@@ -3,7 +3,7 @@
 Rules:
 1. A tick is sent only after every server has every push that it closes, so a tick seen by one server vouches for all.
 2. A retry repeats the same message with the same identity.
-3. The cached copy only gets newer, and a read is served from it only while it is fresh enough for the reader's clock.
+3. A read is served from what is cached only while that is fresh enough for the reader's clock: `TableReads` knows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from paceline.core.consistency import Consistency
 from paceline.core.dedup import WINDOW
-from paceline.core.effects import Fail, Install, JoinDone, LeaveDone, ReadDone, Release, Send, WorkerEffect
+from paceline.core.effects import Fail, JoinDone, LeaveDone, ReadDone, Release, Send, WorkerEffect
 from paceline.core.events import (
     Arrived,
     Connected,
@@ -37,45 +37,30 @@ from paceline.core.messages import (
     Joined,
     Leave,
     Left,
-    Pull,
     PullRefused,
     Push,
     PushId,
     PushRefused,
-    Taken,
     Ticked,
     WorkerRefused,
 )
 from paceline.core.retransmit import Key, Retransmit
 from paceline.core.row_reads import RowReads
 from paceline.core.settings import WorkerSettings
+from paceline.core.table_reads import DenseReads, TableReads
 from paceline.errors import ProtocolBug
 
 WorkerEvent = Arrived | Connected | Opened | Timeout | WantClock | WantJoin | WantLeave | WantPush | WantRead | WantRows
 
 
 @dataclass(slots=True)
-class _Reading:
-    request: int
-    needs: int
-    refresh: bool
-    awaited: set[int]  # servers whose part is not fresh enough yet
-    source: str = "fetch"
-
-
-@dataclass(slots=True)
 class _Table:
     consistency: Consistency
     servers: tuple[int, ...]
-    # (clock, version) of the cached part of each server. Invariant: both only grow. Absent = never seen.
-    have: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
-    reading: _Reading | None = None
+    reads: TableReads
     # Pushes that some server has neither applied nor refused: sequence number -> number of pushes made before it.
     unsettled: dict[int, int] = field(default_factory=dict[int, int])
     num_made: int = 0
-
-    def fresh(self, server: int, needs: int) -> bool:
-        return server in self.have and self.have[server][0] >= needs
 
 
 @dataclass(slots=True)
@@ -106,12 +91,10 @@ class WorkerCore:
     _leaving: bool = False
     _left: set[int] = field(default_factory=set[int])
     _retransmit: Retransmit = field(init=False)
-    rows: RowReads = field(init=False)
 
     def __post_init__(self) -> None:
         """Start with no message under way."""
         self._retransmit = Retransmit(self.settings.retry_s)
-        self.rows = RowReads(self.settings.sender, self._retransmit)
 
     # -- driving -----------------------------------------------------------------------------------------------------
 
@@ -126,18 +109,14 @@ class WorkerCore:
             case WantClock():
                 self.clock += 1
                 self._tick(now, effects)
-            case WantRead():
+            case WantRead() | WantRows():
                 self._on_read(event, now, effects)
-            case WantRows():
-                self.rows.want(event, self._take_request(), self.clock, now, effects)
             case Timeout():
                 self._on_timeout(now, effects)
             case Opened():
-                self._tables.setdefault(event.table, _Table(event.consistency, event.servers))
-                if event.keyed:
-                    self.rows.open(event.table, event.consistency)
+                self._open(event)
             case WantJoin():
-                self._say_to_all("join", Join(self.settings.sender), now, effects)
+                self._send_to_all("join", Join(self.settings.sender), now, effects)
             case WantLeave():
                 self._on_leave(now, effects)
             case Connected():
@@ -164,15 +143,20 @@ class WorkerCore:
         held = entry.consistency.visible == "on_clock"
         return held and oldest is not None and self._pushed[oldest].push.clock == self.clock
 
-    def awaits(self, server: int, message: Fetched) -> bool:
-        """Return whether a read waits for this answer; False for a late or repeated one."""
-        table = self._tables.get(message.table)
-        reading = table.reading if table else None
-        return reading is not None and reading.request == message.request and server in reading.awaited
+    def reads(self, table: str) -> TableReads:
+        """Return the reads of an open table."""
+        return self._tables[table].reads
 
     def num_unsettled(self, table: str) -> int:
         """Count the pushes of this table that some server has neither applied nor refused."""
         return len(self._tables[table].unsettled)
+
+    def _open(self, event: Opened) -> None:
+        """Open a table; opening it again changes nothing."""
+        if event.table not in self._tables:
+            kind = RowReads if event.keyed else DenseReads
+            reads = kind(self.settings.sender, self._retransmit, event.table, event.consistency, event.servers)
+            self._tables[event.table] = _Table(event.consistency, event.servers, reads)
 
     # -- pushes and clocks -------------------------------------------------------------------------------------------
 
@@ -187,7 +171,7 @@ class WorkerCore:
         table.num_made += 1
         self._unseen[push.clock] += 1
         for server in servers:
-            self._say((server, "push", push_id.seq), push, now, effects)
+            self._send((server, "push", push_id.seq), push, now, effects)
 
     def _tick(self, now: float, effects: list[WorkerEffect]) -> None:
         """Send the finished clocks to all servers, up to the first with a push that has not arrived everywhere."""
@@ -195,7 +179,7 @@ class WorkerCore:
         if ready > self._ticked:
             self._ticked = ready
             withdrawn = tuple(sorted(self._withdrawn))
-            self._say_to_all("clock", Clock(self.settings.sender, ready, withdrawn), now, effects)
+            self._send_to_all("clock", Clock(self.settings.sender, ready, withdrawn), now, effects)
 
     def _on_push_answer(
         self, server: int, answer: Held | Applied | PushRefused, now: float, effects: list[WorkerEffect]
@@ -213,7 +197,7 @@ class WorkerCore:
             refused = answer.reason if isinstance(answer, PushRefused) else ""
             if refused:
                 self._withdrawn.add((pushed.push.table, pushed.push.clock, answer.id.seq))
-            effects.append(Release(server, answer.id, refused))
+            effects.append(Release(server, pushed.push.table, answer.id, refused))
         if not pushed.unsettled:
             del self._pushed[answer.id.seq]
             del self._tables[pushed.push.table].unsettled[answer.id.seq]
@@ -237,85 +221,23 @@ class WorkerCore:
 
     # -- reads -------------------------------------------------------------------------------------------------------
 
-    def needs(self, table: str) -> int:
-        """Return the clock below which the read under way must see all updates; 0 without such a read."""
-        reading = self._tables[table].reading
-        return 0 if reading is None else reading.needs
-
-    def _on_read(self, want: WantRead, now: float, effects: list[WorkerEffect]) -> None:
-        table = self._tables[want.table]
-        needs = self.clock if want.exact else table.consistency.needs(self.clock)
-        awaited = {s for s in table.servers if want.refresh or not table.fresh(s, needs)}
-        reading = _Reading(self._take_request(), needs, want.refresh, awaited)
-        table.reading = reading
-        if not awaited:
-            reading.source = "delivery" if table.consistency.deliver == "on_clock" else "cache"
-        for server in sorted(awaited):
-            pull = Pull(self.settings.sender, reading.request, want.table, self.clock, needs)
-            self._say((server, "pull", want.table), pull, now, effects)
-        self._finish_read(want.table, table, now, effects)
-
-    def _take_request(self) -> int:
+    def _on_read(self, want: WantRead | WantRows, now: float, effects: list[WorkerEffect]) -> None:
+        table, request = self._tables[want.table], self.next_request
         self.next_request += 1
-        return self.next_request - 1
+        table.reads.start(want, request, self.clock, now, effects)
+        self._follow(table.consistency, now, effects)
 
     def _on_values(self, server: int, message: Fetched | Delivered, now: float, effects: list[WorkerEffect]) -> None:
         table = self._tables[message.table]
-        if (message.clock, message.version) >= table.have.get(server, (-1, -1)):
-            table.have[server] = (message.clock, message.version)
-            effects.append(Install(server, message.table, message.settled, message.includes))
-        if isinstance(message, Delivered):
-            effects.append(Send(server, Taken(self.settings.sender, message.table, message.clock)))
-        else:
-            self._on_answered_pull(server, message, effects)
-        reading = table.reading
-        if reading and server in reading.awaited and table.fresh(server, reading.needs):
-            if isinstance(message, Fetched) and message.request == reading.request:
-                reading.awaited.discard(server)
-            elif not reading.refresh:
-                reading.awaited.discard(server)
-                reading.source = "delivery"
-        self._finish_read(message.table, table, now, effects)
+        table.reads.on_values(server, message, effects)
+        self._follow(table.consistency, now, effects)
 
-    def _on_answered_pull(self, server: int, message: Fetched, effects: list[WorkerEffect]) -> None:
-        key: Key = (server, "pull", message.table)
-        asked = self._retransmit.message(key)
-        if not isinstance(asked, Pull) or asked.request != message.request:
-            return
-        self._retransmit.answered(key)
-        if message.clock < asked.needs:
-            effects.append(
-                Fail(
-                    f"server {server} answered a pull of table '{message.table}' with values of clock {message.clock}, "
-                    f"but worker {self.settings.sender.worker} at clock {asked.clock} needs {asked.needs}; "
-                    "the server breaks the staleness bound"
-                )
-            )
-
-    def _finish_read(self, name: str, table: _Table, now: float, effects: list[WorkerEffect]) -> None:
-        reading = table.reading
-        if reading is None or reading.awaited:
-            return
-        table.reading = None
-        for server in table.servers:
-            self._retransmit.answered((server, "pull", name))
-        oldest = min(clock for clock, _ in table.have.values())
-        effects.append(ReadDone(reading.request, name, oldest, reading.source))
-        self._follow(table.consistency, oldest, now, effects)
-
-    def _on_rows(self, server: int, message: Fetched | Delivered, now: float, effects: list[WorkerEffect]) -> None:
-        if isinstance(message, Fetched):
-            self.rows.on_fetched(server, message, effects)
-        else:
-            self.rows.on_delivered(server, message, effects)
-        for done in [effect for effect in effects if isinstance(effect, ReadDone)]:
-            self._follow(self.rows.consistency(message.table), done.clock, now, effects)
-
-    def _follow(self, consistency: Consistency, oldest: int, now: float, effects: list[WorkerEffect]) -> None:
-        """Jump to the clock that was read when a quorum completed clocks without this worker."""
-        if consistency.backups and oldest > self.clock:
-            self.clock = oldest
-            self._tick(now, effects)
+    def _follow(self, consistency: Consistency, now: float, effects: list[WorkerEffect]) -> None:
+        """Jump to the clock of reads that have ended when a quorum completed clocks without this worker."""
+        for oldest in [effect.clock for effect in effects if isinstance(effect, ReadDone)]:
+            if consistency.backups and oldest > self.clock:
+                self.clock = oldest
+                self._tick(now, effects)
 
     # -- joining and leaving -----------------------------------------------------------------------------------------
 
@@ -340,7 +262,7 @@ class WorkerCore:
     def _leave_when_settled(self, now: float, effects: list[WorkerEffect]) -> None:
         if self._leaving and not self._pushed:
             self._leaving = False
-            self._say_to_all("leave", Leave(self.settings.sender), now, effects)
+            self._send_to_all("leave", Leave(self.settings.sender), now, effects)
 
     def _on_left(self, server: int, effects: list[WorkerEffect]) -> None:
         self._retransmit.answered((server, "clock", 0))
@@ -356,8 +278,6 @@ class WorkerCore:
         match message:
             case Held() | Applied() | PushRefused():
                 self._on_push_answer(server, message, now, effects)
-            case Fetched() | Delivered() if message.table in self.rows:
-                self._on_rows(server, message, now, effects)
             case Fetched() | Delivered():
                 self._on_values(server, message, now, effects)
             case Ticked():
@@ -389,7 +309,8 @@ class WorkerCore:
     def _on_connected(self, server: int, now: float, effects: list[WorkerEffect]) -> None:
         if server in self._joined:  # even before all others have answered: its lease runs
             self._retransmit.add((server, "join", 0), Join(self.settings.sender), now)
-        self.rows.on_connected(server)
+        for table in self._tables.values():
+            table.reads.on_connected(server)
         effects += [Send(server, entry.message, entry.bare) for entry in self._retransmit.for_server(server)]
 
     def _on_timeout(self, now: float, effects: list[WorkerEffect]) -> None:
@@ -400,10 +321,10 @@ class WorkerCore:
                 return
             effects.append(Send(server, entry.message, entry.bare))
 
-    def _say(self, key: Key, message: FromWorker, now: float, effects: list[WorkerEffect]) -> None:
+    def _send(self, key: Key, message: FromWorker, now: float, effects: list[WorkerEffect]) -> None:
         self._retransmit.add(key, message, now)
         effects.append(Send(key[0], message))
 
-    def _say_to_all(self, kind: str, message: FromWorker, now: float, effects: list[WorkerEffect]) -> None:
+    def _send_to_all(self, kind: str, message: FromWorker, now: float, effects: list[WorkerEffect]) -> None:
         for server in range(self.settings.num_servers):
-            self._say((server, kind, 0), message, now, effects)
+            self._send((server, kind, 0), message, now, effects)

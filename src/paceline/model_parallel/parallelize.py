@@ -34,7 +34,7 @@ from paceline.model_parallel.pipeline import (
     send_tensors,
     text_of,
 )
-from paceline.worker.given import brief
+from paceline.worker.validation import brief
 
 _Run = Callable[[Any], Any]
 

@@ -10,7 +10,6 @@ from paceline.core.effects import (
     Fail,
     Forget,
     Install,
-    InstallRows,
     JoinDone,
     LeaveDone,
     ReadDone,
@@ -163,7 +162,7 @@ class SimulatedWorker:
         match effect:
             case Send():
                 self.world.to_server_from(self, effect.server, effect.message, bare=effect.bare)
-            case Install() | InstallRows():
+            case Install():
                 self._install(effect)
             case Forget():
                 self._forget(effect.table, effect.server)
@@ -180,14 +179,14 @@ class SimulatedWorker:
             case Release():
                 self._note_answer(effect)
 
-    def _install(self, effect: Install | InstallRows) -> None:
+    def _install(self, effect: Install) -> None:
         """Store the values in a message; rows that were not requested only while they are cached."""
         own = frozenset(effect.includes) | frozenset(range(effect.settled))
         history, kept, (lengths, clock) = self.world.histories[effect.table], self._parts[effect.table], self._arrived
         for push_id in [p for p in self._own if history.keyed and p.seq in own and p in history.touched]:
             self._note_contained(push_id, {effect.server})
         for place, length in lengths.items():
-            if isinstance(effect, Install) or effect.request >= 0 or place in kept:
+            if not history.keyed or effect.request >= 0 or place in kept:
                 kept[place] = SeenPart(length, clock, own, self._added(history, effect.server, place))
 
     def _note_contained(self, push_id: PushId, servers: set[int]) -> None:
@@ -218,14 +217,14 @@ class SimulatedWorker:
             return
         unanswered.discard(effect.server)
         table = self.world.table_of(push_id)
-        history, kept, rows = self.world.histories[table], self._parts[table], self.core.rows
+        history, kept, reads = self.world.histories[table], self._parts[table], self.core.reads(table)
         if effect.refused:
             self._note_contained(push_id, {effect.server})
             for row in [row for row in kept if history.server_of(row) == effect.server]:
                 kept[row] = replace(kept[row], added=kept[row].added - {push_id.seq})
         if not unanswered:
-            delivering = {s for s in range(history.num_servers) if rows.delivered(table, s) >= 0}
-            self._note_contained(push_id, set(range(history.num_servers)) - rows.awaited(table) - delivering)
+            delivering = {s for s in range(history.num_servers) if reads.reached(s) >= 0}
+            self._note_contained(push_id, set(range(history.num_servers)) - reads.awaited() - delivering)
             del self._unanswered[push_id]
 
     def _forget(self, table: str, server: int) -> None:
@@ -286,9 +285,9 @@ class SimulatedWorker:
 
     def _kept(self, table: str) -> dict[int, SeenPart]:
         """Return the cached rows, each with the clock that it or the deliveries of its server have reached."""
-        history, rows = self.world.histories[table], self.core.rows
+        history, reads = self.world.histories[table], self.core.reads(table)
         return {
-            row: replace(part, clock=max(part.clock, rows.delivered(table, history.server_of(row))))
+            row: replace(part, clock=max(part.clock, reads.reached(history.server_of(row))))
             for row, part in self._parts[table].items()
         }
 

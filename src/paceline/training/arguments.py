@@ -18,7 +18,7 @@ from paceline.training.groups import Groups
 from paceline.training.local_sgd import diloco, local_sgd
 from paceline.training.parameter_server import ParameterServer
 from paceline.training.strategy import Strategy
-from paceline.worker.given import brief
+from paceline.worker.validation import brief
 
 
 def check_distributed(

@@ -44,7 +44,7 @@ class Bucket:
     def reserve(self) -> None:
         """Reserve memory for the next gradients; blocks until there is some."""
         if self._reserved is None:
-            self._reserved = self.table.node.reserve(self.table.name)
+            self._reserved = self.table.client.reserve()
             if self.gradients.are_on_device:
                 self.gradients.device_copies.lock(self._reserved, self._reserved.gradient)
             self.gradients.attach(self._reserved.gradient)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from paceline.errors import IdOutOfRange, UsageError
-from paceline.worker.given import brief
 from paceline.worker.metrics import MANY_PUSHES
 from paceline.worker.pushes import PushOutcome
 from paceline.worker.rows.table import RowFuture, RowTable
+from paceline.worker.validation import brief
 
 MAX_ASKED = 8  # pending requests ahead; further ones are ignored, and their forward waits for the rows
 
@@ -132,7 +132,7 @@ class EmbeddingLookup:
         trained on 0 samples.
         """
         collected, self._collected = self._collected, []
-        if not collected and (not samples or not self.table.opened.counts_everyone):
+        if not collected and (not samples or not self.table.client.state.counts_everyone):
             return
         ids = torch.cat([ids for ids, _ in collected] or [torch.empty(0, dtype=torch.int64)])
         rows = torch.cat([rows for _, rows in collected] or [torch.empty((0, self.table.width))])
@@ -175,7 +175,7 @@ class EmbeddingLookup:
 
     def _distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the distinct ids, (n,), and the index of each id among them, (number of ids,)."""
-        distinct, places = self.table.node.rows.ops.unique(self.table.keys(ids).view(-1))
+        distinct, places = self.table.client.ops.unique(self.table.keys(ids).view(-1))
         if self.num_ids is not None and len(distinct):
             lowest, highest = (int(bound) for bound in distinct.aminmax())
             if lowest < 0 or highest >= self.num_ids:
@@ -200,7 +200,7 @@ class EmbeddingLookup:
 
     def _places_in(self, ids: Tensor, wanted: Tensor) -> Tensor | None:
         """Return the indices of distinct ids among others; None if some are missing."""
-        together, places = self.table.node.rows.ops.unique(torch.cat((ids, wanted)))
+        together, places = self.table.client.ops.unique(torch.cat((ids, wanted)))
         return places[len(ids) :] if len(together) == len(ids) else None
 
     def _collect(self, ids: Tensor, times: Tensor | None, rows: Tensor) -> None:

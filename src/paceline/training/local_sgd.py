@@ -168,7 +168,7 @@ class Fragment:
         Raises:
             UsageError: it is not finite, under nonfinite="halt".
         """
-        buffer = self.table.node.reserve(self.table.name)
+        buffer = self.table.client.reserve()
         self.write_way(buffer.gradient)
         samples, self.num_samples = self.num_samples, 0.0
         return self.table.push_reserved(buffer, samples=samples, absent=(), hyper=())

@@ -25,10 +25,10 @@ from paceline.training.gradient_accumulation import GradientAccumulator, SliceSu
 from paceline.training.weights import Weights
 from paceline.update.table import NonFinite, Scale, TableSpec
 from paceline.update.torch_rule import granularity_of
-from paceline.worker.given import as_count
 from paceline.worker.metrics import StepMetrics
 from paceline.worker.pushes import PushOutcome
 from paceline.worker.table import Table
+from paceline.worker.validation import as_count
 
 _OVERFLOW: Final = "a GradScaler has found gradients that are not finite: its scale is too high for this batch"
 # A scaler tries some scales that are too high, above all at the start; more overflows in a row than this are unusual.

@@ -61,7 +61,7 @@ class Weights:
     def check_views(self) -> None:
         """Check for writes of a script to views while there is time; the script does not run until the next fetch."""
         copies: list[TableCache] = []
-        self.table.node.use_cache(self.table.name, copies.append)
+        self.table.client.use_cache(copies.append)
         self._written = self._was_written(
             copies[0]
         )  # without the lock, so that answers of servers are handled meanwhile

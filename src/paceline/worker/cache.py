@@ -87,24 +87,21 @@ class TableCache:
     _bodies: dict[int, memoryview] = field(default_factory=dict[int, memoryview])  # of a live copy, by server
     _flat: Tensor | None = None
     _memory: memoryview = EMPTY  # of the flat tensor
-    _lockstep: bool = field(init=False)
+    consistency: Consistency = field(init=False)
+    servers: tuple[int, ...] = field(init=False)  # that hold a part of the table; server 0 if it has no elements at all
     _own: dict[int, _Own] = field(default_factory=dict[int, _Own])
     # Reads of the flat tensor by devices, which may have ended.
     _device_reads: list[DeviceRead] = field(default_factory=list[DeviceRead])
 
     def __post_init__(self) -> None:
         """Start with zeros; no read ends before the first values have arrived."""
-        self._lockstep = Consistency.parse(self.spec.consistency).lockstep
+        self.consistency = Consistency.parse(self.spec.consistency)
+        self.servers = holders(self.spans)
         if not self.live:
             dtype = torch_dtype(self.spec)
             self._memory = fresh_buffer(self.spec.numel * dtype.itemsize)
             self._flat = as_tensor(self._memory, dtype)
             self._parts = {server: self.part(self._flat, server) for server in self.servers}
-
-    @property
-    def servers(self) -> tuple[int, ...]:
-        """The servers that hold a part of the table; server 0 if it has no elements at all."""
-        return holders(self.spans)
 
     def part(self, flat: Tensor, server: int) -> Tensor:
         """Return a server's part of a flat tensor, as a view."""
@@ -115,7 +112,7 @@ class TableCache:
 
         It is allowed where values change only while all workers wait for them: then no thread reads them meanwhile.
         """
-        if self.live or not self._lockstep or size_bytes != self._parts[server].nbytes:
+        if self.live or not self.consistency.lockstep or size_bytes != self._parts[server].nbytes:
             return None
         self._wait_for_devices()
         span, item = self.spans[server], self._parts[server].itemsize

@@ -15,7 +15,7 @@ from paceline.update.filters.check import check_filters
 from paceline.update.rows.spec import FilterSpec, First, Lifecycle, RowTableSpec
 from paceline.update.rules import RuleSpec
 from paceline.update.table import DType, NonFinite, Scale, Segment, TableSpec
-from paceline.worker.given import brief
+from paceline.worker.validation import brief
 
 _NAMED: Final = {"segments": "shape", "width": "rows", "rule": "update", "first": "init"}  # in `Session.table`
 _AT: Final = re.compile(r" - at `.*`")

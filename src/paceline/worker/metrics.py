@@ -18,9 +18,9 @@ from paceline.observe import trace as records
 from paceline.observe.notices import OpenClocks, Refusals, tell
 from paceline.observe.resources import ResourceUsage
 from paceline.observe.trace import Trace
+from paceline.worker.dense import ReadOutcome
 from paceline.worker.periodic import PeriodicThread
 from paceline.worker.pushes import PushOutcome
-from paceline.worker.reads import ReadOutcome
 
 MANY_PUSHES: Final = 1000  # of one table in one clock; servers take some thousands
 STATE_INTERVAL_S: Final = 2.0
@@ -130,7 +130,7 @@ class StepMetrics:
         Also warn of a clock with very many pushes, which wait for its end.
         """
 
-        def look(done: Future[PushOutcome]) -> None:
+        def note_outcome(done: Future[PushOutcome]) -> None:
             if done.exception() is None and not done.result().applied:  # else the worker has failed, and raises
                 reason = done.result().reason
                 if not (is_late(reason) and Consistency.parse(consistency).backups):
@@ -140,7 +140,7 @@ class StepMetrics:
         num = self.open_clocks.note_push(table, clock)
         if num == MANY_PUSHES and Consistency.parse(consistency).visible == "on_clock":
             self.open_clocks.tell_of(table, clock, f"made {num} pushes of table '{table}'")
-        pushed.add_done_callback(look)
+        pushed.add_done_callback(note_outcome)
         return pushed
 
     def note_refused(

@@ -14,9 +14,9 @@ from paceline.update.named_rules import Add
 from paceline.update.table import DType, Segment, TableSpec, decode_table
 from paceline.wire.malformed import read_answer_of
 from paceline.wire.requests import Describe
-from paceline.worker.opening import TableOpener
 from paceline.worker.pushes import PushOutcome
 from paceline.worker.table import Table
+from paceline.worker.table_opener import TableOpener
 
 _PREFIX = "named tensor "  # apart from the names of tables
 _DTYPES: tuple[DType, ...] = ("float64", "float32", "bfloat16", "float16")

@@ -4,60 +4,37 @@ from __future__ import annotations
 
 import threading
 import time
-import zlib
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from torch import Tensor
-
 from paceline.core.consistency import Consistency
-from paceline.core.effects import (
-    Fail,
-    Forget,
-    Install,
-    InstallRows,
-    JoinDone,
-    LeaveDone,
-    ReadDone,
-    Release,
-    Send,
-    WorkerEffect,
-)
-from paceline.core.events import Arrived, Connected, Opened, Timeout, WantClock, WantJoin, WantLeave, WantPush, WantRead
+from paceline.core.effects import Fail, Forget, Install, JoinDone, LeaveDone, ReadDone, Release, Send, WorkerEffect
+from paceline.core.events import Arrived, Connected, Timeout, WantClock, WantJoin, WantLeave
 from paceline.core.messages import Clock, Fetched, Pull, Push, Ticked
 from paceline.core.settings import WorkerSettings
 from paceline.core.worker import WorkerCore, WorkerEvent
-from paceline.errors import PeerError, ProtocolBug, Refused, ServerLost, UsageError
+from paceline.errors import PeerError, Refused, ServerLost, UsageError
 from paceline.transport.base import EMPTY, Frame, Transport
 from paceline.update.placement import spans
-from paceline.update.rows.ops import row_ops
+from paceline.update.rows.ops import row_ops, tell_of_refused_library
 from paceline.update.rows.sharding import RowSharding
 from paceline.update.rows.spec import RowTableSpec
-from paceline.update.table import Hyper, TableSpec
+from paceline.update.table import TableSpec
 from paceline.wire.connection import ReconnectingConnection
 from paceline.wire.malformed import MISHAPS, story
-from paceline.wire.messages import Hello, KeysWanted, PushFrame, RowsUsed, decode, encode
+from paceline.wire.messages import Hello, KeysWanted, decode, encode
 from paceline.wire.requests import Declare, DeclareRows, RequestDone, RequestFailed
 from paceline.worker.cache import TableCache, can_replay
+from paceline.worker.dense import DenseClient
 from paceline.worker.lock import WorkerLock, WorkerOptions
 from paceline.worker.periodic import PeriodicThread
-from paceline.worker.pushes import (
-    NO_PUSH,
-    PushBuffer,
-    Pushes,
-    PushOutcome,
-    Slots,
-    allocate,
-    finished_push,
-    objection,
-    refuse_endless_clock,
-)
-from paceline.worker.reads import ReadOutcome, Reads
+from paceline.worker.pushes import Pushes, allocate
 from paceline.worker.rows.client import RowClient
-from paceline.worker.rows.opened import CacheOptions, OpenedRows
+from paceline.worker.rows.state import CacheOptions, RowTableState
+from paceline.worker.rows.throttle import Throttle
 from paceline.worker.rpc import Rpc
+from paceline.worker.table_client import ClientContext, TableClient
 from paceline.worker.waits import PERIOD_S, About, Waits
 
 
@@ -74,11 +51,8 @@ class FrameHandler:
 
     server: int
     lock: WorkerLock
-    core: WorkerCore
     rpc: Rpc
-    reads: Reads
-    rows: RowClient
-    caches: dict[str, TableCache]
+    tables: Mapping[str, TableClient]
     handle: Callable[[WorkerEvent, memoryview], None]
     fail: Callable[[str], None] = _refuse
 
@@ -87,7 +61,7 @@ class FrameHandler:
         message = decode(frame.header)
         with self.lock.changed:
             try:
-                self._take_in(message, frame)
+                self._process(message, frame)
             except MISHAPS as error:
                 self.fail(
                     f"server {self.server} sent a {type(message).__name__} that makes no sense here ({story(error)}): "
@@ -95,29 +69,26 @@ class FrameHandler:
                 )
             self.lock.changed.notify_all()
 
-    def _take_in(self, message: object, frame: Frame) -> None:
+    def _process(self, message: object, frame: Frame) -> None:
         if isinstance(message, RequestDone):
             self.rpc.finish_call(message.number, frame.body)
         elif isinstance(message, RequestFailed):
             self.rpc.fail_call(message.number, Refused(f"server {self.server} refused: {message.reason}"))
         elif isinstance(message, KeysWanted):
-            self.rows.on_keys_wanted(self.server, message)
+            self.tables[message.table].on_keys_wanted(self.server, message)
         elif not self.lock.failure:
             self.handle(Arrived(self.server, message), frame.body)
         if isinstance(message, Ticked):
-            self.rows.on_ticked(self.server, message.clock)
-        elif isinstance(message, Fetched):
-            self.reads.note_taken(self.server, message)
+            for table in self.tables.values():
+                table.note_ticked(self.server, message.clock)
+        elif isinstance(message, Fetched) and message.table in self.tables:
+            self.tables[message.table].note_received(self.server, message)
 
     def place(self, header: bytes, size_bytes: int) -> memoryview | None:
-        """Return memory for the body of a frame: values that a read waits for go straight into the table's cache.
-
-        Without the lock: its holder may be waiting for this thread to leave the connection. The state that is read
-        here changes only on this thread, except when a read starts, which then waits as well.
-        """
+        """Return memory for the body of a frame, without the lock: see `TableClient.receive_buffer`."""
         message = decode(header)
-        if isinstance(message, Fetched) and self.core.awaits(self.server, message):
-            return self.caches[message.table].receive_buffer(self.server, size_bytes)
+        if isinstance(message, Fetched) and message.table in self.tables:
+            return self.tables[message.table].receive_buffer(self.server, message, size_bytes)
         return None
 
     def on_reconnected(self, use: Callable[[], None]) -> None:
@@ -127,7 +98,8 @@ class FrameHandler:
         """
         with self.lock.changed:
             use()
-            self.rows.on_reconnected(self.server)
+            for table in self.tables.values():
+                table.on_reconnected(self.server)
             self.handle(Connected(self.server), EMPTY)
             self.rpc.repeat(self.server)
 
@@ -155,10 +127,10 @@ class WorkerNode:
     _lock: WorkerLock = field(init=False)
     # Guards everything below, and the core; used by the reader threads and the user's threads.
     _changed: threading.Condition = field(init=False)
-    _caches: dict[str, TableCache] = field(default_factory=dict[str, TableCache])
-    _pushes: Pushes = field(default_factory=Pushes)
-    _reads: Reads = field(default_factory=Reads)
-    rows: RowClient = field(init=False)
+    _tables: dict[str, TableClient] = field(default_factory=dict[str, TableClient])
+    _context: ClientContext = field(init=False)
+    row_sharding: RowSharding = field(init=False)
+    _throttle: Throttle = field(init=False)
     _joined: bool = False
     _left: bool = False
     _periodic: PeriodicThread = field(init=False)
@@ -170,10 +142,10 @@ class WorkerNode:
         self.waits = Waits(rank, self.options.wait_timeout_s, lambda make: self.rpc.start_call(0, make))
         self._lock = WorkerLock(rank, self.waits, lambda: self._core.clock)
         self._changed = self._lock.changed
-        self.rpc = Rpc(self._send_request, self._lock, len(self.addresses), self.settings.retry_s)
-        ops = row_ops()
-        sharding = RowSharding(ops, len(self.addresses), self.settings.shares)
-        self.rows = RowClient(self._core, self._lock, ops, sharding, self._send_request, self._handle, self._fail)
+        self.rpc = Rpc(self._send_frame, self._lock, len(self.addresses), self.settings.retry_s)
+        self._context = ClientContext(self._core, self._lock, self._send_frame, self._handle)
+        self.row_sharding = RowSharding(row_ops(), len(self.addresses), self.settings.shares)
+        self._throttle = Throttle(self._lock, self._fail)
         # Retry intervals double, so a quarter of the first one is fine enough.
         self._periodic = PeriodicThread(min(self.settings.retry_s / 4, PERIOD_S), self._run_due)
 
@@ -202,26 +174,16 @@ class WorkerNode:
         sender = self.settings.sender
         hello = Hello("worker", sender.worker, sender.incarnation, sender.generation)
         for server, address in enumerate(self.addresses):
-            arrivals = FrameHandler(
-                server,
-                self._lock,
-                self._core,
-                self.rpc,
-                self._reads,
-                self.rows,
-                self._caches,
-                self._handle,
-                self._fail,
-            )
+            handler = FrameHandler(server, self._lock, self.rpc, self._tables, self._handle, self._fail)
             connection = ReconnectingConnection(
                 server,
                 address,
                 hello,
                 self.transport,
                 self.options.reconnect_timeout_s,
-                on_frame=arrivals.on_frame,
-                place=arrivals.place,
-                on_reconnected=arrivals.on_reconnected,
+                on_frame=handler.on_frame,
+                place=handler.place,
+                on_reconnected=handler.on_reconnected,
                 on_lost=partial(self._fail, as_error=ServerLost),
                 how_ended=partial(self.options.how_ended, server),
             )
@@ -233,7 +195,7 @@ class WorkerNode:
             self._lock.wait(lambda: self._joined, "all servers to let this worker take part")
             return self._core.clock
 
-    def open_table(self, spec: TableSpec, *, reads_own_writes: bool = True, live: bool = False) -> TableCache:
+    def open_table(self, spec: TableSpec, *, reads_own_writes: bool = True, live: bool = False) -> DenseClient:
         """Declare a dense table to all servers and open it; blocks until all have agreed.
 
         Args:
@@ -250,95 +212,36 @@ class WorkerNode:
         consistency = Consistency.parse(spec.consistency)
         with self._changed:
             cache = TableCache(spec, layout, not live and reads_own_writes and can_replay(spec, consistency), live)
-            self._caches[spec.name] = cache
-            held = consistency.visible == "on_clock"
-            self._pushes.open(
-                spec.name, Slots(_SLOTS, held, lambda: allocate(self.transport, spec), self.options.checks_memory)
-            )
-            self._handle(Opened(spec.name, consistency, cache.servers))
-        return cache
+            held, checks = consistency.visible == "on_clock", self.options.checks_memory
+            pushes = Pushes(_SLOTS, held, lambda: allocate(self.transport, spec), checks)
+            self._tables[spec.name] = client = DenseClient(cache, pushes, self._context, checks)
+        return client
 
-    def open_rows(self, spec: RowTableSpec, options: CacheOptions) -> OpenedRows:
+    def open_rows(self, spec: RowTableSpec, options: CacheOptions) -> RowClient:
         """Declare a row table to all servers and open it; blocks and raises as `open_table` does."""
         self.rpc.call_all(lambda number: DeclareRows(number, spec), f"servers to agree on table '{spec.name}'")
-        return self.rows.open_table(spec, options)
+        tell_of_refused_library()
+        with self._changed:
+            state = RowTableState.make(spec, options, self.row_sharding, self.settings.sender.worker)
+            client = RowClient(state, self.row_sharding, self._throttle, self._context, options.communication)
+            self._tables[spec.name] = client
+        return client
 
-    def reserve(self, table: str) -> PushBuffer:
-        """Return memory for the next push of a table, for `push_reserved` or `return_buffer`.
-
-        Blocks while two earlier pushes of this table are in flight. Returned memory is reused first, so a caller that
-        waits for each push gets the same buffer every time.
+    def client(self, table: str) -> TableClient:
+        """Return an open table.
 
         Raises:
-            UsageError: servers hold no more pushes of this table before this worker has finished its clock.
+            UsageError: this worker has not opened it.
+            PeerError: this worker has failed.
         """
-        return self._reserve(table, shown=True)
-
-    def _reserve(self, table: str, *, shown: bool) -> PushBuffer:
-        self._cache(table)
-        with self._changed:
-            clock = self._core.clock
-            self._lock.wait(
-                lambda: self._may_push(table) and self._pushes.has_slot(table, clock),
-                f"servers to apply earlier pushes of table '{table}'",
-                About(f"push {table}", table, self._core.oldest_push(table) + 1),
+        self._lock.check()
+        client = self._tables.get(table)
+        if client is None:
+            names = ", ".join(sorted(self._tables)) or "none"
+            raise UsageError(
+                f"worker {self.settings.sender.worker} has not opened table '{table}'; it has opened: {names}"
             )
-            return self._pushes.lend(table, shown=shown)
-
-    def _may_push(self, table: str) -> bool:
-        if self._core.may_push(table):
-            return True
-        refuse_endless_clock(self._core, table)
-        return False
-
-    def return_buffer(self, table: str, buffer: PushBuffer) -> None:
-        """Return reserved memory without a push."""
-        with self._changed:
-            self._pushes.take_back(table, buffer)
-
-    def parts(self, table: str, buffer: PushBuffer) -> list[memoryview]:
-        """Return each server's part of reserved memory, by rank."""
-        item = buffer.gradient.itemsize
-        return [buffer.memory[span.start * item : span.stop * item] for span in self._cache(table).spans]
-
-    def push(
-        self,
-        table: str,
-        gradient: Tensor,
-        *,
-        count: float,
-        absent: tuple[int, ...] = (),
-        hyper: tuple[Hyper, ...] = (),
-    ) -> Future[PushOutcome]:
-        """Send an update; the future ends when every server has applied or refused its part.
-
-        Blocks only while two earlier pushes of this table are in flight. `gradient` is (elements of the table,), and
-        may be overwritten as soon as this returns. The future ends with `PeerError` if this worker fails first: then
-        it is unknown whether the push was applied.
-        """
-        problem = self._objection(table, gradient)
-        if problem:
-            return finished_push(PushOutcome(applied=False, reason=problem))
-        buffer = self._reserve(table, shown=False)
-        buffer.gradient.copy_(gradient)
-        return self._push(table, buffer, count, absent, hyper)
-
-    def push_reserved(
-        self,
-        table: str,
-        buffer: PushBuffer,
-        *,
-        count: float,
-        absent: tuple[int, ...] = (),
-        hyper: tuple[Hyper, ...] = (),
-        expected: float = 0.0,
-    ) -> Future[PushOutcome]:
-        """Send an update as `push` does, from memory that `reserve` returned, which servers read from now on."""
-        problem = self._objection(table, buffer.gradient)
-        if problem:
-            self.return_buffer(table, buffer)
-            return finished_push(PushOutcome(applied=False, reason=problem))
-        return self._push(table, buffer, count, absent, hyper, expected)
+        return client
 
     def tick(self) -> None:
         """Finish the current clock.
@@ -347,49 +250,13 @@ class WorkerNode:
         caches are unanswered.
         """
         with self._changed:
-            self.rows.budgeted.send_due(self._core.clock)
-            self.rows.end_clock(self._core.clock)
+            for table in list(self._tables.values()):
+                table.prepare_tick(self._core.clock)
+            for table in self._tables.values():
+                table.end_clock(self._core.clock)
             self._lock.check()
             self._handle(WantClock())
             self.waits.note_clock()
-
-    def start_read(self, table: str, *, refresh: bool = True, exact: bool = False) -> Future[ReadDone]:
-        """Request values; the future ends when the cache of the table is fresh enough. Does not block."""
-        self._cache(table)
-        with self._changed:
-            self._lock.check()
-            future = self._reads.add(self._core.next_request, table)
-            self._handle(WantRead(table, refresh, exact))
-        return future
-
-    def read(
-        self, table: str, take: Callable[[TableCache], None], *, refresh: bool = True, exact: bool = False
-    ) -> ReadOutcome:
-        """Call `take` with the cache of a table, under the lock, once it is fresh enough; blocks until then."""
-        clock = self._core.clock
-        return self.finish_read(table, clock, self.start_read(table, refresh=refresh, exact=exact), take)
-
-    def finish_read(
-        self, table: str, clock: int, future: Future[ReadDone], take: Callable[[TableCache], None]
-    ) -> ReadOutcome:
-        """Finish a read that `start_read` started at `clock`; blocks as `read` does."""
-        began = time.monotonic()
-        with self._changed:
-            cache = self._cache(table)
-            self._lock.wait(
-                future.done,
-                f"values of table '{table}' at clock {clock} ({cache.spec.consistency})",
-                About(f"pull {table}", table, self._core.needs(table)),
-            )
-            waited_s = time.monotonic() - began
-            done = future.result(timeout=0)
-            take(cache)
-        return ReadOutcome(clock, done.clock, done.source, waited_s)
-
-    def use_cache(self, table: str, call: Callable[[TableCache], None]) -> None:
-        """Call `call` with the cache of a table as it is, under the lock. Does not wait for fresh values."""
-        with self._changed:
-            call(self._cache(table))
 
     def settle(self) -> None:
         """Block until every push made so far is applied or refused by every server.
@@ -398,7 +265,7 @@ class WorkerNode:
             UsageError: a push is applied only when this worker finishes its clock.
         """
         with self._changed:
-            self.rows.budgeted.send_all(self._core.clock)
+            self._flush_pushes()
             held = self.unfinished()
             if held:
                 raise UsageError(
@@ -406,7 +273,7 @@ class WorkerNode:
                     f"{self._core.clock}, which is applied when the clock is finished: call clock() first"
                 )
             self._lock.wait(
-                lambda: not self._pushes and not self.rows.num_under_way(),
+                lambda: not any(table.num_under_way() for table in self._tables.values()),
                 "servers to settle this worker's pushes",
                 About("settle", needs=self._core.oldest_push() + 1),
             )
@@ -414,13 +281,13 @@ class WorkerNode:
     def unfinished(self) -> dict[str, int]:
         """Return by table how many pushes wait for this worker to finish its clock."""
         with self._changed:
-            clock = self._core.clock
-            return {**self._pushes.held_at(clock), **self.rows.held_at(clock)}
+            nums = {name: table.num_held(self._core.clock) for name, table in self._tables.items()}
+            return {name: num for name, num in nums.items() if num}
 
     def leave(self) -> None:
         """Leave the job once all pushes are settled. Blocks until every server agrees."""
         with self._changed:
-            self.rows.budgeted.send_all(self._core.clock)
+            self._flush_pushes()
             self._handle(WantLeave())
             self._lock.wait(
                 lambda: self._left,
@@ -435,9 +302,9 @@ class WorkerNode:
         for connection in self._connections:
             connection.close()
         self._periodic.join()
-        self._caches.clear()
-        self.rows.close()
-        self._pushes = Pushes()
+        self._throttle.close()
+        for table in list(self._tables.values()):
+            table.close()
 
     def abandon(self, reason: str) -> None:
         """Refuse all further calls, in a forked child: connections and memory belong to the parent."""
@@ -451,52 +318,15 @@ class WorkerNode:
                 return
             self._lock.failed_as, self._lock.failure = as_error, reason
             error = self._lock.error()
-            self._pushes.abandon(error)
-            self._reads.abandon(error)
-            self.rows.abandon(error)
+            self._throttle.stop()
+            for table in self._tables.values():
+                table.abandon(error)
             self.rpc.abandon(error)
             self._changed.notify_all()
 
-    def _cache(self, table: str) -> TableCache:
-        self._lock.check()
-        cache = self._caches.get(table)
-        if cache is None:
-            names = ", ".join(sorted(self._caches)) or "none"
-            raise UsageError(
-                f"worker {self.settings.sender.worker} has not opened table '{table}'; it has opened: {names}"
-            )
-        return cache
-
-    # -- pushes ------------------------------------------------------------------------------------------------------
-
-    def _objection(self, table: str, gradient: Tensor) -> str:
-        """Return why a gradient is not sent, "" if it is; raises UsageError under nonfinite="halt"."""
-        spec = self._cache(table).spec
-        problem = objection(spec, gradient)
-        if problem and spec.nonfinite == "halt":
-            raise UsageError(f"worker {self.settings.sender.worker}, clock {self.clock}: {problem}")
-        return problem
-
-    def _push(
-        self,
-        table: str,
-        buffer: PushBuffer,
-        count: float,
-        absent: tuple[int, ...],
-        hyper: tuple[Hyper, ...],
-        expected: float = 0.0,
-    ) -> Future[PushOutcome]:
-        cache = self._cache(table)
-        parts = self.parts(table, buffer)
-        bodies = {server: parts[server] for server in cache.servers}
-        with self._changed:
-            self._lock.check()
-            checksums = tuple(map(zlib.crc32, parts)) if self.options.checks_memory else ()
-            frame = PushFrame(NO_PUSH, count, absent, hyper, screened=True, checksums=checksums, expected=expected)
-            future = self._pushes.prepare(buffer, bodies, frame)
-            cache.note_own(self._core.next_seq, buffer.gradient, absent, hyper)
-            self._handle(WantPush(table))
-        return future
+    def _flush_pushes(self) -> None:
+        for table in list(self._tables.values()):
+            table.flush_pushes(self._core.clock)
 
     # -- timers and effects of the core ------------------------------------------------------------------------------
 
@@ -519,52 +349,40 @@ class WorkerNode:
 
     def _handle(self, event: WorkerEvent, body: memoryview = EMPTY) -> None:
         for effect in self._core.handle(event, time.monotonic()):
-            if not self.rows.perform(effect, body):
-                self._perform(effect, body)
+            self._perform(effect, body)
             self._changed.notify_all()
 
     def _perform(self, effect: WorkerEffect, body: memoryview) -> None:
         match effect:
+            case Send(server, Push() as push, bare):
+                self._tables[push.table].send_push(server, push, bare=bare)
+            case Send(server, Pull() as pull):
+                self._tables[pull.table].send_pull(server, pull)
+            case Send(server, Clock() as tick):
+                self._send_tick(server, tick)
             case Send():
-                self._send(effect)
+                self._send_frame(effect.server, effect.message)
             case Install():
-                self._caches[effect.table].install(effect.server, body, effect.settled, effect.includes)
+                self._tables[effect.table].install(effect, body)
+            case Forget():
+                self._tables[effect.table].forget(effect)
             case Release():
-                self._release(effect)
+                self._tables[effect.table].release(effect)
             case ReadDone():
-                self._reads.finish(effect)
+                self._tables[effect.table].finish_read(effect)
             case JoinDone():
                 self._joined = True
             case LeaveDone():
                 self._left = True
             case Fail():
                 self._fail(effect.reason)
-            case InstallRows() | Forget():
-                raise ProtocolBug(f"no row table of worker {self.settings.sender.worker} expects {effect}")
 
-    def _send(self, effect: Send) -> None:
-        message = effect.message
-        if not isinstance(message, Push):
-            said = self._reads.frame(effect.server, message) if isinstance(message, Pull) else message
-            # A tick that overtakes a read could let the read be answered with values of the next clock.
-            urgent = isinstance(message, Clock) and not self.rows.awaits_fixed_rows()
-            self._connections[effect.server].send(encode(said), urgent=urgent)
-            return
-        outgoing = self._pushes.outgoing(message)
-        if outgoing is not None:
-            body = EMPTY if effect.bare else outgoing.bodies[effect.server]
-            self._connections[effect.server].send(encode(outgoing.frame), body)
+    def _send_tick(self, server: int, tick: Clock) -> None:
+        is_urgent = True
+        for table in self._tables.values():
+            table.send_before_tick(server, tick.clock)
+            is_urgent = is_urgent and not table.holds_ticks()
+        self._send_frame(server, tick, urgent=is_urgent)
 
-    def _release(self, effect: Release) -> None:
-        """Note the answer to one part of a push; end the push when all parts are answered."""
-        outgoing = self._pushes.release(effect)
-        if outgoing is None:
-            return
-        if outgoing.answers.refused:
-            self._caches[outgoing.frame.push.table].forget_own(effect.id.seq)
-        outgoing.future.set_result(outgoing.answers.outcome())
-
-    def _send_request(self, server: int, request: object, body: memoryview) -> None:
-        self._connections[server].send(
-            encode(request), body, urgent=isinstance(request, RowsUsed)
-        )  # like the tick that follows it
+    def _send_frame(self, server: int, message: object, body: memoryview = EMPTY, *, urgent: bool = False) -> None:
+        self._connections[server].send(encode(message), body, urgent=urgent)

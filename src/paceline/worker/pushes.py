@@ -115,92 +115,40 @@ class Outgoing:
 
 
 @dataclass(slots=True)
-class UnderWay:
-    """Counts of pushes in flight, by table and by the clock in which they were made."""
+class ClockCounts:
+    """Counts of the pushes of a table that are in flight, by the clock in which they were made."""
 
-    _counts: dict[str, Counter[int]] = field(default_factory=dict[str, Counter[int]])
+    _counts: Counter[int] = field(default_factory=Counter[int])
 
     def add(self, push: Push) -> None:
         """Count a push that is sent."""
-        self._counts.setdefault(push.table, Counter())[push.clock] += 1
+        self._counts[push.clock] += 1
 
     def remove(self, push: Push) -> None:
         """Stop counting a push that is answered."""
-        counts = self._counts[push.table]
-        counts[push.clock] -= 1
-        if not counts[push.clock]:
-            del counts[push.clock]
+        self._counts[push.clock] -= 1
+        if not self._counts[push.clock]:
+            del self._counts[push.clock]
 
-    def num(self, table: str, clock: int | None = None) -> int:
-        """Return how many pushes of a table are in flight, of one clock or of all."""
-        counts = self._counts.get(table, Counter[int]())
-        return counts.total() if clock is None else counts[clock]
+    def of_clock(self, clock: int) -> int:
+        """Return how many of the pushes were made in this clock."""
+        return self._counts[clock]
 
-    def is_older(self, table: str, clock: int) -> bool:
-        """Return whether a push of a table from before a clock is in flight."""
-        return any(made < clock for made in self._counts.get(table, ()))
-
-    def clear(self) -> None:
-        """Reset all counts."""
-        self._counts.clear()
+    def has_older(self, clock: int) -> bool:
+        """Return whether one was made before this clock."""
+        return any(made < clock for made in self._counts)
 
 
-@dataclass(slots=True)
-class Slots:
-    """Buffers for the pushes of one table: at most `limit` pushes are in flight at a time.
-
-    Where servers hold pushes until their clock is complete (`held`), those of the current clock do not count: they
-    remain in flight until this worker finishes the clock.
-    """
-
-    limit: int
-    held: bool
-    make: Callable[[], PushBuffer]
-    poisons: bool = False
-    _free: list[PushBuffer] = field(default_factory=list[PushBuffer])
-    _lent: dict[PushBuffer, bool] = field(default_factory=dict[PushBuffer, bool])  # -> shown
-
-    @property
-    def available(self) -> bool:
-        """Return whether there is a buffer for one more push within the limit."""
-        return bool(self._free) or self.num_made < self.limit
-
-    @property
-    def num_made(self) -> int:
-        """The number of buffers, free and lent."""
-        return len(self._free) + len(self._lent)
-
-    def lend(self, *, shown: bool) -> PushBuffer:
-        """Return a buffer: the one returned last, else a new one, also beyond the limit.
-
-        The content of one that is `shown` may be read after its push, until it is overwritten: a gradient lies in it.
-        """
-        buffer = self._free.pop() if self._free else self.make()
-        self._lent[buffer] = shown
-        return buffer
-
-    def take_back(self, buffer: PushBuffer) -> None:
-        """Return a lent buffer: no push in flight needs its content any more.
-
-        Raises:
-            ProtocolBug: it is not lent.
-        """
-        shown = self._lent.pop(buffer, None)
-        if shown is None:
-            raise ProtocolBug(f"memory of {buffer.memory.nbytes} bytes for pushes was given back twice")
-        if self.poisons and not shown:
-            poison(buffer.memory)
-        if self.num_made < self.limit:
-            self._free.append(buffer)
-
-
-def refuse_endless_clock(core: WorkerCore, table: str) -> None:
-    """Raise UsageError if servers hold no more pushes of a table before this worker finishes its clock."""
+def may_push(core: WorkerCore, table: str) -> bool:
+    """Return whether servers accept one more push; raises UsageError if none before this worker finishes its clock."""
+    if core.may_push(table):
+        return True
     if core.waits_for_own_clock(table):
         raise UsageError(
             f"worker {core.settings.sender.worker} has made {WINDOW} pushes of table '{table}' in clock {core.clock}, "
             "which servers keep until it is complete: push more at a time, or finish clocks more often."
         )
+    return False
 
 
 def objection(spec: TableSpec, gradient: Tensor) -> str:
@@ -243,38 +191,62 @@ NO_PUSH = Push(PushId(0, 0, 0, 0), "", 0, 0)
 
 @dataclass(slots=True)
 class Pushes:
-    """All pushes of dense tables in flight. Used under the lock of the worker node."""
+    """The pushes of one dense table: those in flight, and their memory. Used under the lock of the worker node.
 
-    _slots: dict[str, Slots] = field(default_factory=dict[str, Slots])
+    At most `limit` buffers are kept, and as many pushes are in flight. Where servers hold pushes until their clock is
+    complete (`held`), those of the current clock do not count: they remain in flight until this worker finishes it.
+    """
+
+    limit: int
+    held: bool
+    make: Callable[[], PushBuffer]
+    poisons: bool = False
+    _free: list[PushBuffer] = field(default_factory=list[PushBuffer])
+    _lent: dict[PushBuffer, bool] = field(default_factory=dict[PushBuffer, bool])  # -> shown
     _under_way: dict[PushId, Outgoing] = field(default_factory=dict[PushId, Outgoing])
-    _counts: UnderWay = field(default_factory=UnderWay)
+    _counts: ClockCounts = field(default_factory=ClockCounts)
     _next: Outgoing | None = None
 
     def __len__(self) -> int:
         """Count the pushes in flight."""
         return len(self._under_way)
 
-    def open(self, table: str, slots: Slots) -> None:
-        """Add the buffers of a table."""
-        self._slots[table] = slots
+    @property
+    def num_buffers(self) -> int:
+        """The number of buffers, free and lent."""
+        return len(self._free) + len(self._lent)
 
-    def lend(self, table: str, *, shown: bool) -> PushBuffer:
-        """Return a buffer for one more push of a table; see `Slots.lend`."""
-        return self._slots[table].lend(shown=shown)
-
-    def take_back(self, table: str, buffer: PushBuffer) -> None:
-        """Return a buffer that was not pushed."""
-        self._slots[table].take_back(buffer)
-
-    def has_slot(self, table: str, clock: int) -> bool:
+    def has_slot(self, clock: int) -> bool:
         """Return whether one more push can be made in this clock without waiting for earlier ones."""
-        slots = self._slots[table]
-        return slots.available or (slots.held and not self._counts.is_older(table, clock))
+        is_free = bool(self._free) or self.num_buffers < self.limit
+        return is_free or (self.held and not self._counts.has_older(clock))
 
-    def held_at(self, clock: int) -> dict[str, int]:
-        """Return by table how many pushes are applied when this clock is finished, without zeros."""
-        nums = {table: self._counts.num(table, clock) for table, slots in self._slots.items() if slots.held}
-        return {table: num for table, num in nums.items() if num}
+    def lend(self, *, shown: bool) -> PushBuffer:
+        """Return a buffer: the one returned last, else a new one, also beyond the limit.
+
+        The content of one that is `shown` may be read after its push, until it is overwritten: a gradient lies in it.
+        """
+        buffer = self._free.pop() if self._free else self.make()
+        self._lent[buffer] = shown
+        return buffer
+
+    def take_back(self, buffer: PushBuffer) -> None:
+        """Return a lent buffer: no push in flight needs its content any more.
+
+        Raises:
+            ProtocolBug: it is not lent.
+        """
+        shown = self._lent.pop(buffer, None)
+        if shown is None:
+            raise ProtocolBug(f"memory of {buffer.memory.nbytes} bytes for pushes was given back twice")
+        if self.poisons and not shown:
+            poison(buffer.memory)
+        if self.num_buffers < self.limit:
+            self._free.append(buffer)
+
+    def num_held(self, clock: int) -> int:
+        """Count the pushes that are applied when this clock is finished."""
+        return self._counts.of_clock(clock) if self.held else 0
 
     def prepare(self, buffer: PushBuffer, bodies: dict[int, memoryview], frame: PushFrame) -> Future[PushOutcome]:
         """Prepare a push; the next call of `outgoing` gives it its identity."""
@@ -298,7 +270,7 @@ class Pushes:
         outgoing.answers.note(effect)
         if outgoing.bodies:
             return None
-        self._slots[outgoing.frame.push.table].take_back(outgoing.buffer)
+        self.take_back(outgoing.buffer)
         self._counts.remove(outgoing.frame.push)
         return self._under_way.pop(effect.id)
 
@@ -307,4 +279,9 @@ class Pushes:
         while self._under_way:
             _, outgoing = self._under_way.popitem()
             outgoing.future.set_exception(error)
-        self._counts.clear()
+        self._counts = ClockCounts()
+
+    def close(self) -> None:
+        """Release all buffers, except what the user still uses."""
+        self._free.clear()
+        self._lent.clear()

@@ -19,21 +19,14 @@ from paceline.update.placement import spans, torch_dtype
 from paceline.update.rules import Number
 from paceline.update.table import Hyper, TableSpec
 from paceline.worker.cache import TableCache
-from paceline.worker.given import as_count, as_output, as_values, shortened
+from paceline.worker.dense import DenseClient, PendingRead
 from paceline.worker.metrics import StepMetrics
 from paceline.worker.node import WorkerNode
 from paceline.worker.pushes import PushBuffer, PushOutcome
-from paceline.worker.whole_calls import WholeCalls
+from paceline.worker.table_calls import TableCalls
+from paceline.worker.validation import as_count, as_output, as_values, shortened
 
 Array = Tensor | npt.NDArray[np.generic]
-
-
-@dataclass(frozen=True, slots=True)
-class PendingRead:
-    """A read in flight, and the clock of the worker when it was started."""
-
-    clock: int
-    future: Future[ReadDone]
 
 
 @dataclass(slots=True)
@@ -52,6 +45,7 @@ class Table:
 
     spec: TableSpec
     shape: tuple[int, ...]
+    client: DenseClient
     node: WorkerNode
     meter: StepMetrics
 
@@ -98,7 +92,7 @@ class Table:
         with self.meter.communicating():
             flat = self._flat(gradient)
             count = as_count(samples, self._here())
-            return self._watched(self.node.push(self.name, flat, count=count, absent=absent, hyper=hyper))
+            return self._watched(self.client.push(flat, count=count, absent=absent, hyper=hyper))
 
     def pull(self, *, out: Array | None = None, refresh: bool = True, exact: bool = False) -> Tensor:
         """Return the values; blocks until they are as fresh as the table's consistency demands.
@@ -118,11 +112,11 @@ class Table:
             values = self._new() if out is None else self._checked(out)
             flat = values.view(-1)
 
-            def take(cache: TableCache) -> None:
+            def use(cache: TableCache) -> None:
                 cache.forget_writes()
                 cache.read_into(flat)
 
-            self.read(take, refresh=refresh, exact=exact)
+            self.read(use, refresh=refresh, exact=exact)
         return values
 
     def view(self, *, refresh: bool = True) -> Tensor:
@@ -140,7 +134,7 @@ class Table:
         """
         found: list[Tensor] = []
 
-        def take(cache: TableCache) -> None:
+        def use(cache: TableCache) -> None:
             cache.forget_writes()
             values = cache.readable()
             if not cache.live or not values.lie_together(0, self.spec.numel):
@@ -151,28 +145,28 @@ class Table:
                 )
             found.append(values.slice(0, self.spec.numel).view(self.shape))
 
-        self.read(take, refresh=refresh)
+        self.read(use, refresh=refresh)
         return found[0]
 
-    def read(self, take: Callable[[TableCache], None], *, refresh: bool = True, exact: bool = False) -> None:
-        """Call `take` with this worker's cache of the table once it is fresh enough; blocks until then.
+    def read(self, use: Callable[[TableCache], None], *, refresh: bool = True, exact: bool = False) -> None:
+        """Call `use` with this worker's cache of the table once it is fresh enough; blocks until then.
 
         For callers that read without a tensor of the whole table; otherwise as `pull`.
         """
         with self.meter.communicating():
-            outcome = self.node.read(self.name, take, refresh=refresh, exact=exact)
+            outcome = self.client.read(use, refresh=refresh, exact=exact)
         if not exact:
             self.meter.note_read(self.name, outcome)
 
     def start_read(self, *, refresh: bool = True) -> PendingRead:
         """Start a read for `finish_read`; computing in between hides its latency. Does not block."""
         with self.meter.communicating():
-            return PendingRead(self.node.clock, self.node.start_read(self.name, refresh=refresh))
+            return self.client.start_read(refresh=refresh)
 
-    def finish_read(self, asked: PendingRead, take: Callable[[TableCache], None]) -> None:
+    def finish_read(self, started: PendingRead, use: Callable[[TableCache], None]) -> None:
         """Finish a read that `start_read` started; blocks as `read` does."""
         with self.meter.communicating():
-            outcome = self.node.finish_read(self.name, asked.clock, asked.future, take)
+            outcome = self.client.wait_read(started, use)
         self.meter.note_read(self.name, outcome)
 
     def push_reserved(
@@ -184,10 +178,10 @@ class Table:
         hyper: tuple[Hyper, ...],
         expected: float = 0.0,
     ) -> Future[PushOutcome]:
-        """Push from memory that `node.reserve` returned, without a copy; do not write to it any more."""
+        """Push from memory that `client.reserve` returned, without a copy; do not write to it any more."""
         with self.meter.communicating():
             return self._watched(
-                self.node.push_reserved(self.name, buffer, count=samples, absent=absent, hyper=hyper, expected=expected)
+                self.client.push_reserved(buffer, count=samples, absent=absent, hyper=hyper, expected=expected)
             )
 
     def pull_later(self, *, refresh: bool = True) -> Future[Tensor]:
@@ -200,10 +194,10 @@ class Table:
                 result.set_exception(error)
                 return
             values = self._new()
-            self.node.use_cache(self.name, lambda cache: cache.read_into(values.view(-1)))
+            self.client.use_cache(lambda cache: cache.read_into(values.view(-1)))
             result.set_result(values)
 
-        self.node.start_read(self.name, refresh=refresh).add_done_callback(finish)
+        self.client.start_read(refresh=refresh).future.add_done_callback(finish)
         return result
 
     def call(
@@ -239,9 +233,9 @@ class Table:
         """
         with self.meter.communicating():
             servers = holders(spans(self.spec, self.node.settings))
-            called = WholeCalls(self.node, self.name, servers).call(function, numbers, exact=exact)
+            called = TableCalls(self.node, self.name, servers).call(function, numbers, exact=exact)
             if called.num_changed:  # the cache here is older
-                self.node.read(self.name, lambda _: None, refresh=True)
+                self.client.read(lambda _: None, refresh=True)
         return called.results
 
     def _watched(self, pushed: Future[PushOutcome]) -> Future[PushOutcome]:

@@ -174,7 +174,7 @@ class Waits:
         with self._lock:
             self._count()
             waits = list(self._open)
-        return [line for wait in waits if (line := self._look_at(wait))]
+        return [line for wait in waits if (line := self._check_wait(wait))]
 
     def _count(self) -> None:
         """Advance all waits, without time in which this process was suspended, as the others may have been."""
@@ -187,7 +187,7 @@ class Waits:
             share = 1.0 if is_idle or not wait.about.computes else _BUSY_SHARE
             wait.waited_s += share * min(passed_s, now_s - wait.began_s)
 
-    def _look_at(self, wait: OpenWait) -> str:
+    def _check_wait(self, wait: OpenWait) -> str:
         if wait.limit_s is not None and wait.give_up is not None and wait.waited_s >= wait.limit_s:
             act, wait.give_up = wait.give_up, None
             act()

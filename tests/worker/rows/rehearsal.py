@@ -12,8 +12,8 @@ from tests.worker.rows.world import World
 
 from paceline.core.consistency import Consistency, asynchronous, bsp, essp, ssp
 from paceline.update.filters import KeyCache
-from paceline.worker.rows.opened import CacheOptions
-from paceline.worker.rows.reads import RowReadInFlight
+from paceline.worker.rows.in_flight import RowReadInFlight
+from paceline.worker.rows.state import CacheOptions
 
 POINTS: tuple[Consistency, ...] = (
     bsp(),
@@ -67,15 +67,15 @@ class Rehearsal:
 
     def push(self, rank: int, ids: list[int]) -> None:
         node = self.world.workers[rank]
-        if node.rows.num_under_way() < 6:
+        if node.client("t").num_under_way() < 6:
             ids, rows = self.truth.rows_for(rank, node.clock, ids)
-            node.rows.push("t", torch.tensor(ids, dtype=torch.int64), rows, count=1.0, hyper=())
+            node.client("t").push(torch.tensor(ids, dtype=torch.int64), rows, count=1.0, hyper=())
 
     def ask(self, rank: int, ids: list[int], *, refresh: bool, ahead: int = 0) -> None:
         node = self.world.workers[rank]
         clock = node.clock + ahead
         distinct = torch.tensor(list(dict.fromkeys(ids)), dtype=torch.int64)
-        reading = node.rows.start_read("t", distinct, self.point.needs(clock), refresh=refresh)
+        reading = node.client("t").start_read(distinct, self.point.needs(clock), refresh=refresh)
         self.asked[rank].append(Asked(reading, clock))
 
     def tick(self, rank: int) -> None:
@@ -89,7 +89,7 @@ class Rehearsal:
         node = self.world.workers[rank]
         for asked in [a for a in self.asked[rank] if a.reading.future.done() and a.clock <= node.clock]:
             self.asked[rank].remove(asked)
-            rows, clocks = node.rows.finish_read(asked.reading)
+            rows, clocks = node.client("t").wait_read(asked.reading)
             self.num_reads += len(rows)
             self.counts[f"age {clocks.min() - asked.clock}" if len(rows) else "none"] += 1
             needs = self.point.needs(asked.clock)
@@ -152,8 +152,8 @@ class Rehearsal:
     def check_final(self, last: int) -> None:
         ids = torch.arange(NUM_ROWS) - NUM_ROWS // 2
         for rank, node in self.world.workers.items():
-            reading = node.rows.start_read("t", ids, last, refresh=True)
-            rows, clocks = node.rows.finish_read(reading)
+            reading = node.client("t").start_read(ids, last, refresh=True)
+            rows, clocks = node.client("t").wait_read(reading)
             self.truth.check(rank, last, last, ids, rows, clocks, own_writes=self.own_writes)
             for row, values in zip(ids.tolist(), rows.tolist(), strict=True):
                 living = [p for p in range(self.num_workers) if p not in self.truth.dead]

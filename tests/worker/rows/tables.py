@@ -15,9 +15,9 @@ from paceline.update.rows.spec import RowTableSpec
 from paceline.update.rules import RuleSpec
 from paceline.worker.metrics import StepMetrics
 from paceline.worker.node import WorkerNode
-from paceline.worker.opening import TableOpener
-from paceline.worker.rows.opened import CacheOptions
+from paceline.worker.rows.state import CacheOptions
 from paceline.worker.rows.table import RowTable
+from paceline.worker.table_opener import TableOpener
 
 
 def rows_of(name: str = "r", consistency: str = "ssp:1", *, rule: RuleSpec | None = None, **more: Any) -> RowTableSpec:

@@ -14,7 +14,7 @@ from paceline.core.consistency import Consistency
 from paceline.transport import FaultPlan
 from paceline.update.filters import KeyCache
 from paceline.worker.node import WorkerNode
-from paceline.worker.rows.opened import CacheOptions
+from paceline.worker.rows.state import CacheOptions
 
 NUM_WORKERS, NUM_CLOCKS = 2, 12
 ALL_FAULTS = FaultPlan(drop=0.02, duplicate=0.04, delay=0.04, reorder=0.04, cut=0.03, delay_s=(0.001, 0.004))
@@ -35,8 +35,8 @@ def train(truth: Truth, spec_options: CacheOptions, own_writes: bool) -> Callabl
             table.push(ids, marks)
             node.tick()
             needs = truth.consistency.needs(clock + 1)
-            reading = node.rows.start_read("r", IDS, needs, refresh=clock % 2 == 0)
-            rows, clocks = node.rows.finish_read(reading)
+            reading = node.client("r").start_read(IDS, needs, refresh=clock % 2 == 0)
+            rows, clocks = node.client("r").wait_read(reading)
             truth.check(rank, needs, clock + 1, IDS, rows, clocks, own_writes=own_writes)
 
     return work

@@ -171,7 +171,7 @@ def test_an_export_that_cannot_be_written_or_is_of_no_moment_is_an_error(tmp_pat
                 return pieces(**settings)
 
         with pytest.raises(UsageError, match=r"had 600 rows when its export .* began, and other rows came or went"):
-            paceline.worker.rows.files.RowFile(tmp_path / "users", users.spec, Moving()).save()  # pyright: ignore
+            paceline.worker.table_calls.RowFile(tmp_path / "users", users.spec, Moving()).save()  # pyright: ignore
         assert not list(tmp_path.glob("users*"))
 
     run_job(tmp_path, work)

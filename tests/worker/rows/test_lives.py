@@ -25,9 +25,9 @@ from paceline.wire.row_codec import ids_body
 from paceline.worker.lock import WorkerOptions
 from paceline.worker.metrics import StepMetrics
 from paceline.worker.node import WorkerNode
-from paceline.worker.opening import TableOpener
 from paceline.worker.rows.client import MAX_READS
-from paceline.worker.rows.opened import CacheOptions
+from paceline.worker.rows.state import CacheOptions
+from paceline.worker.table_opener import TableOpener
 
 WORKER = Hello("worker", 1, 0, 1)
 

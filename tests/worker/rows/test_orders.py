@@ -14,8 +14,8 @@ from paceline.update.filters import KeyCache
 from paceline.update.named_rules import SGD
 from paceline.update.rows.ops import row_ops
 from paceline.wire.messages import RowPullFrame, decode
-from paceline.worker.rows.opened import CacheOptions
-from paceline.worker.rows.reads import RowReadInFlight
+from paceline.worker.rows.in_flight import RowReadInFlight
+from paceline.worker.rows.state import CacheOptions
 from paceline.worker.rows.table import RowFuture
 
 X, Y = torch.tensor([1]), torch.tensor([2])
@@ -32,15 +32,15 @@ def two(consistency: str, *, max_rows: int = 0, num_servers: int = 1) -> World:
 
 def ask(world: World, ids: torch.Tensor, *, refresh: bool = False) -> RowReadInFlight:
     node = world.workers[READER]
-    return node.rows.start_read("r", ids, node._core.rows.consistency("r").needs(node.clock), refresh=refresh)
+    return node.client("r").start_read(ids, node.client("r").state.consistency.needs(node.clock), refresh=refresh)
 
 
 def read(world: World, ids: torch.Tensor) -> list[float]:
-    return world.workers[READER].rows.finish_read(ask(world, ids))[0].view(-1).tolist()
+    return world.workers[READER].client("r").wait_read(ask(world, ids))[0].view(-1).tolist()
 
 
 def write(world: World, ids: torch.Tensor, by: int = WRITER) -> None:
-    world.workers[by].rows.push("r", ids, torch.ones(len(ids), 1, dtype=torch.float64), count=1.0, hyper=())
+    world.workers[by].client("r").push(ids, torch.ones(len(ids), 1, dtype=torch.float64), count=1.0, hyper=())
 
 
 def up(world: World, worker: int) -> None:
@@ -70,7 +70,7 @@ def test_a_row_that_goes_while_it_is_on_its_way_is_delivered_all_the_same() -> N
             world.step(READER, 1, up=False)
     up(world, READER)
     world.settle()
-    world.workers[READER].rows.finish_read(again)
+    world.workers[READER].client("r").wait_read(again)
     for value in (1.0, 2.0):
         write(world, here[:1])
         tick(world)
@@ -87,7 +87,7 @@ def test_t9_an_own_push_is_read_though_its_acknowledgement_overtakes_an_older_an
     up(world, READER)
     down.rotate(-1)  # now the acknowledgement comes first
     world.settle()
-    assert world.workers[READER].rows.finish_read(asked)[0].tolist() == [[1.0]]
+    assert world.workers[READER].client("r").wait_read(asked)[0].tolist() == [[1.0]]
     world.close()
 
 
@@ -103,7 +103,7 @@ def test_an_older_answer_that_comes_last_does_not_show() -> None:
     down.rotate(-1)
     world.settle()
     for reading in (newer, older):
-        assert world.workers[READER].rows.finish_read(reading)[0].tolist() == [[1.0]]
+        assert world.workers[READER].client("r").wait_read(reading)[0].tolist() == [[1.0]]
     world.close()
 
 
@@ -135,7 +135,7 @@ def test_a_server_that_learns_late_that_rows_went_keeps_sending_those_that_were_
     assert notice is not None
     frames.remove(notice)
     world.settle()
-    world.workers[READER].rows.finish_read(more)
+    world.workers[READER].client("r").wait_read(more)
     assert read(world, X) == [0.0]
     frames.append(notice)
     world.settle()
@@ -151,10 +151,10 @@ def test_t23_lists_of_ids_that_begin_alike_are_other_lists() -> None:
     node.open_rows(rows_of(width=1, filters=(KeyCache(),)), CacheOptions())
     for last in (1000, 2000):
         ids = torch.cat([torch.arange(300), torch.tensor([last])])
-        node.rows.push("r", ids, torch.full((301, 1), float(last), dtype=torch.float64), count=1.0, hyper=())
+        node.client("r").push(ids, torch.full((301, 1), float(last), dtype=torch.float64), count=1.0, hyper=())
         world.settle()
-    reading = node.rows.start_read("r", torch.tensor([1000, 2000]), 0, refresh=True)
-    assert node.rows.finish_read(reading)[0].tolist() == [[1000.0], [2000.0]]
+    reading = node.client("r").start_read(torch.tensor([1000, 2000]), 0, refresh=True)
+    assert node.client("r").wait_read(reading)[0].tolist() == [[1000.0], [2000.0]]
     world.close()
 
 
@@ -165,9 +165,9 @@ def test_hyperparameters_of_a_push_reach_the_servers_that_get_the_next_ones() ->
     hyper = ({**rule.groups[0], "lr": 0.5},)
     for number, pushed in enumerate((ids, ids[:1], ids)):
         rows = torch.full((len(pushed), 1), 2.0 - 2 * (number == 1), dtype=torch.float64)
-        node.rows.push("r", pushed, rows, count=1.0, hyper=hyper if number == 1 else ())
+        node.client("r").push(pushed, rows, count=1.0, hyper=hyper if number == 1 else ())
     world.settle()
-    assert node.rows.finish_read(node.rows.start_read("r", ids, 0, refresh=True))[0].unique().tolist() == [-3.0]
+    assert node.client("r").wait_read(node.client("r").start_read(ids, 0, refresh=True))[0].unique().tolist() == [-3.0]
     world.close()
 
 

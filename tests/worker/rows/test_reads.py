@@ -8,8 +8,8 @@ from paceline.update.named_rules import Add
 from paceline.update.rows.ops import row_ops
 from paceline.update.rows.sharding import RowSharding
 from paceline.update.rows.spec import RowTableSpec
-from paceline.worker.rows.opened import CacheOptions, OpenedRows
-from paceline.worker.rows.reads import RowReadsInFlight
+from paceline.worker.rows.in_flight import RowReadsInFlight
+from paceline.worker.rows.state import CacheOptions, RowTableState
 
 OPS = row_ops("torch")
 
@@ -19,10 +19,10 @@ def places_by_server(ids: torch.Tensor) -> list[list[int]]:
     return [ids[at].tolist() for at in order.split(counts)]
 
 
-def opened(consistency: object, kept: dict[int, list[int]]) -> OpenedRows:
+def opened(consistency: object, kept: dict[int, list[int]]) -> RowTableState:
     """Return a table of which rows are kept: by clock, their ids."""
     spec = RowTableSpec("r", 1, "float64", Add(), str(consistency), "sum", "reject")
-    made = OpenedRows.make(spec, CacheOptions(keep=True), RowSharding(OPS, 2), 0)
+    made = RowTableState.make(spec, CacheOptions(keep=True), RowSharding(OPS, 2), 0)
     assert made.cache is not None
     for clock, ids in kept.items():
         rows = torch.zeros(len(ids), 1, dtype=torch.float64)
@@ -30,12 +30,12 @@ def opened(consistency: object, kept: dict[int, list[int]]) -> OpenedRows:
     return made
 
 
-def plan(table: OpenedRows, needs: int, delivered: list[int], *, refresh: bool = False) -> tuple[WantRows, set[int]]:
+def plan(table: RowTableState, needs: int, delivered: list[int], *, refresh: bool = False) -> tuple[WantRows, set[int]]:
     """Return what is wanted of which servers, and which ids are asked for."""
     reading, want = RowReadsInFlight(RowSharding(OPS, 2)).plan(
         table, torch.arange(20), needs, delivered, refresh=refresh
     )
-    return want, {int(row) for server in reading.asked for row in reading.ids_for(server)}
+    return want, {int(row) for server in reading.requested for row in reading.ids_for(server)}
 
 
 def test_t1_rows_are_asked_for_that_are_one_clock_too_old_and_those_that_are_just_fresh_enough_are_not() -> None:

@@ -35,7 +35,7 @@ def stored(world: World) -> torch.Tensor:
 
 def kept(table: RowTable) -> torch.Tensor:
     out = torch.zeros(40, 2, dtype=torch.float64)
-    left = table.opened.pipeline.state()
+    left = table.client.state.pipeline.state()
     ids, rows = left["ids"], left["rows"]
     out[ids] = rows
     return out

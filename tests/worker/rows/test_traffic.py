@@ -12,7 +12,7 @@ from paceline.update.filters import Cast, Int8, KeyCache, TopK
 from paceline.update.named_rules import AdaptiveRevision
 from paceline.update.rows.spec import FilterSpec
 from paceline.worker.node import WorkerNode
-from paceline.worker.rows.opened import CacheOptions
+from paceline.worker.rows.state import CacheOptions
 
 IDS = torch.arange(40)
 ONES = torch.ones(40, 2, dtype=torch.float64)
@@ -32,7 +32,7 @@ def test_t23_a_list_that_a_server_has_forgotten_is_sent_again(tmp_path: Path) ->
             table.push(IDS, ONES).result(timeout=5)
         assert table.traffic.pushed.key_bytes == key_bytes + 8 * len(IDS), "and only once while they are known"
         for server in range(2):
-            table.opened.forget_lists(server)
+            table.client.state.forget_lists(server)
         assert torch.equal(table.pull(IDS), 5 * ONES)
 
 
@@ -60,7 +60,7 @@ def test_t25_what_is_sent_and_what_is_kept_back_are_what_was_given(
             given += rows
             node.tick()
         table.flush().result(timeout=5)
-        left = table.opened.pipeline.state()
+        left = table.client.state.pipeline.state()
         ids, kept = left["ids"], left["rows"]
         whole = stored(servers, IDS)
         whole[ids] += kept
@@ -89,7 +89,7 @@ def two_workers(tmp_path: Path, first: Callable[[WorkerNode, WorkerNode], None])
 
 def await_deliveries(node: WorkerNode, clock: int) -> None:
     with node._changed:
-        node._lock.wait(lambda: all(node._core.rows.delivered("r", s) >= clock for s in (0, 1)), "deliveries")
+        node._lock.wait(lambda: all(node._core.reads("r").reached(s) >= clock for s in (0, 1)), "deliveries")
 
 
 def tick(*nodes: WorkerNode) -> None:
@@ -120,7 +120,7 @@ def test_rows_that_need_room_go_and_are_delivered_no_longer(tmp_path: Path) -> N
         table = open_rows(node, rows_of(consistency="essp:1"), CacheOptions(max_rows=10))
         for start in range(0, 40, 10):
             assert torch.equal(table.pull(IDS[start : start + 10]), 0 * ONES[:10])
-        assert len(table.opened.cache or ()) <= 20
+        assert len(table.client.state.cache or ()) <= 20
         table.push(IDS, ONES).result(timeout=5)
         assert sum(len(entry) for each in served(servers) for entry in each.subscriptions.values()) <= 20
         node.tick()

@@ -16,7 +16,7 @@ from paceline.server.row_table import ServedRowTable
 from paceline.update.rows.layout import NUM_USES
 from paceline.update.rows.spec import Lifecycle
 from paceline.worker.rows.client import MAX_REPORTS
-from paceline.worker.rows.opened import CacheOptions
+from paceline.worker.rows.state import CacheOptions
 from paceline.worker.rows.table import RowTable
 
 KEPT = CacheOptions(keep=True)
@@ -125,8 +125,8 @@ def test_a_report_counts_once_though_it_is_said_again_and_is_not_lost_with_a_con
             world.old.clear()  # and so is what the server has not read
             world.settle()
             assert num_uses(world)[7] - before == 1
-        assert table.opened.uses is not None
-        assert table.opened.uses.num_unconfirmed == 0
+        assert table.client.state.uses is not None
+        assert table.client.state.uses.num_unconfirmed == 0
 
 
 def test_rows_in_use_by_a_worker_that_is_ahead_do_not_expire_when_the_slowest_catches_up() -> None:
@@ -151,7 +151,7 @@ def test_what_waits_for_a_server_that_does_not_answer_is_bounded() -> None:
     with world_of("asynchronous", Lifecycle(expire_after=1), KEPT) as (world, (table,)):
         push(world, table, 7)
         table.pull([7])
-        uses = table.opened.uses
+        uses = table.client.state.uses
         assert uses is not None
         for _ in range(3 * MAX_REPORTS):
             table.pull([7])

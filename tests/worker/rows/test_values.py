@@ -12,8 +12,8 @@ from tests.worker.rows.tables import open_rows, rows_of, stored
 from paceline.errors import UsageError
 from paceline.update.named_rules import SGD
 from paceline.worker.node import WorkerNode
-from paceline.worker.rows.ids import row_ids
-from paceline.worker.rows.opened import CacheOptions
+from paceline.worker.rows.state import CacheOptions
+from paceline.worker.validation import row_ids
 
 POLICIES = ("bsp", "ssp:0", "ssp:2", "essp:1", "asynchronous", "bound=1,visible=on_clock,deliver=on_clock")
 NUM_WORKERS, NUM_CLOCKS, NUM_IDS = 2, 4, 12

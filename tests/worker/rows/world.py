@@ -252,9 +252,7 @@ class World:
         return lanes or bool(self.old) or any(wire.frames for _, _, wire in self.between)
 
     def arrivals(self, node: WorkerNode, server: int) -> FrameHandler:
-        return FrameHandler(
-            server, node._lock, node._core, node.rpc, node._reads, node.rows, node._caches, node._handle
-        )
+        return FrameHandler(server, node._lock, node.rpc, node._tables, node._handle)
 
     # -- lives -------------------------------------------------------------------------------------------------------
 
@@ -278,4 +276,5 @@ class World:
     @staticmethod
     def discard(node: WorkerNode) -> None:
         node._fail("it is over")
-        node.rows.close()
+        for table in node._tables.values():
+            table.close()

@@ -25,15 +25,13 @@ from paceline.update.summing import num_nonfinite
 from paceline.update.table import Hyper
 from paceline.wire.bounds import MAX_PUSH_BYTES, most_rows
 from paceline.wire.row_codec import ID_BYTES
-from paceline.worker.given import as_count, as_values, shortened
 from paceline.worker.metrics import StepMetrics
 from paceline.worker.node import WorkerNode
 from paceline.worker.pushes import NONFINITE_ADVICE, PushOutcome, finished_push
-from paceline.worker.rows.files import RowFile
-from paceline.worker.rows.ids import Ids, row_ids
-from paceline.worker.rows.opened import OpenedRows
-from paceline.worker.rows.reads import RowReadInFlight
-from paceline.worker.whole_calls import WholeCalls
+from paceline.worker.rows.client import RowClient
+from paceline.worker.rows.in_flight import RowReadInFlight
+from paceline.worker.table_calls import RowFile, TableCalls
+from paceline.worker.validation import Ids, as_count, as_values, row_ids, shortened
 
 Rows = Tensor | npt.NDArray[np.generic] | Sequence[Sequence[float]]
 
@@ -84,7 +82,7 @@ class RowTable:
     """
 
     spec: RowTableSpec
-    opened: OpenedRows
+    client: RowClient
     node: WorkerNode
     meter: StepMetrics
 
@@ -105,17 +103,17 @@ class RowTable:
     @property
     def consistency(self) -> Consistency:
         """When reads of this table wait, and what they see."""
-        return self.opened.consistency
+        return self.client.state.consistency
 
     @property
     def traffic(self) -> RowTraffic:
         """Bytes that this worker has sent and received for this table so far; repeats count."""
-        return self.opened.traffic
+        return self.client.state.traffic
 
     @property
     def filtered(self) -> FilterCounts:
         """How many of the rows pushed so far filters have sent and kept back."""
-        return self.opened.pipeline.counts
+        return self.client.state.pipeline.counts
 
     def pull(self, ids: Ids, *, refresh: bool | None = None, exact: bool = False) -> Tensor:
         """Return the rows of these ids; blocks until they are as fresh as the table's consistency demands.
@@ -138,8 +136,8 @@ class RowTable:
         """
         with torch.inference_mode(mode=False):
             keys, most = self.keys(ids), self._most_together
-        asked = (self._begin(part, refresh=refresh, exact=exact, ahead=0) for part in keys.view(-1).split(most))
-        parts = [self.finish(each) for each in asked]
+        started = (self._start(part, refresh=refresh, exact=exact, ahead=0) for part in keys.view(-1).split(most))
+        parts = [self.finish(future) for future in started]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(*keys.shape, self.width)
 
     def pull_later(self, ids: Ids, *, refresh: bool | None = None, ahead: int = 0) -> RowFuture:
@@ -153,7 +151,7 @@ class RowTable:
                 in between where servers wait for those (bsp), and where this worker adds them itself (cache=True with
                 addition or plain SGD).
         """
-        return self._begin(ids, refresh=refresh, exact=False, ahead=ahead)
+        return self._start(ids, refresh=refresh, exact=False, ahead=ahead)
 
     def push(
         self, ids: Ids, rows: Rows, *, samples: float = 1.0, hyper: tuple[Hyper, ...] = (), expected: float = 0.0
@@ -183,9 +181,9 @@ class RowTable:
             values = self._values(rows, keys)
             if self.spec.nonfinite == "zero":
                 values = values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-            distinct, inverse = self.node.rows.ops.unique(keys.view(-1))
+            distinct, inverse = self.client.ops.unique(keys.view(-1))
             if len(distinct) < len(inverse):
-                values = self.node.rows.ops.sum_rows(values, inverse, len(distinct))
+                values = self.client.ops.sum_rows(values, inverse, len(distinct))
             # Of sums: there are fewer, and none of NaN or infinity is finite.
             problem = self._objection(distinct, values)
             if problem:
@@ -194,14 +192,12 @@ class RowTable:
             if len(distinct) == len(inverse):
                 values = values.clone()  # the caller's memory may have other numbers when it is sent again
             count = as_count(samples, self._here())
-            return self._watched(
-                self.node.rows.push(self.name, distinct, values, count=count, hyper=hyper, expected=expected)
-            )
+            return self._watched(self.client.push(distinct, values, count=count, hyper=hyper, expected=expected))
 
     def flush(self) -> Future[PushOutcome]:
         """Send all that filters have kept back, as an update of the current clock."""
         with self.meter.communicating():
-            return self.node.rows.flush(self.name)
+            return self.client.flush()
 
     # -- the table as a whole ----------------------------------------------------------------------------------------
 
@@ -314,59 +310,57 @@ class RowTable:
             self._forget()
 
     @property
-    def _whole(self) -> WholeCalls:
-        return WholeCalls(self.node, self.name)
+    def _whole(self) -> TableCalls:
+        return TableCalls(self.node, self.name)
 
     def _forget(self) -> None:
         """Clear the cache: rows have changed otherwise than by a push."""
-        with self.node.rows.lock.changed:
-            if self.opened.cache is not None:
-                self.opened.cache.clear()
+        self.client.clear_cache()
 
     def _watched(self, pushed: Future[PushOutcome]) -> Future[PushOutcome]:
         return self.meter.watch_push(self.name, self.spec.consistency, self.node.clock, pushed)
 
     # -- reads and pushes --------------------------------------------------------------------------------------------
 
-    def finish(self, asked: RowFuture) -> Tensor:
+    def finish(self, future: RowFuture) -> Tensor:
         """Return the rows of a read that was started; they may share the memory of the read."""
         began = time.monotonic()
         with self.meter.communicating():
-            taken = [self.node.rows.finish_read(reading) for reading in (asked.reading, *asked.further)]
-        rows, clocks = taken[0] if len(taken) == 1 else tuple(torch.cat(parts) for parts in zip(*taken, strict=True))
+            found = [self.client.wait_read(reading) for reading in (future.reading, *future.further)]
+        rows, clocks = found[0] if len(found) == 1 else tuple(torch.cat(parts) for parts in zip(*found, strict=True))
         waited_s = time.monotonic() - began
-        if asked.clock >= 0:
-            contained = (clocks - self.opened.deferral.hold).clamp(min=0)  # as `Deferral.contained`, for each
-            self.meter.note_row_read(self.name, asked.clock, contained, waited_s)
+        if future.clock >= 0:
+            contained = (clocks - self.client.state.deferral.hold).clamp(min=0)  # as `Deferral.contained`, for each
+            self.meter.note_row_read(self.name, future.clock, contained, waited_s)
         values = rows[:, : self.width].contiguous()
-        if asked.inverse is not None:
-            distinct, values = values, values.new_empty((len(asked.inverse), self.width))
-            self.node.rows.ops.gather(distinct, asked.inverse, values)
-        return values.view(*asked.shape, self.width)
+        if future.inverse is not None:
+            distinct, values = values, values.new_empty((len(future.inverse), self.width))
+            self.client.ops.gather(distinct, future.inverse, values)
+        return values.view(*future.shape, self.width)
 
-    def _begin(self, ids: Ids, *, refresh: bool | None, exact: bool, ahead: int) -> RowFuture:
+    def _start(self, ids: Ids, *, refresh: bool | None, exact: bool, ahead: int) -> RowFuture:
         # Other threads write to tensors made here, which torch forbids for those made in inference mode.
         with self.meter.communicating(), torch.inference_mode(mode=False):
             keys = self.keys(ids)
-            distinct, inverse = self.node.rows.ops.unique(keys.view(-1))
+            distinct, inverse = self.client.ops.unique(keys.view(-1))
             clock = self.node.clock + ahead
-            needs = clock if exact else self.opened.deferral.needs(clock)
+            needs = clock if exact else self.client.state.deferral.needs(clock)
             # Pushes that other workers held back until a barrier are of clocks that cached rows need not contain.
-            late = exact and self.opened.budgeted is not None
-            asks = (late or not self.opened.is_lazy) if refresh is None else refresh
+            late = exact and self.client.has_budget
+            asks = (late or not self.client.state.is_lazy) if refresh is None else refresh
             if len(distinct) > self._most_together:
                 raise UsageError(
                     f"{self._here()}: {len(distinct)} rows are asked for at once, expected at most "
                     f"{self._most_together}: ask for some at a time."
                 )
             parts = distinct.split(self._most_a_read)
-            reading, *further = [self.node.rows.start_read(self.name, part, needs, refresh=asks) for part in parts]
+            reading, *further = [self.client.start_read(part, needs, refresh=asks) for part in parts]
         repeats = inverse if len(distinct) < len(inverse) else None
         return RowFuture(self, tuple(keys.shape), repeats, reading, -1 if exact else clock, tuple(further))
 
     @property
     def _most_a_read(self) -> int:
-        return most_rows(self.opened.down.full_width)
+        return most_rows(self.client.state.down.full_width)
 
     @property
     def _most_together(self) -> int:
@@ -389,7 +383,7 @@ class RowTable:
         return values.reshape(-1, self.width).contiguous()
 
     def _require_bounded(self, num_rows: int) -> None:
-        most = MAX_PUSH_BYTES // (self.opened.up.row_bytes + ID_BYTES)
+        most = MAX_PUSH_BYTES // (self.client.state.up.row_bytes + ID_BYTES)
         if num_rows > most:
             raise UsageError(
                 f"{self._here()}: a push has {num_rows} rows, expected at most {most}: push some at a time."

@@ -334,8 +334,8 @@ class BudgetedRows:
 
 
 @dataclass(slots=True)
-class BudgetedTables:
-    """All throttled tables of a worker, and the thread that sends their rows. Used under the lock of the node."""
+class Throttle:
+    """The thread that sends the rows of all tables of a worker that have a budget. Used under the worker's lock."""
 
     lock: WorkerLock
     fail: Callable[[str], None]
@@ -346,7 +346,7 @@ class BudgetedTables:
         """Start without tables, and without a thread."""
         self._thread = SendingThread(self.lock, self._act, self.fail)
 
-    def open(self, table: BudgetedRows) -> None:
+    def add(self, table: BudgetedRows) -> None:
         """Add a table, and start the thread if needed."""
         self._tables.append(table)
         self._thread.start()
@@ -355,18 +355,8 @@ class BudgetedTables:
         """Wake the thread: there are more rows, or there is room for more pushes."""
         self._thread.wake()
 
-    def send_due(self, clock: int) -> None:
-        """Send the rows that are due when this clock is finished; blocks while their budgets are used up."""
-        for table in self._tables:
-            self.send_made_by(table.deferral.due(clock), table)
-
-    def send_all(self, clock: int) -> None:
-        """Send all rows up to this clock; blocks while their budgets are used up."""
-        for table in self._tables:
-            self.send_made_by(clock, table)
-
-    def send_made_by(self, clock: int, table: BudgetedRows) -> None:
-        """Send rows of this clock or before; blocks while the budget is used up."""
+    def wait_sent(self, table: BudgetedRows, clock: int) -> None:
+        """Send rows of this clock or before first; blocks until they are sent."""
         if not table.has_due(clock):
             return
         table.demand(clock)
@@ -378,18 +368,14 @@ class BudgetedTables:
         )
         table.relax()
 
-    def abandon(self, error: PacelineError) -> None:
-        """Stop sending, and end all pushes that wait with an error."""
+    def stop(self) -> None:
+        """Send no more; does not wait for the thread."""
         self._thread.stop()
-        for table in self._tables:
-            table.abandon(error)
 
     def close(self) -> None:
-        """Join the thread, not under the lock, and release all memory."""
+        """Stop and join the thread; not under the lock."""
         self._thread.stop()
         self._thread.join()
-        for table in self._tables:
-            table.close()
         self._tables.clear()
 
     def _act(self, now: float) -> float | None:

@@ -15,12 +15,13 @@ from paceline.update.placement import torch_dtype
 from paceline.update.rows.spec import First, RowTableSpec, row_differences
 from paceline.update.table import TableSpec, differences
 from paceline.wire.requests import AwaitValues, Initialise
-from paceline.worker.given import as_values
+from paceline.worker.dense import DenseClient
 from paceline.worker.metrics import StepMetrics
 from paceline.worker.node import WorkerNode
-from paceline.worker.rows.opened import CacheOptions
+from paceline.worker.rows.state import CacheOptions
 from paceline.worker.rows.table import RowTable
 from paceline.worker.table import Table
+from paceline.worker.validation import as_values
 from paceline.worker.waits import About
 
 
@@ -105,16 +106,16 @@ class TableOpener:
         """
         self._require_new(spec.name)
         spec.validate()
-        self.node.open_table(spec, reads_own_writes=read_my_writes, live=live)
+        client = self.node.open_table(spec, reads_own_writes=read_my_writes, live=live)
         if self.rank == first:
-            self._give_values(spec.name, write_first)
+            self._give_values(client, write_first)
         try:
             self._await_values(spec.name, first)
         except Refused:  # that worker is gone, and this one has the lowest rank of those that are left
-            self._give_values(spec.name, write_first)
+            self._give_values(client, write_first)
             self._await_values(spec.name, first)
         self.meter.start_training()
-        table = Table(spec, shape, self.node, self.meter)
+        table = Table(spec, shape, client, self.node, self.meter)
         self._opened[spec.name] = _Opened(spec, dense_options(read_my_writes=read_my_writes, live=live), table)
         return table
 
@@ -124,17 +125,17 @@ class TableOpener:
         May be repeated after a refusal.
         """
         spec.validate()
-        self.node.open_table(spec)
-        self._give_values(spec.name, Tensor.zero_)  # servers ignore those of other workers, which are the same
-        return Table(spec, shape, self.node, self.meter)
+        client = self.node.open_table(spec)
+        self._give_values(client, Tensor.zero_)  # servers ignore those of other workers, which are the same
+        return Table(spec, shape, client, self.node, self.meter)
 
     def open_rows(self, spec: RowTableSpec, options: CacheOptions) -> RowTable:
         """Declare a row table; the initial values of its rows follow from the declaration."""
         self._require_new(spec.name)
         spec.validate()
-        opened = self.node.open_rows(spec, options)
+        client = self.node.open_rows(spec, options)
         self.meter.start_training()
-        table = RowTable(spec, opened, self.node, self.meter)
+        table = RowTable(spec, client, self.node, self.meter)
         self._opened[spec.name] = _Opened(spec, row_options(options), table)
         return table
 
@@ -145,15 +146,15 @@ class TableOpener:
                 "one a name of its own (name=...)."
             )
 
-    def _give_values(self, table: str, write: Callable[[Tensor], object]) -> None:
-        buffer = self.node.reserve(table)  # memory of pushes, so that initial values need none of their own
+    def _give_values(self, client: DenseClient, write: Callable[[Tensor], object]) -> None:
+        buffer = client.reserve()  # memory of pushes, so that initial values need none of their own
         write(buffer.gradient)
         self.node.rpc.call_all(
-            lambda number: Initialise(number, table),
-            f"servers to take the first values of table '{table}'",
-            self.node.parts(table, buffer),
+            lambda number: Initialise(number, client.name),
+            f"servers to take the first values of table '{client.name}'",
+            client.parts(buffer),
         )
-        self.node.return_buffer(table, buffer)
+        client.return_buffer(buffer)
 
     def _await_values(self, table: str, first: int) -> None:
         self.node.rpc.call_all(

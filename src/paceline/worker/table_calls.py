@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 from safetensors.torch import load, save
 from torch import Tensor
 
-from paceline.errors import UsageError
+from paceline.errors import Refused, UsageError
+from paceline.update.rows.export import load_rows, save_rows
 from paceline.update.rows.layout import IDS, VALUES, RowPiece, RowStatistics
+from paceline.update.rows.rules import row_rule
+from paceline.update.rows.spec import RowTableSpec
 from paceline.update.rules import Hyper
 from paceline.wire.malformed import read_answer_of
 from paceline.wire.requests import COUNT_BYTES, NEXT_SLOT, CallFunction, CountRows, ReadRows, TableCall, WriteRows
@@ -28,7 +32,7 @@ class CallResult:
 
 
 @dataclass(frozen=True, slots=True)
-class WholeCalls:
+class TableCalls:
     """One table of one worker, on all servers or on `servers`. Every call blocks until all of them have answered.
 
     With `exact`, servers wait until they have every update of the clocks below that of this worker.
@@ -76,7 +80,7 @@ class WholeCalls:
 
     def write(self, piece: RowPiece) -> None:
         """Overwrite rows on their servers, after all updates of earlier clocks."""
-        order, counts = self.node.rows.sharding.split(piece.ids)
+        order, counts = self.node.row_sharding.split(piece.ids)
         bodies = [
             memoryview(save({IDS: piece.ids[at], **{name: column[at] for name, column in piece.columns.items()}}))
             for at in order.split(counts)
@@ -101,6 +105,46 @@ class WholeCalls:
 
     def _table_call(self, number: int, *, exact: bool) -> TableCall:
         return TableCall(number, self.table, self.node.clock if exact else 0, self.node.rpc.settled(number))
+
+
+@dataclass(frozen=True, slots=True)
+class RowFile:
+    """The file of a row table, and access to its servers; no process holds more than a piece of it in memory."""
+
+    path: Path
+    spec: RowTableSpec
+    calls: TableCalls
+
+    def save(self) -> None:
+        """Write all rows with their rule state to the file; raises as `RowTable.export` does."""
+        num_rows = sum(self.calls.statistics(exact=True), RowStatistics()).num_rows
+        save_rows(self.path, self.spec, row_rule(self.spec.rule, None), self._pieces(num_rows), num_rows)
+
+    def load(self) -> None:
+        """Write the rows of the file to their servers; raises as `RowTable.load` does."""
+        num_loaded = 0
+        for piece in load_rows(self.path, self.spec, row_rule(self.spec.rule, None)):
+            try:
+                self.calls.write(piece)
+            except Refused as error:
+                raise Refused(f"{error} Of {self.path}, {num_loaded} rows are loaded for certain.") from error
+            num_loaded += len(piece.ids)
+
+    def _pieces(self, num_rows: int) -> Iterator[RowPiece]:
+        """Yield all rows; raises UsageError if their number has changed meanwhile."""
+        num_found = 0
+        for piece in self.calls.pieces(values_only=False, exact=True):
+            num_found += len(piece.ids)
+            self._require(num_found <= num_rows, num_rows)
+            yield piece
+        self._require(num_found == num_rows, num_rows)
+
+    def _require(self, is_whole: bool, num_rows: int) -> None:
+        if not is_whole:
+            raise UsageError(
+                f"table '{self.spec.name}' had {num_rows} rows when its export to {self.path} began, and other rows "
+                "came or went meanwhile. Have all workers meet at a barrier before it and after it."
+            )
 
 
 def _tensors(body: memoryview) -> dict[str, Tensor]:

@@ -21,7 +21,6 @@ from paceline.wire.messages import Keys
 from paceline.wire.row_codec import RowBodyLayout, body_layouts
 from paceline.worker.rows.cache import CacheUses, RowCache
 from paceline.worker.rows.managed import Managed
-from paceline.worker.rows.throttle import BudgetedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +42,8 @@ class CacheOptions:
 
 
 @dataclass(slots=True)
-class OpenedRows:
-    """One row table on one worker. Used under the lock of the worker node."""
+class RowTableState:
+    """The state of an open row table, apart from its pushes and reads. Used under the lock of the worker node."""
 
     spec: RowTableSpec
     consistency: Consistency
@@ -56,7 +55,6 @@ class OpenedRows:
     is_lazy: bool  # by default, reads use cached rows that are fresh enough
     deferral: Deferral  # how many clocks pushes wait here, and what reads need for that
     uses: CacheUses | None = None  # rows read from the cache, where servers expire unused rows
-    budgeted: BudgetedRows | None = None  # pushes that wait for a budget
     traffic: RowTraffic = field(default_factory=RowTraffic)
     # By server: the lists of ids that it keeps, as far as this worker knows.
     _lists: dict[int, KeyLists] = field(default_factory=dict[int, KeyLists])
@@ -65,7 +63,7 @@ class OpenedRows:
     _told: set[int] = field(default_factory=set[int])
 
     @staticmethod
-    def make(spec: RowTableSpec, options: CacheOptions, sharding: RowSharding, worker: int) -> OpenedRows:
+    def make(spec: RowTableSpec, options: CacheOptions, sharding: RowSharding, worker: int) -> RowTableState:
         """Create the state of a table; raises UsageError for options that contradict the declaration."""
         consistency, rule, dtype = Consistency.parse(spec.consistency), row_rule(spec.rule, None), torch_dtype(spec)
         up, down = body_layouts(spec, rule)
@@ -88,7 +86,7 @@ class OpenedRows:
         replays = keep and options.reads_own_writes and admits_all and can_replay(spec, consistency)
         is_lazy = consistency.deliver == "on_clock" or bool(options.keep)
         uses = CacheUses(sharding) if keep and use_columns(spec.life) else None
-        return OpenedRows(spec, consistency, up, down, cache, pipeline, replays, is_lazy, deferral, uses)
+        return RowTableState(spec, consistency, up, down, cache, pipeline, replays, is_lazy, deferral, uses)
 
     @property
     def is_held(self) -> bool:

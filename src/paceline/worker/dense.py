@@ -1,0 +1,325 @@
+"""A dense table of a worker: its cache, its pushes in flight and its reads."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from paceline.core.effects import Forget, Install, ReadDone, Release
+from paceline.core.events import Opened, WantPush, WantRead
+from paceline.core.messages import Fetched, Pull, Push
+from paceline.core.table_reads import TableReads
+from paceline.errors import PacelineError, PeerError, UsageError
+from paceline.transport.base import EMPTY
+from paceline.update.table import Hyper
+from paceline.wire.messages import KeysWanted, PullFrame, PushFrame
+from paceline.worker.cache import TableCache
+from paceline.worker.pushes import (
+    NO_PUSH,
+    PushBuffer,
+    Pushes,
+    PushOutcome,
+    finished_push,
+    may_push,
+    objection,
+    pending_future,
+)
+from paceline.worker.table_client import ClientContext
+from paceline.worker.waits import About
+
+
+@dataclass(frozen=True, slots=True)
+class PendingRead:
+    """A read in flight, and the clock of the worker when it was started."""
+
+    clock: int
+    future: Future[ReadDone]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOutcome:
+    """How a read ended: the clocks of reader and values, their source, and how long it waited."""
+
+    clock: int
+    value_clock: int
+    source: str
+    waited_s: float
+
+
+@dataclass(slots=True)
+class Reads:
+    """The reads of a table in flight, by request. A newer read replaces an older one, so both end together."""
+
+    _under_way: dict[int, Future[ReadDone]] = field(default_factory=dict[int, Future[ReadDone]])
+
+    def add(self, request: int) -> Future[ReadDone]:
+        """Add a read; the future ends when it does."""
+        self._under_way[request] = future = pending_future(ReadDone)
+        return future
+
+    def finish(self, done: ReadDone) -> None:
+        """End a read, and earlier ones."""
+        for request in list(self._under_way):
+            if request <= done.request:
+                self._under_way.pop(request).set_result(done)
+
+    def abandon(self, error: PacelineError) -> None:
+        """End all reads with an error."""
+        while self._under_way:
+            _, future = self._under_way.popitem()
+            future.set_exception(error)
+
+
+@dataclass(slots=True)
+class DenseClient:
+    """One dense table of a worker; see `TableClient`. The user's calls take the worker's lock.
+
+    Every call that blocks raises as `WorkerNode` says.
+    """
+
+    cache: TableCache
+    pushes: Pushes
+    context: ClientContext
+    checks_memory: bool = False
+    name: str = field(init=False)
+    _reads: Reads = field(default_factory=Reads)
+    _core_reads: TableReads = field(init=False)
+    _received: dict[int, int] = field(default_factory=dict[int, int])  # by server: the last request that it answered
+
+    def __post_init__(self) -> None:
+        """Open the table in the core."""
+        spec = self.cache.spec
+        self.name = spec.name
+        self.context.handle(Opened(spec.name, self.cache.consistency, self.cache.servers))
+        self._core_reads = self.context.core.reads(spec.name)
+
+    # -- the user's calls --------------------------------------------------------------------------------------------
+
+    def reserve(self, *, shown: bool = True) -> PushBuffer:
+        """Return memory for the next push, for `push_reserved` or `return_buffer`.
+
+        Blocks while two earlier pushes are in flight. Returned memory is reused first, so a caller that waits for each
+        push gets the same buffer every time. `shown`: see `Pushes.lend`.
+
+        Raises:
+            UsageError: servers hold no more pushes of this table before this worker has finished its clock.
+        """
+        core, lock = self.context.core, self.context.lock
+        with lock.changed:
+            lock.check()
+            clock = core.clock
+            lock.wait(
+                lambda: may_push(core, self.name) and self.pushes.has_slot(clock),
+                f"servers to apply earlier pushes of table '{self.name}'",
+                About(f"push {self.name}", self.name, core.oldest_push(self.name) + 1),
+            )
+            return self.pushes.lend(shown=shown)
+
+    def return_buffer(self, buffer: PushBuffer) -> None:
+        """Return reserved memory without a push."""
+        with self.context.lock.changed:
+            self.pushes.take_back(buffer)
+
+    def parts(self, buffer: PushBuffer) -> list[memoryview]:
+        """Return each server's part of reserved memory, by rank."""
+        item = buffer.gradient.itemsize
+        return [buffer.memory[span.start * item : span.stop * item] for span in self.cache.spans]
+
+    def push(
+        self,
+        gradient: Tensor,
+        *,
+        count: float,
+        absent: tuple[int, ...] = (),
+        hyper: tuple[Hyper, ...] = (),
+    ) -> Future[PushOutcome]:
+        """Send an update; the future ends when every server has applied or refused its part.
+
+        Blocks only while two earlier pushes of this table are in flight. `gradient` is (elements of the table,), and
+        may be overwritten as soon as this returns. The future ends with `PeerError` if this worker fails first: then
+        it is unknown whether the push was applied.
+        """
+        problem = self._objection(gradient)
+        if problem:
+            return finished_push(PushOutcome(applied=False, reason=problem))
+        buffer = self.reserve(shown=False)
+        buffer.gradient.copy_(gradient)
+        return self._push(buffer, count, absent, hyper)
+
+    def push_reserved(
+        self,
+        buffer: PushBuffer,
+        *,
+        count: float,
+        absent: tuple[int, ...] = (),
+        hyper: tuple[Hyper, ...] = (),
+        expected: float = 0.0,
+    ) -> Future[PushOutcome]:
+        """Send an update as `push` does, from memory that `reserve` returned, which servers read from now on."""
+        problem = self._objection(buffer.gradient)
+        if problem:
+            self.return_buffer(buffer)
+            return finished_push(PushOutcome(applied=False, reason=problem))
+        return self._push(buffer, count, absent, hyper, expected)
+
+    def start_read(self, *, refresh: bool = True, exact: bool = False) -> PendingRead:
+        """Request values; the future ends when the cache is fresh enough. Does not block."""
+        context = self.context
+        with context.lock.changed:
+            context.lock.check()
+            started = PendingRead(context.core.clock, self._reads.add(context.core.next_request))
+            context.handle(WantRead(self.name, refresh, exact))
+        return started
+
+    def read(self, use: Callable[[TableCache], None], *, refresh: bool = True, exact: bool = False) -> ReadOutcome:
+        """Call `use` with the cache, under the lock, once it is fresh enough; blocks until then."""
+        return self.wait_read(self.start_read(refresh=refresh, exact=exact), use)
+
+    def wait_read(self, started: PendingRead, use: Callable[[TableCache], None]) -> ReadOutcome:
+        """Finish a read that `start_read` started; blocks as `read` does."""
+        began, lock = time.monotonic(), self.context.lock
+        with lock.changed:
+            lock.check()
+            lock.wait(
+                started.future.done,
+                f"values of table '{self.name}' at clock {started.clock} ({self.cache.spec.consistency})",
+                About(f"pull {self.name}", self.name, self._core_reads.needs()),
+            )
+            waited_s = time.monotonic() - began
+            done = started.future.result(timeout=0)
+            use(self.cache)
+        return ReadOutcome(started.clock, done.clock, done.source, waited_s)
+
+    def use_cache(self, use: Callable[[TableCache], None]) -> None:
+        """Call `use` with the cache as it is, under the lock. Does not wait for fresh values."""
+        with self.context.lock.changed:
+            self.context.lock.check()
+            use(self.cache)
+
+    def _objection(self, gradient: Tensor) -> str:
+        """Return why a gradient is not sent, "" if it is; raises UsageError under nonfinite="halt"."""
+        self.context.lock.check()
+        spec, core = self.cache.spec, self.context.core
+        problem = objection(spec, gradient)
+        if problem and spec.nonfinite == "halt":
+            raise UsageError(f"worker {core.settings.sender.worker}, clock {core.clock}: {problem}")
+        return problem
+
+    def _push(
+        self,
+        buffer: PushBuffer,
+        count: float,
+        absent: tuple[int, ...],
+        hyper: tuple[Hyper, ...],
+        expected: float = 0.0,
+    ) -> Future[PushOutcome]:
+        parts, context = self.parts(buffer), self.context
+        with context.lock.changed:
+            context.lock.check()
+            checksums = tuple(map(zlib.crc32, parts)) if self.checks_memory else ()
+            frame = PushFrame(NO_PUSH, count, absent, hyper, screened=True, checksums=checksums, expected=expected)
+            future = self.pushes.prepare(buffer, {server: parts[server] for server in self.cache.servers}, frame)
+            self.cache.note_own(context.core.next_seq, buffer.gradient, absent, hyper)
+            context.handle(WantPush(self.name))
+        return future
+
+    # -- effects of the core -----------------------------------------------------------------------------------------
+
+    def send_push(self, server: int, push: Push, *, bare: bool) -> None:
+        """Send a server its part of a push, unless it has answered."""
+        outgoing = self.pushes.outgoing(push)
+        if outgoing is not None:
+            self.context.send(server, outgoing.frame, EMPTY if bare else outgoing.bodies[server])
+
+    def send_pull(self, server: int, pull: Pull) -> None:
+        """Send a server the request of a read, and which of its values have been received."""
+        self.context.send(server, PullFrame(pull, self._received.get(server, -1)))
+
+    def install(self, effect: Install, body: memoryview) -> None:
+        """Cache a server's part of the values."""
+        self.cache.install(effect.server, body, effect.settled, effect.includes)
+
+    def forget(self, effect: Forget) -> None:
+        """Change nothing: every message has all values of its part."""
+
+    def release(self, effect: Release) -> None:
+        """Note the answer to one part of a push; end the push when all parts are answered."""
+        outgoing = self.pushes.release(effect)
+        if outgoing is None:
+            return
+        if outgoing.answers.refused:
+            self.cache.forget_own(effect.id.seq)
+        outgoing.future.set_result(outgoing.answers.outcome())
+
+    def finish_read(self, done: ReadDone) -> None:
+        """End the futures of a read and of earlier ones."""
+        self._reads.finish(done)
+
+    # -- clocks ------------------------------------------------------------------------------------------------------
+
+    def prepare_tick(self, clock: int) -> None:
+        """Send nothing: pushes are sent at once."""
+
+    def end_clock(self, clock: int) -> None:
+        """Change nothing: clocks have no accounts."""
+
+    def send_before_tick(self, server: int, clock: int) -> None:
+        """Send nothing."""
+
+    def note_ticked(self, server: int, clock: int) -> None:
+        """Change nothing."""
+
+    def holds_ticks(self) -> bool:
+        """Return False: a read may be answered with values of later clocks."""
+        return False
+
+    # -- connections and memory --------------------------------------------------------------------------------------
+
+    def receive_buffer(self, server: int, message: Fetched, size_bytes: int) -> memoryview | None:
+        """Return memory of the cache for values that a read waits for.
+
+        Without the lock: its holder may be waiting for this thread to leave the connection. The state that is read
+        here changes only on this thread, except when a read starts, which then waits as well.
+        """
+        if self._core_reads.awaits(server, message):
+            return self.cache.receive_buffer(server, size_bytes)
+        return None
+
+    def note_received(self, server: int, message: Fetched) -> None:
+        """Note that values were stored or dropped: the server may reuse their memory."""
+        self._received[server] = max(message.request, self._received.get(server, -1))
+
+    def on_keys_wanted(self, server: int, message: KeysWanted) -> None:
+        """Raise PeerError: frames of dense tables have no ids."""
+        raise PeerError(f"table '{self.name}' is dense, and has no ids")
+
+    def on_reconnected(self, server: int) -> None:
+        """Change nothing: frames do not depend on earlier ones."""
+
+    # -- pushes under way, and the end -------------------------------------------------------------------------------
+
+    def flush_pushes(self, clock: int) -> None:
+        """Send nothing: pushes are sent at once."""
+
+    def num_under_way(self) -> int:
+        """Count the pushes that some server has not answered."""
+        return len(self.pushes)
+
+    def num_held(self, clock: int) -> int:
+        """Count the pushes that are applied when this worker finishes this clock."""
+        return self.pushes.num_held(clock)
+
+    def abandon(self, error: PacelineError) -> None:
+        """End all futures with an error."""
+        self.pushes.abandon(error)
+        self._reads.abandon(error)
+
+    def close(self) -> None:
+        """Release the memory of cache and pushes, except what the user still uses."""
+        self.cache = TableCache(self.cache.spec, self.cache.spans, reads_own_writes=False, live=True)
+        self.pushes.close()

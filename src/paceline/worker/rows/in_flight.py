@@ -1,0 +1,248 @@
+"""Reads and pushes of rows in flight: what was requested and sent, and what servers have answered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paceline.core.effects import Install, ReadDone, Release
+from paceline.core.events import WantRows
+from paceline.core.messages import Push, PushId
+from paceline.errors import PacelineError
+from paceline.update.filters.error_feedback import KeptChange
+from paceline.update.filters.traffic import RowTraffic, WireBytes
+from paceline.update.rows.sharding import RowSharding
+from paceline.update.table import Hyper
+from paceline.wire.messages import Keys, RowPushFrame
+from paceline.wire.row_codec import ID_BYTES, RowBody
+from paceline.worker.pushes import Answers, ClockCounts, PushOutcome, pending_future
+from paceline.worker.rows.cache import UNKNOWN
+from paceline.worker.rows.state import RowTableState
+from paceline.worker.table_client import SendFrame
+
+
+@dataclass(slots=True)
+class RowReadInFlight:
+    """One read.
+
+    Attributes:
+        table: which one.
+        needs: rows must contain every update below this clock.
+        ids: (n,) distinct.
+        requested: by server, the positions in `ids` of the rows that it sends, as an answer or in deliveries.
+        rows: (n, width), filled from the cache and as answers arrive; None if the rows are read from the cache when the
+            read is finished, with own pushes made until then.
+        clocks: (n,), of each row in `rows`: it contains every update below.
+        future: ends when all rows have arrived.
+    """
+
+    table: str
+    needs: int
+    ids: Tensor
+    rows: Tensor | None
+    clocks: Tensor
+    requested: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    future: Future[ReadDone] = field(default_factory=lambda: pending_future(ReadDone))
+
+    def ids_for(self, server: int) -> Tensor:
+        """Return the ids requested from a server."""
+        return self.ids[self.requested[server]]
+
+    def holds(self, rows: Tensor) -> bool:
+        """Return whether these rows share the memory of this read."""
+        return self.rows is not None and rows.untyped_storage().data_ptr() == self.rows.untyped_storage().data_ptr()
+
+    def ids_not_of(self, servers: Sequence[int]) -> Tensor:
+        """Return the ids requested from none of these servers."""
+        kept = torch.ones(len(self.ids), dtype=torch.bool)
+        for server in servers:
+            kept[self.requested[server]] = False
+        return self.ids[kept]
+
+
+@dataclass(slots=True)
+class RowReadsInFlight:
+    """The reads of a table by request. Used under the lock of the worker node."""
+
+    sharding: RowSharding
+    _under_way: dict[int, RowReadInFlight] = field(default_factory=dict[int, RowReadInFlight])
+
+    def plan(
+        self, state: RowTableState, ids: Tensor, needs: int, delivered: list[int], *, refresh: bool
+    ) -> tuple[RowReadInFlight, WantRows]:
+        """Return a read of distinct ids, and its event for the core: which servers to request rows from.
+
+        Requested are rows that are not cached, or not fresh enough.
+
+        Args:
+            state: of the table.
+            ids: (n,) distinct.
+            needs: as of `RowReadInFlight`.
+            delivered: by server, the clock that its deliveries have reached.
+            refresh: request every row.
+        """
+        cache = state.cache
+        rows: Tensor | None = None
+        clocks = torch.full((len(ids),), UNKNOWN)
+        if state.reads_are_fixed and cache is not None:
+            rows, clocks = cache.read(ids)[0], cache.clocks(ids)
+        elif cache is None:
+            rows = torch.empty((len(ids), state.down.full_width), dtype=state.down.dtype)
+        reading = RowReadInFlight(state.spec.name, needs, ids, rows, clocks)
+        order, counts = self.sharding.split(ids)
+        fetch: list[int] = []
+        deliver: list[int] = []
+        for server, places in enumerate(order.split(counts)):
+            brought = False
+            if cache is not None and not refresh:
+                clocks = cache.clocks(ids[places])
+                lacking = clocks < (needs if delivered[server] < needs else 0)
+                places = places[lacking]
+                brought = state.is_delivered and bool((clocks[lacking] > UNKNOWN).all())
+            if len(places):
+                reading.requested[server] = places
+                (deliver if brought else fetch).append(server)
+        return reading, WantRows(state.spec.name, needs, tuple(fetch), tuple(deliver))
+
+    def add(self, request: int, reading: RowReadInFlight) -> None:
+        """Add a read."""
+        self._under_way[request] = reading
+
+    def __len__(self) -> int:
+        """Count the reads in flight."""
+        return len(self._under_way)
+
+    def ids(self) -> Tensor:
+        """Return the ids of all reads in flight; they may repeat."""
+        return torch.cat([torch.empty(0, dtype=torch.int64), *(reading.ids for reading in self._under_way.values())])
+
+    def get(self, request: int) -> RowReadInFlight | None:
+        """Return a read in flight, None if it has ended."""
+        return self._under_way.get(request)
+
+    def install(self, effect: Install, unpacked: RowBody) -> Tensor:
+        """Store the answer of a server to a read; return the ids that it contains."""
+        reading = self._under_way[effect.request]
+        places = reading.requested[effect.server]
+        reading.clocks[places] = effect.clock
+        if reading.rows is not None and len(places) == len(reading.ids) and self.sharding.num_servers == 1:
+            reading.rows = unpacked.together  # all of them, in the order of the ids
+        elif reading.rows is not None:
+            self.sharding.ops.scatter(reading.rows, places, unpacked.together)
+        return reading.ids[places]
+
+    def finish(self, done: ReadDone) -> None:
+        """End a read."""
+        reading = self._under_way.pop(done.request, None)
+        if reading is not None:
+            reading.future.set_result(done)
+
+    def abandon(self, error: PacelineError) -> None:
+        """End all reads with an error."""
+        while self._under_way:
+            _, reading = self._under_way.popitem()
+            reading.future.set_exception(error)
+
+
+@dataclass(frozen=True, slots=True)
+class RowPushPart:
+    """One server's part of a push: ids (n,), encoded rows uint8 (n, bytes a row), echoes (n, echo width)."""
+
+    ids: Tensor
+    encoded: Tensor
+    echo: Tensor | None
+    hyper: tuple[Hyper, ...]
+
+
+@dataclass(slots=True)
+class RowPush:
+    """One push from the user's call to the last server's answer."""
+
+    state: RowTableState
+    parts: dict[int, RowPushPart]  # by server. Invariant: exactly those that have not answered
+    count: float
+    expected: float
+    ids: Tensor  # of all parts
+    change: KeptChange | None = None  # how it changed what filters keep back
+    push: Push | None = None  # its identity, once the core has assigned it
+    future: Future[PushOutcome] = field(default_factory=lambda: pending_future(PushOutcome))
+    answers: Answers = field(default_factory=Answers)
+
+    def send_part(self, server: int, send: SendFrame, *, bare: bool, with_ids: bool = False) -> None:
+        """Send a server its part; `bare` without its rows, `with_ids` with ids even if it should know them."""
+        assert self.push is not None
+        part = self.parts[server]
+        if bare:
+            keys = Keys(len(part.ids), b"", sent=False)
+            send(server, RowPushFrame(self.push, self.count, part.hyper, keys, self.expected))
+            return
+        keys = self.state.keys(server, part.ids, sent=with_ids)
+        body = self.state.up.pack(part.ids if keys.sent else None, part.encoded, part.echo)
+        key_bytes = ID_BYTES * len(part.ids) if keys.sent else 0
+        self.state.traffic += RowTraffic(pushed=WireBytes(1, key_bytes, len(keys.digest), len(body) - key_bytes))
+        send(server, RowPushFrame(self.push, self.count, part.hyper, keys, self.expected), body)
+
+
+@dataclass(slots=True)
+class RowPushes:
+    """The pushes of a row table in flight. Used under the lock of the worker node.
+
+    `held`: servers hold pushes until their clock is complete.
+    """
+
+    held: bool
+    _under_way: dict[PushId, RowPush] = field(default_factory=dict[PushId, RowPush])
+    _counts: ClockCounts = field(default_factory=ClockCounts)
+    _next: RowPush | None = None
+
+    def __len__(self) -> int:
+        """Count the pushes in flight."""
+        return len(self._under_way)
+
+    def num_held(self, clock: int) -> int:
+        """Count the pushes that servers hold until this clock is complete."""
+        return self._counts.of_clock(clock) if self.held else 0
+
+    def prepare(self, push: RowPush) -> None:
+        """Prepare a push; it gets its identity when the core first sends it."""
+        self._next = push
+
+    def send_part(self, server: int, push: Push, send: SendFrame, *, bare: bool) -> None:
+        """Send a server its part of a push, unless it has answered already."""
+        if self._next is not None:
+            made = self._under_way[push.id] = self._next
+            made.push, self._next = push, None
+            self._counts.add(push)
+        found = self._under_way.get(push.id)
+        if found is not None and server in found.parts:
+            found.send_part(server, send, bare=bare)
+
+    def resend_with_ids(self, server: int, seq: int, send: SendFrame) -> None:
+        """Send a server its part again with its ids, which it does not keep any more."""
+        for push_id, push in self._under_way.items():
+            if push_id.seq == seq and server in push.parts:
+                push.send_part(server, send, bare=False, with_ids=True)
+
+    def release(self, effect: Release) -> RowPush | None:
+        """Note the answer of a server; return the push once all have answered."""
+        push = self._under_way.get(effect.id)
+        if push is None:
+            return None
+        push.parts.pop(effect.server, None)
+        push.answers.note(effect)
+        if push.parts:
+            return None
+        assert push.push is not None
+        self._counts.remove(push.push)
+        return self._under_way.pop(effect.id)
+
+    def abandon(self, error: PacelineError) -> None:
+        """End all pushes with an error: whether they were applied is unknown."""
+        while self._under_way:
+            _, push = self._under_way.popitem()
+            push.future.set_exception(error)
+        self._counts = ClockCounts()

@@ -1,0 +1,136 @@
+"""What a worker asks of each of its tables: the effects of its core, its clocks, and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline.core.effects import Forget, Install, ReadDone, Release
+from paceline.core.messages import Fetched, Pull, Push
+from paceline.core.worker import WorkerCore, WorkerEvent
+from paceline.errors import PacelineError
+from paceline.transport.base import EMPTY
+from paceline.wire.messages import KeysWanted
+from paceline.worker.lock import WorkerLock
+
+
+class SendFrame(Protocol):
+    """Sends a server a message with its body; an urgent one may overtake others. Called under the worker's lock."""
+
+    def __call__(self, server: int, message: object, body: memoryview = EMPTY, *, urgent: bool = False) -> None:
+        """Send; does not block for long."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ClientContext:
+    """What all tables of a worker share.
+
+    Args:
+        core: of the worker.
+        lock: guards the core and all tables.
+        send: sends a frame.
+        handle: has the core process an event, and performs its effects.
+    """
+
+    core: WorkerCore
+    lock: WorkerLock
+    send: SendFrame
+    handle: Callable[[WorkerEvent], None]
+
+
+class TableClient(Protocol):
+    """One table of a worker: its cache, its pushes and its reads in flight.
+
+    Two implementations: `DenseClient` and `RowClient`. Unless it says otherwise, a method is called under the worker's
+    lock and does not block. What a user does with a table differs between the two, and is not part of this.
+    """
+
+    # -- effects of the core -----------------------------------------------------------------------------------------
+
+    def send_push(self, server: int, push: Push, *, bare: bool) -> None:
+        """Send a server its part of a push, unless it has answered; `bare` without values, which the server has."""
+        ...
+
+    def send_pull(self, server: int, pull: Pull) -> None:
+        """Send a server the request of a read."""
+        ...
+
+    def install(self, effect: Install, body: memoryview) -> None:
+        """Cache the values in `body`; raises if they are not what was requested."""
+        ...
+
+    def forget(self, effect: Forget) -> None:
+        """Drop what is cached from a server."""
+        ...
+
+    def release(self, effect: Release) -> None:
+        """Note the answer of a server to its part of a push; the last one frees its memory and ends its future."""
+        ...
+
+    def finish_read(self, done: ReadDone) -> None:
+        """End the future of a read."""
+        ...
+
+    # -- clocks ------------------------------------------------------------------------------------------------------
+
+    def prepare_tick(self, clock: int) -> None:
+        """Send what must not wait longer than this clock; blocks until it is sent."""
+        ...
+
+    def end_clock(self, clock: int) -> None:
+        """Close the accounts of a clock, right before its tick."""
+        ...
+
+    def send_before_tick(self, server: int, clock: int) -> None:
+        """Send a server what belongs to the clocks below this one, right before it is sent their tick."""
+        ...
+
+    def note_ticked(self, server: int, clock: int) -> None:
+        """Note that a server has processed the ticks of the clocks below this one."""
+        ...
+
+    def holds_ticks(self) -> bool:
+        """Return whether a tick must not overtake earlier frames: a read would be answered with later values."""
+        ...
+
+    # -- connections and memory --------------------------------------------------------------------------------------
+
+    def receive_buffer(self, server: int, message: Fetched, size_bytes: int) -> memoryview | None:
+        """Return memory for the values of a message, None for any. Called without the lock, by the server's reader."""
+        ...
+
+    def note_received(self, server: int, message: Fetched) -> None:
+        """Note that the values of a message were processed: the server may reuse their memory."""
+        ...
+
+    def on_keys_wanted(self, server: int, message: KeysWanted) -> None:
+        """Send a push or a pull again with its ids, which the server does not keep."""
+        ...
+
+    def on_reconnected(self, server: int) -> None:
+        """Process a new connection to a server, before anything is repeated on it: frames may be lost."""
+        ...
+
+    # -- pushes under way, and the end -------------------------------------------------------------------------------
+
+    def flush_pushes(self, clock: int) -> None:
+        """Send all pushes made up to this clock that are kept back; blocks until they are sent."""
+        ...
+
+    def num_under_way(self) -> int:
+        """Count the pushes that some server has not answered."""
+        ...
+
+    def num_held(self, clock: int) -> int:
+        """Count the pushes that are applied when this worker finishes this clock."""
+        ...
+
+    def abandon(self, error: PacelineError) -> None:
+        """End all futures with an error: whether pushes were applied is unknown."""
+        ...
+
+    def close(self) -> None:
+        """Release all memory. After `abandon`, and not under the lock."""
+        ...
