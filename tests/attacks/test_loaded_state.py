@@ -22,7 +22,7 @@ from paceline.update import named_rules as update
 from paceline.update.rules import Hyper, Number, RuleSpec
 from paceline.update.shard import Contribution, Shard
 from paceline.update.table import Segment
-from paceline.update.torch_rule import SWITCHES, TorchRule
+from paceline.update.torch_rule import SWITCHES, TorchRule, from_optimizer
 from paceline.wire.requests import Declare, DeclareRows, Initialise, LoadState, RequestDone, RequestFailed
 
 CLASSES = sorted(
@@ -198,7 +198,7 @@ def test_a_push_with_numbers_that_a_step_cannot_take_is_refused_and_harms_nothin
 def test_zero_and_one_stand_for_false_and_true_as_in_torch() -> None:
     weight = torch.nn.Parameter(torch.zeros(2))
     sgd = torch.optim.SGD([weight], lr=0.1, momentum=True, nesterov=1)  # pyright: ignore[reportArgumentType]
-    numbers = update.from_optimizer(sgd).groups[0]
+    numbers = from_optimizer(sgd).groups[0]
     assert (numbers["momentum"], numbers["nesterov"]) == (1, True)
     assert [type(numbers[key]) for key in ("momentum", "nesterov", "fused")] == [int, bool, type(None)]
 

@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 from tests.attacks.rogue import Rogue, bytes_of, dense, rogue_in, row_table
 from tests.attacks.target import Target, target
-from tests.attacks.test_rogue_workers import ALL_IDS, PARCEL
+from tests.attacks.test_rogue_workers import ALL_IDS, ROW_BODY
 from tests.nodes.client import ONES
 from torch import zeros
 
@@ -91,7 +91,7 @@ def test_a_rule_that_ends_breaks_its_table_and_no_other(how: int, victim: Target
     name, rows = f"dense {how}", f"rows {how}"
 
     def push_rows(rogue: Rogue, seq: int) -> None:
-        rogue.say(RowPushFrame(rogue.push(seq, rows), 1.0, (), ALL_IDS), PARCEL)
+        rogue.say(RowPushFrame(rogue.push(seq, rows), 1.0, (), ALL_IDS), ROW_BODY)
 
     with rogue_in(victim.servers, 2 + how) as rogue:
         rogue.say(Declare(1, dense(name, rule=RuleSpec(f"{HERE}:OnCall", ({"how": how},)))))

@@ -58,7 +58,7 @@ Attack = Callable[[Rogue], None]
 
 RANKS = count(1)
 ALL_IDS = Keys(2, b"", sent=True)
-PARCEL = bytes_of(IDS) + bytes_of(torch.ones(2, 2))
+ROW_BODY = bytes_of(IDS) + bytes_of(torch.ones(2, 2))
 ADAM = update.Adam().groups[0]
 
 
@@ -132,7 +132,7 @@ def test_what_a_worker_may_not_say_ends_its_connection(attack: Attack, victim: T
 
 
 def bad_hyper(**numbers: object) -> Attack:
-    return lambda rogue: rogue.say(rogue.rows(ALL_IDS, hyper=({**ADAM, **numbers},)), PARCEL)
+    return lambda rogue: rogue.say(rogue.rows(ALL_IDS, hyper=({**ADAM, **numbers},)), ROW_BODY)
 
 
 REFUSED: dict[str, tuple[Attack, str]] = {
@@ -151,12 +151,12 @@ REFUSED: dict[str, tuple[Attack, str]] = {
         "4 of its 4 elements on server 0 are NaN",
     ),
     "rows for what has none": (
-        lambda rogue: rogue.say(RowPushFrame(rogue.push(), 1.0, (), ALL_IDS), PARCEL),
+        lambda rogue: rogue.say(RowPushFrame(rogue.push(), 1.0, (), ALL_IDS), ROW_BODY),
         "no table of rows 'w'",
     ),
     "a shape for rows": (lambda rogue: rogue.say(rogue.frame(table="r"), ONES), "'r' is a table of rows"),
-    "fewer than no rows": (lambda rogue: rogue.say(rogue.rows(Keys(-1, b"", sent=True)), PARCEL), "-1 rows"),
-    "too many rows": (lambda rogue: rogue.say(rogue.rows(Keys(MOST, b"", sent=True)), PARCEL), f"{MOST} rows"),
+    "fewer than no rows": (lambda rogue: rogue.say(rogue.rows(Keys(-1, b"", sent=True)), ROW_BODY), "-1 rows"),
+    "too many rows": (lambda rogue: rogue.say(rogue.rows(Keys(MOST, b"", sent=True)), ROW_BODY), f"{MOST} rows"),
     "no rows": (lambda rogue: rogue.say(rogue.rows(ALL_IDS)), "did not come"),
     "no step size": (bad_hyper(lr=None), r"not a number \['lr'\]"),
     "a step size that is NaN": (bad_hyper(lr=math.nan), r"not a number \['lr'\]"),
@@ -165,7 +165,7 @@ REFUSED: dict[str, tuple[Attack, str]] = {
     "one beta": (bad_hyper(betas=0.9), r"not a number \['betas'\]"),
     "three betas": (bad_hyper(betas=(0.9, 0.9, 0.9)), r"not a number \['betas'\]"),
     "too many groups": (
-        lambda rogue: rogue.say(rogue.rows(ALL_IDS, hyper=(ADAM, ADAM)), PARCEL),
+        lambda rogue: rogue.say(rogue.rows(ALL_IDS, hyper=(ADAM, ADAM)), ROW_BODY),
         "hyperparameters of 2 groups",
     ),
 }
@@ -332,7 +332,7 @@ def test_a_push_has_one_name_whatever_table_it_is_for() -> None:
         for name in ("one", "other"):
             rogue.say(DeclareRows(1, row_table(name, consistency="bsp")))
         for name in ("one", "other", "one"):
-            rogue.say(RowPushFrame(rogue.push(table=name), 1.0, (), ALL_IDS), PARCEL)
+            rogue.say(RowPushFrame(rogue.push(table=name), 1.0, (), ALL_IDS), ROW_BODY)
         rogue.say(Clock(rogue.sender, 1))
         victim.honest.say(Clock(Sender(1, 0, 0), 1))
         victim.honest.hear(Ticked)

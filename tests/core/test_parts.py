@@ -69,44 +69,44 @@ def test_t9_the_ledger_lists_what_is_applied_to_one_table() -> None:
 
 def test_t4_every_waiter_at_or_below_the_clock_is_ready_also_after_a_jump() -> None:
     readers = DenseReadQueue(subscribing=False)
-    assert not readers.ask(pull(0, 1, 3, needs=3), 0)
-    assert not readers.ask(pull(1, 1, 1, needs=1), 0)
-    assert not readers.ask(pull(2, 1, 5, needs=5), 0)
-    assert [p.sender.worker for p in readers.ready(4)] == [0, 1]
+    assert not readers.add_pull(pull(0, 1, 3, needs=3), 0)
+    assert not readers.add_pull(pull(1, 1, 1, needs=1), 0)
+    assert not readers.add_pull(pull(2, 1, 5, needs=5), 0)
+    assert [p.sender.worker for p in readers.satisfied_pulls(4)] == [0, 1]
 
 
 def test_an_overtaken_pull_is_ignored_and_a_repeated_one_replaces_itself() -> None:
     readers = DenseReadQueue(subscribing=False)
-    assert not readers.ask(pull(0, 2, 3, needs=3), 0)
-    assert not readers.ask(pull(0, 1, 0, needs=0), 0)
-    assert not readers.ask(pull(0, 2, 3, needs=3), 0)
-    assert readers.ready(3) == [pull(0, 2, 3, needs=3)]
-    assert readers.ask(pull(0, 2, 3, needs=3), 3)
-    assert readers.ready(3) == []
+    assert not readers.add_pull(pull(0, 2, 3, needs=3), 0)
+    assert not readers.add_pull(pull(0, 1, 0, needs=0), 0)
+    assert not readers.add_pull(pull(0, 2, 3, needs=3), 0)
+    assert readers.satisfied_pulls(3) == [pull(0, 2, 3, needs=3)]
+    assert readers.add_pull(pull(0, 2, 3, needs=3), 3)
+    assert readers.satisfied_pulls(3) == []
 
 
 def test_t10_a_reader_subscribes_with_the_reply_and_has_one_delivery_at_a_time() -> None:
     readers = DenseReadQueue(subscribing=True)
-    assert readers.deliverable(5) == []
-    assert readers.ask(pull(0, 1, 0, needs=0), 1)
-    assert readers.deliverable(1) == []  # it has just been sent this clock
-    assert readers.deliverable(2) == [0]
-    assert readers.deliverable(3) == []  # still busy with clock 2
-    readers.taken(0, 1)  # an older notice
-    assert readers.deliverable(3) == []
-    readers.taken(0, 2)
-    assert readers.deliverable(4) == [0]  # the newest only; clock 3 is skipped
+    assert readers.start_deliveries(5) == []
+    assert readers.add_pull(pull(0, 1, 0, needs=0), 1)
+    assert readers.start_deliveries(1) == []  # it has just been sent this clock
+    assert readers.start_deliveries(2) == [0]
+    assert readers.start_deliveries(3) == []  # still busy with clock 2
+    readers.note_taken(0, 1)  # an older notice
+    assert readers.start_deliveries(3) == []
+    readers.note_taken(0, 2)
+    assert readers.start_deliveries(4) == [0]  # the newest only; clock 3 is skipped
 
 
 def test_readers_forget_a_worker() -> None:
     readers = DenseReadQueue(subscribing=True)
-    readers.ask(pull(0, 7, 0, needs=0), 0)
-    readers.ask(pull(1, 7, 3, needs=3), 0)
+    readers.add_pull(pull(0, 7, 0, needs=0), 0)
+    readers.add_pull(pull(1, 7, 3, needs=3), 0)
     readers.forget(0)
     readers.forget(1)
-    assert readers.deliverable(9) == []
-    assert readers.ready(9) == []
-    assert readers.ask(pull(0, 1, 0, needs=0), 0)  # the next life counts its requests from the start
+    assert readers.start_deliveries(9) == []
+    assert readers.satisfied_pulls(9) == []
+    assert readers.add_pull(pull(0, 1, 0, needs=0), 0)  # the next life counts its requests from the start
 
 
 # -- closing ---------------------------------------------------------------------------------------------------------
@@ -243,11 +243,11 @@ def test_an_expected_worker_has_a_deadline_and_may_not_act() -> None:
 
 def test_m2_an_ended_incarnation_never_comes_back() -> None:
     lives = WorkerLives(generation=1)
-    lives.begin(sender(0, 1), clock=3)
+    lives.start_life(sender(0, 1), clock=3)
     assert lives.objection(sender(0, 1)) == ""
     assert "worker 0 has ended since it joined (incarnation 0 is over)" in lives.objection(sender(0, 0))
     assert "has not joined" in lives.objection(sender(0, 2))
-    lives.end(0, left=False)
+    lives.end_life(0, left=False)
     assert lives.has_ended(sender(0, 1))
     assert lives.has_ended(sender(0, 0))
     assert not lives.has_ended(sender(0, 2))
@@ -256,24 +256,24 @@ def test_m2_an_ended_incarnation_never_comes_back() -> None:
 
 def test_k5_another_generation_may_not_act() -> None:
     lives = WorkerLives(generation=2)
-    lives.begin(sender(0, 0, generation=2), clock=0)
+    lives.start_life(sender(0, 0, generation=2), clock=0)
     assert "belongs to generation 1 of the job, this is generation 2" in lives.objection(sender(0, 0, generation=1))
 
 
 def test_who_left_by_itself_is_told_apart() -> None:
     lives = WorkerLives(generation=1)
-    lives.begin(sender(0), clock=0)
-    lives.end(0, left=True)
+    lives.start_life(sender(0), clock=0)
+    lives.end_life(0, left=True)
     assert lives.has_left(sender(0))
     assert not lives.has_left(sender(0, 0, generation=2))
 
 
 def test_a_life_that_never_began_can_be_over_and_stays_so() -> None:
     lives = WorkerLives(generation=1)
-    lives.begin(sender(0, 0), clock=0)
+    lives.start_life(sender(0, 0), clock=0)
     lives.mark_dead(0, 1)
     lives.mark_dead(0, 0)
-    lives.end(0, left=False)
+    lives.end_life(0, left=False)
     assert lives.has_ended(sender(0, 1))
     assert not lives.has_ended(sender(0, 2))
 

@@ -109,6 +109,6 @@ def test_nobody_is_delivered_to_before_its_first_answer() -> None:
 
 def test_deliveries_of_whole_tables_say_nothing_of_what_was_before() -> None:
     readers = DenseReadQueue(subscribing=True)
-    assert readers.ask(pull(0, 1, 0, 0), clock=0)
+    assert readers.add_pull(pull(0, 1, 0, 0), clock=0)
     assert readers.start_delivery(0, 1)
-    assert readers.before(0) == -1
+    assert readers.clock_before(0) == -1

@@ -67,6 +67,20 @@ def test_t6_a_joiner_does_not_start_in_a_clock_that_a_quorum_has_closed() -> Non
     assert said(core.handle(Join(sender(3)), 0.0), Joined) == [Joined(3)]
 
 
+def test_t6_the_only_worker_starts_where_a_quorum_is_and_reads_all_tables_there() -> None:
+    core = make_server(backup(1), workers=(0, 1, 2))
+    core.handle(Declared("b", bsp()), 0.0)
+    for worker in (0, 1):
+        core.handle(tick(worker, 6), 0.0)
+    core.handle(tick(2, 4), 0.0)
+    for worker in (0, 1, 2):  # the last one leaves "b" two clocks behind "w"
+        core.handle(Leave(sender(worker)), 0.0)
+    assert (core.clock_of("w"), core.clock_of("b")) == (6, 4)
+    assert said(core.handle(Join(sender(3)), 0.0), Joined) == [Joined(6)]
+    assert core.clock_of("b") == 6
+    assert len(of(core.handle(pull(3, 1, 6, needs=6, table="b"), 0.0), Serve)) == 1
+
+
 def test_t6_the_lease_of_a_lost_connection_ends_in_a_release() -> None:
     core = make_server(ssp(0))
     core.handle(tick(0, 1), 0.0)

@@ -28,7 +28,7 @@ OWN = "tests.data.sources.own"
         ({"seed": 1.0}, "seed is 1.0, expected a whole number from -4398046511104"),
         ({"seed": 1 << 60, "leases": False}, "expected a whole number from -4398046511104 to 4398046511104"),
         ({"slices": 7}, "slices is 7, expected a whole number from 1 to 6"),
-        ({"slices": 2, "leases": False}, "slices=2 are parts of a batch that are dealt out"),
+        ({"slices": 2, "leases": False}, "slices=2 are parts of a batch that workers get one by one"),
         ({"prefetch": -1}, "prefetch is -1, expected a whole number from 0 to 32"),
         ({"shuffle": "no"}, "shuffle is 'no', expected True or False"),
         ({"transform": abs}, "transform is <built-in function abs>: name a function by its import path"),
@@ -86,7 +86,7 @@ def test_rows_can_be_asked_for_ahead_where_batches_are_not_dealt(tmp_path: Path)
             loader = paceline.feed(source, batch_size=3, leases=leases)
             ahead = paceline.prefetch(loader, {})
             if leases:
-                with pytest.raises(UsageError, match="known only when it is asked for: give feed leases=False"):
+                with pytest.raises(UsageError, match="known only when it is requested: give feed leases=False"):
                     next(iter(ahead))
             else:
                 assert [len(batch["indices"]) for batch in ahead] == [3, 3, 3, 3]

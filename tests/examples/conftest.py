@@ -46,6 +46,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Alone]:
         deadline_s = time.monotonic() + READY_WITHIN_S
         while not fork_server.settled():
             select.select([process.stdout], [], [], 0.01)
-            assert time.monotonic() < deadline_s, "the nursery is not ready"
+            assert time.monotonic() < deadline_s, "the fork server is not ready"
         yield run
     assert process.wait() == 0

@@ -3,6 +3,7 @@
 import fcntl
 import io
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -124,4 +125,4 @@ def test_behind_a_reader_that_stalls_deaths_are_seen(tmp_path: Path) -> None:
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.wait(launching.TIMEOUT_S) == 3
         assert process.stderr is not None
-        assert "worker 0 ended with exit code 3" in process.stderr.read().decode()
+        assert re.search(r"worker 0 \(pid \d+\) ended with exit code 3", process.stderr.read().decode())

@@ -80,7 +80,7 @@ def give_back_by_memory(pool: BufferPool, buffer: Buffer) -> None:
     owners = [owner for owner in pool._lent if owner.whole is buffer.whole]
     for owner in owners:
         pool._lent.discard(owner)
-        pool._pieces.give(owner.whole)
+        pool._pieces.free(owner.whole)
 
 
 def test_memory_that_is_given_back_twice_and_to_two_readers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

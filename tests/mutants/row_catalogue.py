@@ -50,7 +50,10 @@ CORE_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("a lost delivery is not told of", READERS, "reader.sent = SOME_LOST", "pass"),
     Mutant(
-        "deliveries do not say after which they come", TABLES, "self.readers.before(worker)", "self.readers.before(-1)"
+        "deliveries do not say after which they come",
+        TABLES,
+        "self.readers.clock_before(worker)",
+        "self.readers.clock_before(-1)",
     ),
     Mutant(
         "a delivery under way ends with the next answer",
@@ -61,7 +64,7 @@ CORE_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "nobody is told of rows before their clock",
         SERVER,
-        "for worker in table.readers.deliverable(clock):",
+        "for worker in table.readers.start_deliveries(clock):",
         "for worker in list[int]():",
     ),
 )

@@ -30,15 +30,16 @@ from paceline.core.messages import (
 from paceline.errors import PeerError
 from paceline.server.node import ServerState
 from paceline.update.rules import Quorum, RuleSpec
+from paceline.update.torch_rule import torch_optim
 from paceline.wire.messages import Keys, PullFrame, RowPullFrame, RowPushFrame, decode
 from paceline.wire.requests import Declare, DeclareRows, Initialise, RequestDone, RequestFailed, SaveState
 
 DENSE = RuleSpec("tests.nodes.failing_rules:Dense", ({},))
 ROWS = RuleSpec("tests.nodes.failing_rules:Rows", ({},))
-TORCH = RuleSpec("torch.optim.Adam", ({"lr": 0.1, "betas": 0.5, "eps": 1e-8, "weight_decay": 0.0},))
+TORCH = torch_optim("RAdam")
 IDS = torch.tensor([1, 2])
 KEYS = Keys(2, b"", sent=True)
-PARCEL = memoryview(bytes_of(IDS) + bytes_of(torch.ones(2, 2)))
+ROW_BODY = memoryview(bytes_of(IDS) + bytes_of(torch.ones(2, 2)))
 
 
 def answers(client: Client, num: int) -> list[object]:
@@ -78,7 +79,7 @@ def test_no_push_of_an_update_that_fails_is_acknowledged(served: tuple[Cluster, 
     for clock in (0, 1):
         for rank, client in enumerate(both):
             client.say(push(2 * clock, clock=clock, worker=rank), ONES)
-            client.say(row_push(2 * clock + 1, worker=rank, clock=clock), PARCEL)
+            client.say(row_push(2 * clock + 1, worker=rank, clock=clock), ROW_BODY)
             assert [type(answer) for answer in answers(client, 2)] == [Held, Held]
         finish((one, two), clock + 1)
         for client in both:
@@ -91,7 +92,13 @@ def test_no_push_of_an_update_that_fails_is_acknowledged(served: tuple[Cluster, 
 
 
 @pytest.mark.parametrize("rule", [DENSE, TORCH], ids=["own", "torch"])
-def test_copies_later_pushes_and_reads_hear_the_same(rule: RuleSpec, served: tuple[Cluster, Client, Client]) -> None:
+def test_copies_later_pushes_and_reads_hear_the_same(
+    rule: RuleSpec, served: tuple[Cluster, Client, Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def give_up(_: torch.optim.RAdam) -> None:
+        raise RuntimeError("torch gives up")
+
+    monkeypatch.setattr(torch.optim.RAdam, "step", give_up)
     servers, one, two = served
     declare(one, rule, "asynchronous")
     one.say(push(0, worker=0), ONES)
@@ -115,9 +122,9 @@ def test_copies_later_pushes_and_reads_hear_the_same(rule: RuleSpec, served: tup
 def test_rows_hear_the_same_and_others_go_on(served: tuple[Cluster, Client, Client]) -> None:
     servers, one, two = served
     declare(one, DENSE, "asynchronous")
-    one.say(row_push(0, worker=0), PARCEL)
+    one.say(row_push(0, worker=0), ROW_BODY)
     one.hear(Applied)
-    one.say(row_push(1, worker=0), PARCEL)
+    one.say(row_push(1, worker=0), ROW_BODY)
     refused, _ = one.hear(PushRefused)
     for request in (1, 2):
         one.say(RowPullFrame(Pull(Sender(1, 0, 0), request, "r", 0, 0), KEYS), as_body(IDS))

@@ -31,7 +31,7 @@ from paceline.worker.table_calls import _read_piece
 )
 def test_an_answer_to_nothing_never_breaks_a_worker_unnamed(answer: object, tmp_path: Path) -> None:
     with cluster("memory", tmp_path, num_servers=1) as servers, servers.joined(0) as node:
-        node._connections[0].on_frame(Frame(encode(answer), EMPTY))
+        node._connections[0].on_frames([Frame(encode(answer), EMPTY)])
         if node._lock.failure:
             with pytest.raises(PeerError, match=f"server 0 sent a {type(answer).__name__} that makes no sense here"):
                 node.leave()

@@ -164,14 +164,14 @@ def test_a_bare_copy_of_a_held_push_is_answered_from_what_is_held(tmp_path: Path
 
 def test_a_copy_of_a_held_push_of_rows_counts_once(tmp_path: Path) -> None:
     ids = torch.tensor([1, 2])
-    parcel = memoryview(bytearray(ids.numpy().tobytes() + torch.ones(2, 2).numpy().tobytes()))
+    body = memoryview(bytearray(ids.numpy().tobytes() + torch.ones(2, 2).numpy().tobytes()))
     with cluster("memory", tmp_path, num_servers=1) as servers, member(servers, 1) as worker:
         worker.say(DeclareRows(1, row_table("r", consistency="bsp")))
         worker.hear(RequestDone)
         held = Push(PushId(1, 1, 0, 0), "r", 0, 0)
         for sent in (True, True, False):  # a repetition with its rows, and one without
             frame = RowPushFrame(held, 1.0, (), Keys(2, b"", sent=sent))
-            worker.say(frame, parcel if sent else memoryview(b""))
+            worker.say(frame, body if sent else memoryview(b""))
             worker.hear(Held)
         worker.say(Clock(SENDER, 1))
         worker.hear(Applied)

@@ -12,8 +12,8 @@ from paceline.observe.resources import ResourceUsage, Usage
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the kernel does not tell")
 
 
-def used(odometer: ResourceUsage | None = None) -> Usage:
-    found = (odometer or ResourceUsage()).usage()
+def used(usage: ResourceUsage | None = None) -> Usage:
+    found = (usage or ResourceUsage()).usage()
     assert found is not None
     return found
 
@@ -29,11 +29,11 @@ def test_what_goes_over_a_connection_is_counted_on_both_of_its_ends() -> None:
         assert len(other.recv(5000, socket.MSG_WAITALL)) == 5000
         other.sendall(b"got it")  # carries the acknowledgement with it
         assert client.recv(6) == b"got it"
-        odometer = ResourceUsage()
-        after = used(odometer)
+        usage = ResourceUsage()
+        after = used(usage)
     assert after.sent_bytes - before.sent_bytes in (5000, 5006)  # the last answer may be unacknowledged yet
     assert after.received_bytes - before.received_bytes == 5006
-    assert used(odometer).received_bytes >= after.received_bytes  # though the connection is closed
+    assert used(usage).received_bytes >= after.received_bytes  # though the connection is closed
 
 
 def test_unix_sockets_and_files_count_nothing_and_stay_open() -> None:
@@ -46,7 +46,7 @@ def test_unix_sockets_and_files_count_nothing_and_stay_open() -> None:
 
 
 def test_who_can_open_nothing_more_looks_another_time() -> None:
-    odometer = ResourceUsage()
+    usage = ResourceUsage()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     probe = os.dup(0)
     os.close(probe)
@@ -54,10 +54,10 @@ def test_who_can_open_nothing_more_looks_another_time() -> None:
     try:
         with pytest.raises(OSError, match="Too many open files"):
             os.dup(0)
-        odometer.look()
+        usage.sample()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert used(odometer).peak_bytes > 0
+    assert used(usage).peak_bytes > 0
 
 
 def test_the_peak_of_memory_stays_after_the_memory_is_gone() -> None:
@@ -76,5 +76,5 @@ def test_a_descriptor_that_is_a_file_by_the_time_it_is_copied_leaves_no_copy(
     with (tmp_path / "file").open("w"):
         monkeypatch.setattr("paceline.observe.resources.os.readlink", lambda _: "socket:[1]")
         before = len(os.listdir("/proc/self/fd"))
-        ResourceUsage().look()
+        ResourceUsage().sample()
         assert len(os.listdir("/proc/self/fd")) == before

@@ -118,7 +118,7 @@ class _RowLayer(nn.Module):
         (cache=True with a rule that adds, or plain SGD). Does not block. At most eight requests are kept per future
         clock; further calls do nothing.
         """
-        self._lookup.ask(ids, ahead)
+        self._lookup.prefetch(ids, ahead)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that were collected since the clock began."""

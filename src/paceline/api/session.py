@@ -280,7 +280,7 @@ class Session:
         """Block until every live worker has called this, and all its pushes are settled."""
         with self.meter.communicating():
             self.node.settle()
-            self.meter.resources.look()
+            self.meter.resources.sample()
             self.node.rpc.call(0, lambda number: Barrier(number, "barrier"), "the other workers to come to the barrier")
         self.meter.start_training()
 

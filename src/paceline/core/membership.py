@@ -31,11 +31,11 @@ class WorkerLives:
         """Add a worker that has not joined yet, until its lease ends."""
         self._lives[worker] = Incarnation(incarnation=0, lease_until=until)
 
-    def begin(self, sender: Sender, clock: int) -> None:
+    def start_life(self, sender: Sender, clock: int) -> None:
         """Start a life that has joined at this clock."""
         self._lives[sender.worker] = Incarnation(sender.incarnation, joined_at=clock)
 
-    def end(self, worker: int, *, left: bool) -> None:
+    def end_life(self, worker: int, *, left: bool) -> None:
         """End the current life of a worker."""
         ended = (self._lives.pop(worker).incarnation, left)
         self._ended[worker] = max(ended, self._ended.get(worker, ended))

@@ -28,7 +28,7 @@ class ReadQueue(ABC):
     _last_request: dict[int, int] = field(default_factory=dict[int, int])
     _subscribers: dict[int, _Subscriber] = field(default_factory=dict[int, _Subscriber])
 
-    def ask(self, pull: Pull, clock: int) -> bool:
+    def add_pull(self, pull: Pull, clock: int) -> bool:
         """Add a pull; return whether it is answered now, else it waits. An outdated copy is ignored."""
         worker = pull.sender.worker
         if self._is_outdated(pull):
@@ -37,24 +37,24 @@ class ReadQueue(ABC):
         if pull.needs > clock:
             self._waiting[self._place(pull)] = pull
             return False
-        self.answered(pull, clock)
+        self.note_answered(pull, clock)
         return True
 
-    def answered(self, pull: Pull, clock: int) -> None:
+    def note_answered(self, pull: Pull, clock: int) -> None:
         """Note that values of this clock are on their way to the reader, which is a subscriber from then on."""
         self._waiting.pop(self._place(pull), None)
         if self.subscribing:
             self._subscribe(pull.sender.worker, clock)
 
-    def ready(self, clock: int) -> list[Pull]:
+    def satisfied_pulls(self, clock: int) -> list[Pull]:
         """Return the waiting pulls that this clock satisfies, lowest rank first; the clock may have jumped."""
         return [pull for _, pull in sorted(self._waiting.items()) if pull.needs <= clock]
 
-    def waiting(self) -> list[Pull]:
+    def waiting_pulls(self) -> list[Pull]:
         """Return the pulls that wait for a clock, lowest rank first."""
         return [pull for _, pull in sorted(self._waiting.items())]
 
-    def deliverable(self, clock: int) -> list[int]:
+    def start_deliveries(self, clock: int) -> list[int]:
         """Return the free subscribers that have not been sent this clock, and mark them busy."""
         return [worker for worker in sorted(self._subscribers) if self.start_delivery(worker, clock)]
 
@@ -67,10 +67,10 @@ class ReadQueue(ABC):
         return True
 
     @abstractmethod
-    def before(self, worker: int) -> int:
+    def clock_before(self, worker: int) -> int:
         """Return the clock since which the last delivery has the changes; NONE_YET if it has all values."""
 
-    def taken(self, worker: int, clock: int) -> None:
+    def note_taken(self, worker: int, clock: int) -> None:
         """Note that a subscriber has installed its delivery; an older confirmation changes nothing."""
         reader = self._subscribers.get(worker)
         if reader and reader.sent == clock:
@@ -111,7 +111,7 @@ class ReadQueue(ABC):
 class DenseReadQueue(ReadQueue):
     """The readers of a dense table: a pull replaces an older one of the same worker, and its answer is a delivery."""
 
-    def before(self, worker: int) -> int:
+    def clock_before(self, worker: int) -> int:
         """Return NONE_YET: a delivery has all values."""
         return NONE_YET
 
@@ -133,7 +133,7 @@ class DenseReadQueue(ReadQueue):
 class RowReadQueue(ReadQueue):
     """The readers of a row table: every pull is a read of its own, and its answer does not count as a delivery."""
 
-    def before(self, worker: int) -> int:
+    def clock_before(self, worker: int) -> int:
         """Return the clock of the delivery before the last."""
         reader = self._subscribers.get(worker)
         return reader.before if reader else NONE_YET

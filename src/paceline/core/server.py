@@ -153,7 +153,7 @@ class ServerCore:
 
     def waiting_pulls(self) -> list[Pull]:
         """Return the pulls that wait for other workers, table by table."""
-        return [pull for table in self.tables.values() for pull in table.readers.waiting()]
+        return [pull for table in self.tables.values() for pull in table.readers.waiting_pulls()]
 
     def behind(self, clock: int) -> list[int]:
         """Return the members that have not finished every clock below this one, in ascending order."""
@@ -319,13 +319,13 @@ class ServerCore:
             effects.append(Reply(pull.sender.worker, pull.sender.incarnation, refusal))
         else:
             clock = self.clock_of(pull.table)
-            if table.readers.ask(pull, clock):
+            if table.readers.add_pull(pull, clock):
                 self._fetch(pull, table, clock, effects)
 
     def _on_taken(self, event: Taken, effects: list[ServerEffect]) -> None:
         table = self.tables.get(event.table)
         if table is not None and self._life_of(event.sender, effects) is not None:
-            table.readers.taken(event.sender.worker, event.clock)
+            table.readers.note_taken(event.sender.worker, event.clock)
             clock = self.clock_of(event.table)
             if table.readers.start_delivery(event.sender.worker, clock):
                 self._deliver(table, event.sender.worker, clock, effects)
@@ -333,10 +333,10 @@ class ServerCore:
     def _release(self, name: str, table: TableCore, effects: list[ServerEffect]) -> None:
         clock = self.clock_of(name)
         effects.append(Advanced(name, clock))
-        for pull in table.readers.ready(clock):
-            table.readers.answered(pull, clock)
+        for pull in table.readers.satisfied_pulls(clock):
+            table.readers.note_answered(pull, clock)
             self._fetch(pull, table, clock, effects)
-        for worker in table.readers.deliverable(clock):
+        for worker in table.readers.start_deliveries(clock):
             self._deliver(table, worker, clock, effects)
 
     def _deliver(self, table: TableCore, worker: int, clock: int, effects: list[ServerEffect]) -> None:
@@ -390,16 +390,19 @@ class ServerCore:
         self._admit(sender, effects)
 
     def _admit(self, sender: Sender, effects: list[ServerEffect]) -> None:
-        """Start a life at the slowest clock; an expected worker keeps its clock."""
+        """Start a life at the slowest clock, or where a quorum is ahead of it; an expected worker keeps its clock."""
+        before = self._clocks.slowest
         clock = (
             self._clocks.of(sender.worker)
             if sender.worker in self._clocks
             else max([self._clocks.add(sender.worker), *(t.commit.clock for t in self.tables.values())])
         )
         self._clocks.advance(sender.worker, clock)
-        self.lives.begin(sender, clock)
+        self.lives.start_life(sender, clock)
         effects.append(MembershipChanged(sender.worker, sender.incarnation, "joined"))
         effects.append(Reply(sender.worker, sender.incarnation, Joined(clock)))
+        if self._clocks.slowest > before:  # it is the only worker: its clock completes those of all other tables
+            self._progress(before, effects)
 
     def _on_leave(self, event: Leave, effects: list[ServerEffect]) -> None:
         sender = event.sender
@@ -440,7 +443,7 @@ class ServerCore:
             table.readers.forget(worker)
             if not self._follows:
                 effects += [Discard(name, push_id) for push_id in table.commit.drop(worker, life.incarnation)]
-        self.lives.end(worker, left=change == "left")
+        self.lives.end_life(worker, left=change == "left")
         before = self._clocks.slowest
         self._clocks.remove(worker)
         effects.append(MembershipChanged(worker, life.incarnation, change, reason))

@@ -48,5 +48,5 @@ class TableCore:
 
     def delivered(self, worker: int, clock: int, dedup: DedupWindow) -> Delivered:
         """Return a delivery to a subscriber, to be sent with the current values."""
-        includes, since = dedup.applied_in(self.name), self.readers.before(worker)
+        includes, since = dedup.applied_in(self.name), self.readers.clock_before(worker)
         return Delivered(self.name, clock, self.version, dedup.settled_in(self.name), includes, since)

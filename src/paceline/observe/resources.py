@@ -48,7 +48,7 @@ class ResourceUsage:
     # Sent, received and microseconds of sending, by what the kernel calls the connection.
     _seen: dict[str, tuple[int, int, int]] = field(default_factory=dict[str, tuple[int, int, int]])
 
-    def look(self) -> None:
+    def sample(self) -> None:
         """Read the counters of all connections; on Linux only."""
         for descriptor in _descriptors():
             with suppress(OSError):  # closed by now, or a socket of another kind
@@ -58,7 +58,7 @@ class ResourceUsage:
 
     def usage(self) -> Usage | None:
         """Return the usage of this process so far; None without /proc, that is outside of Linux."""
-        self.look()
+        self.sample()
         if not _PROCESS.exists():
             return None
         sent, received, sending = zip((0, 0, 0), *self._seen.values(), strict=True)

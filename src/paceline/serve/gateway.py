@@ -17,7 +17,7 @@ from paceline.serve.admission import ClaimedRank
 from paceline.serve.messages import EnterAccepted, EnterRefused, EnterRequest, decode_enter_frame, encode
 from paceline.serve.namespace import ANSWER_TIMEOUT_S, Namespace, NamespaceConfig, NamespaceConnection, NamespaceEnded
 from paceline.serve.url import check_name
-from paceline.wire.malformed import story
+from paceline.wire.malformed import describe_error
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -211,7 +211,7 @@ class Gateway:
         try:
             return self._namespaces.admit(namespace, ask, peer_identity)
         except PacelineError as error:
-            return EnterRefused(story(error))
+            return EnterRefused(describe_error(error))
 
 
 def _show_fault(answered: Future[None]) -> None:

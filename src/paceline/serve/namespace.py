@@ -282,7 +282,7 @@ class Namespace:
     # -- on the thread that serves -----------------------------------------------------------------------------------
 
     def _live(self) -> None:
-        story = f"namespace '{self.name}' has failed, and goes on from its newest save when it is next asked for"
+        problem = f"namespace '{self.name}' has failed, and goes on from its newest save when it is next asked for"
         try:
             node = self._open()
             with self._changed:
@@ -290,14 +290,14 @@ class Namespace:
                 node.expel(self._expelled)
                 self._changed.notify_all()
             node.run()
-            story = ""
+            problem = ""
         except (CheckpointError, OSError) as error:
-            story = self.failure = f"namespace '{self.name}': {error}"
+            problem = self.failure = f"namespace '{self.name}': {error}"
         finally:
-            if story:
+            if problem:
                 if not self.failure:
-                    self.unsaved = story
-                self._config.tell(story)
+                    self.unsaved = problem
+                self._config.tell(problem)
             self._handoffs.close()
             with self._changed:
                 self._over = True

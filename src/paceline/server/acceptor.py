@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from paceline.errors import DeadlineExceeded, PeerError
-from paceline.transport.base import Connection, Frame, Listener, Place
+from paceline.transport.base import Connection, Frame, Listener, Place, receive_all
 
 _POLL_S = 0.5
 
@@ -136,7 +136,8 @@ class Acceptor:
     def _read(self, connection: Connection) -> None:
         while not self._closing.is_set():
             try:
-                self._queue.put(Incoming(connection, connection.receive(timeout_s=_POLL_S, place=self.place)))
+                for frame in receive_all(connection, timeout_s=_POLL_S, place=self.place):
+                    self._queue.put(Incoming(connection, frame))
             except DeadlineExceeded:
                 continue
             except PeerError as error:

@@ -10,7 +10,7 @@ from paceline.errors import PeerError
 from paceline.transport.base import EMPTY, Connection, Transport
 from paceline.wire.messages import Hello, encode
 from paceline.wire.permissions import check_server
-from paceline.wire.send_queue import SendQueue
+from paceline.wire.send_queue import SendHold, SendQueue
 
 _URGENT = Held | Ticked  # a clock cannot complete before a worker has received these
 _CONNECT_TIMEOUT_S = 5.0
@@ -28,6 +28,7 @@ class Connections:
     transport: Transport
     addresses: Callable[[], tuple[str, ...]]
     drop: Callable[[Connection], None]
+    hold: SendHold = field(default_factory=SendHold)  # gathers small frames that are sent while it is entered
     sent_bytes: int = 0  # in bodies, to workers
     # By (rank, incarnation): the number of the newest connection, and its send queue.
     _workers: dict[tuple[int, int], tuple[int, SendQueue]] = field(
@@ -45,7 +46,7 @@ class Connections:
             known.close()
         # Mapped memory is sent as a reference, and does not change until the worker has read it.
         copies = not self.transport.maps_memory
-        queue = SendQueue(connection, lambda: self.drop(connection), bounded=True, copies=copies)
+        queue = SendQueue(connection, lambda: self.drop(connection), bounded=True, copies=copies, hold=self.hold)
         self._workers[life] = hello.connection, queue
 
     def is_current(self, hello: Hello, connection: Connection) -> bool:
@@ -112,5 +113,5 @@ class Connections:
         identity = encode(Hello("server", self.server, 0, self.generation))
         connection = self.transport.connect(self.addresses()[server], identity, timeout_s=_CONNECT_TIMEOUT_S)
         check_server(connection, server)
-        queue = self._servers[server] = SendQueue(connection, connection.close, bounded=True)
+        queue = self._servers[server] = SendQueue(connection, connection.close, bounded=True, hold=self.hold)
         return queue

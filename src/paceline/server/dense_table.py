@@ -34,7 +34,7 @@ from paceline.update.rules import Hyper
 from paceline.update.shard import Contribution, Shard
 from paceline.update.table import TableSpec, differences, encode_table
 from paceline.wire.bounds import SMALL_BYTES
-from paceline.wire.malformed import MISHAPS, broken_story
+from paceline.wire.malformed import REQUEST_ERRORS, describe_broken_table
 from paceline.wire.messages import PullFrame, PushFrame, RowPullFrame, RowPushFrame, RowsUsed, Unsubscribe
 from paceline.wire.requests import CallFunction, Initialise, LoadState, WholeTable
 
@@ -255,8 +255,8 @@ class ServedDenseTable:
         if not self.broken:
             try:
                 update()
-            except MISHAPS as error:
-                self.broken = broken_story(self.spec.name, self.host.settings.server, error)
+            except REQUEST_ERRORS as error:
+                self.broken = describe_broken_table(self.spec.name, self.host.settings.server, error)
         return self.broken
 
     def discard(self, push_id: PushId) -> None:

@@ -40,7 +40,7 @@ class LoadMeter:
 
     def sample(self) -> None:
         """Read the byte counts of connections before one of them closes."""
-        self._resources.look()
+        self._resources.sample()
 
     def record(self, trace: Trace, sent_bytes: int) -> None:
         """Write the totals to the trace, unless nothing ever arrived."""

@@ -178,7 +178,8 @@ class ServerNode:
     def _handle_item(self, item: object | None) -> bool:
         """Handle one item of the queue; return False once `stop` was called."""
         if isinstance(item, Incoming):
-            self._on_incoming(item)
+            with self._peers.hold:  # one frame may end a clock, with several answers to each worker
+                self._on_incoming(item)
         elif isinstance(item, Died):
             self._handle(item)
         elif isinstance(item, Expel):

@@ -13,7 +13,7 @@ from paceline.server.tables import ServedTables
 from paceline.server.work_queue import Send, WorkQueueHost
 from paceline.transport.base import EMPTY
 from paceline.wire.bounds import require_short
-from paceline.wire.malformed import MISHAPS, story
+from paceline.wire.malformed import REQUEST_ERRORS, describe_error
 from paceline.wire.requests import (
     AwaitValues,
     Barrier,
@@ -63,8 +63,8 @@ class RequestHandler:
         """Answer a request; return the event for the core if it declares a table."""
         try:
             return self._carry_out(life, request, body)
-        except MISHAPS as error:
-            self._answer(life, RequestFailed(request.number, story(error)))
+        except REQUEST_ERRORS as error:
+            self._answer(life, RequestFailed(request.number, describe_error(error)))
             return None
 
     def release(self, members: Sequence[int]) -> None:

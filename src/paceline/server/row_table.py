@@ -38,7 +38,7 @@ from paceline.update.rules import Hyper
 from paceline.update.summing import num_nonfinite
 from paceline.update.table import TableSpec
 from paceline.wire.bounds import MAX_PUSH_BYTES, MAX_WAITING_READ_BYTES, SMALL_BYTES, most_rows
-from paceline.wire.malformed import MISHAPS, broken_story
+from paceline.wire.malformed import REQUEST_ERRORS, describe_broken_table
 from paceline.wire.messages import (
     Keys,
     KeysWanted,
@@ -283,8 +283,8 @@ class ServedRowTable:
             try:
                 self.mark_changed(self.store.apply([contribution for contribution, _ in pushes], clock))
                 self.version += 1
-            except MISHAPS as error:
-                self.broken = broken_story(self.spec.name, self.host.settings.server, error)
+            except REQUEST_ERRORS as error:
+                self.broken = describe_broken_table(self.spec.name, self.host.settings.server, error)
         for _, buffer in pushes:
             if buffer is not None:
                 buffer.release()

@@ -35,7 +35,7 @@ class _Watched:
     # By clock and worker. Invariant: 0 for a gradient that proves nothing.
     digests: dict[int, dict[int, int]] = field(default_factory=dict[int, dict[int, int]])
 
-    def look(self, worker: int, clock: int, gradient: Tensor) -> tuple[int, list[int]] | None:
+    def compare(self, worker: int, clock: int, gradient: Tensor) -> tuple[int, list[int]] | None:
         """Add a push; return another worker with the same gradients, and the clocks that show it, once certain."""
         if clock not in self.digests and len(self.digests) == CLOCKS:
             return None
@@ -76,7 +76,7 @@ class SameGradients:
     def note(self, push: Push, gradient: Tensor) -> None:
         """Add a push of (elements here,), and warn if it equals that of another worker."""
         watched = self._tables.get(push.table)
-        seen = None if watched is None else watched.look(push.id.worker, push.clock, gradient)
+        seen = None if watched is None else watched.compare(push.id.worker, push.clock, gradient)
         if seen is None:
             return
         other, clocks = seen

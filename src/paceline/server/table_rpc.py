@@ -15,7 +15,7 @@ from paceline.server.tables import ServedTables
 from paceline.server.work_queue import Send
 from paceline.transport.base import EMPTY
 from paceline.wire.bounds import MAX_HEARD_BYTES
-from paceline.wire.malformed import MISHAPS, story
+from paceline.wire.malformed import REQUEST_ERRORS, describe_error
 from paceline.wire.requests import RequestDone, RequestFailed, WholeTable
 
 # Unanswered requests of one worker, which waits for each answer; one with more is a misbehaving peer.
@@ -110,7 +110,7 @@ class TableRpc:
         try:
             table = self.tables.require(name)
             answer = RequestDone(number), table.carry_out(request, body, self.clock_of(name))
-        except MISHAPS as error:
-            answer = RequestFailed(number, story(error)), EMPTY
+        except REQUEST_ERRORS as error:
+            answer = RequestFailed(number, describe_error(error)), EMPTY
         calls.answers[number] = answer
         self.send(*life, *answer)

@@ -285,9 +285,9 @@ class SimulatedWorker:
 
     def _kept(self, table: str) -> dict[int, SeenPart]:
         """Return the cached rows, each with the clock that it or the deliveries of its server have reached."""
-        history, reads = self.world.histories[table], self.core.reads(table)
+        history = self.world.histories[table]
         return {
-            row: replace(part, clock=max(part.clock, reads.reached(history.server_of(row))))
+            row: replace(part, clock=max(part.clock, self.core.reads(table).reached(history.server_of(row))))
             for row, part in self._parts[table].items()
         }
 

@@ -113,7 +113,7 @@ class EmbeddingLookup:
             rows = torch.cat((leaf, leaf.new_zeros((1, self.table.width))))
         return CollectedGradients(rows, places.view(ids.shape).to(ids.device), padding)
 
-    def ask(self, ids: Tensor, ahead: int) -> None:
+    def prefetch(self, ids: Tensor, ahead: int) -> None:
         """Request the rows that `find` will need `ahead` clocks from now. Does not block."""
         clock = self.table.node.clock
         self._asked = [asked for asked in self._asked if asked.future.clock >= clock]

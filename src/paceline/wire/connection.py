@@ -11,7 +11,7 @@ from typing import Final
 
 from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError
 from paceline.stopwatch import Stopwatch
-from paceline.transport.base import EMPTY, Frame, Place, Transport
+from paceline.transport.base import EMPTY, Frame, Place, Transport, receive_all
 from paceline.transport.deadline import seconds
 from paceline.wire.messages import Hello, encode, is_joined
 from paceline.wire.permissions import check_server
@@ -90,7 +90,7 @@ class ReconnectingConnection:
         hello: the introduction of this process; the number of the connection is filled in here.
         transport: makes the connections.
         patience_s: how long to try to reconnect.
-        on_frame: called with each frame, on the reader thread.
+        on_frames: called with the frames that have arrived together, on the reader thread.
         place: returns where to put bodies that the transport copies; called on the reader thread.
         on_reconnected: called on the reader thread after a reconnect, with a function that makes `send` use the new
             connection. It must call that function, and repeat all unanswered messages before other threads may send,
@@ -105,7 +105,7 @@ class ReconnectingConnection:
     hello: Hello
     transport: Transport
     patience_s: float
-    on_frame: Callable[[Frame], None]
+    on_frames: Callable[[list[Frame]], None]
     place: Place
     on_reconnected: Callable[[Callable[[], None]], None]
     on_lost: Callable[[str], None]
@@ -161,10 +161,10 @@ class ReconnectingConnection:
         problem = ""
         while not self._closing.is_set():
             try:
-                frame = self._post.connection.receive(timeout_s=_POLL_S, place=self.place)
-                if not is_joined(frame.header):
+                frames = receive_all(self._post.connection, timeout_s=_POLL_S, place=self.place)
+                if not all(is_joined(frame.header) for frame in frames):
                     self._progress.note_answered()
-                self.on_frame(frame)
+                self.on_frames(frames)
             except DeadlineExceeded:
                 continue
             except PeerError as error:

@@ -12,22 +12,22 @@ from paceline.errors import PacelineError, PeerError
 T = TypeVar("T")
 
 # The user's own code may raise any exception; `own_code` turns those that would end the process into UsageError.
-MISHAPS: Final = (Exception,)
+REQUEST_ERRORS: Final = (Exception,)
 _MOST_CHARACTERS: Final = 4000  # the text goes into the header of a frame, and may quote a name as long as one
 
 
-def broken_story(table: str, server: int, error: BaseException) -> str:
+def describe_broken_table(table: str, server: int, error: BaseException) -> str:
     """Return why a table is closed to pushes and reads: an update failed, and may have changed a part of it."""
     return (
         f"table '{table}' takes no more pushes on server {server} and is not read, as an update of it failed: "
-        f"{story(error)}"
+        f"{describe_error(error)}"
     )
 
 
-def story(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return a description of an error, at most 4000 characters long.
 
-    >>> story(ZeroDivisionError("division by zero"))
+    >>> describe_error(ZeroDivisionError("division by zero"))
     'ZeroDivisionError: division by zero'
     """
     text = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
@@ -47,8 +47,8 @@ def read_answer_of(server: int, what: str, read: Callable[[memoryview], T], body
     """
     try:
         return read(body)
-    except MISHAPS as error:
+    except REQUEST_ERRORS as error:
         raise PeerError(
             f"server {server} gave an invalid answer of {body.nbytes} bytes when asked for {what}: "
-            f"{story(error)}. Do both run the same version?"
+            f"{describe_error(error)}. Do both run the same version?"
         ) from error

@@ -22,9 +22,10 @@ from paceline.update.rows.sharding import RowSharding
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.table import TableSpec
 from paceline.wire.connection import ReconnectingConnection
-from paceline.wire.malformed import MISHAPS, story
+from paceline.wire.malformed import REQUEST_ERRORS, describe_error
 from paceline.wire.messages import Hello, KeysWanted, decode, encode
 from paceline.wire.requests import Declare, DeclareRows, RequestDone, RequestFailed
+from paceline.wire.send_queue import SendHold
 from paceline.worker.cache import TableCache, can_replay
 from paceline.worker.dense import DenseClient
 from paceline.worker.lock import WorkerLock, WorkerOptions
@@ -46,7 +47,7 @@ def _refuse(reason: str) -> None:
 class FrameHandler:
     """Handles the frames of one server, under the worker's lock.
 
-    `fail` is called with the reason if a frame is invalid; by default that raises PeerError.
+    `fail` is called with the reason if a frame is invalid; by default that raises PeerError. `hold` gathers answers.
     """
 
     server: int
@@ -55,18 +56,20 @@ class FrameHandler:
     tables: Mapping[str, TableClient]
     handle: Callable[[WorkerEvent, memoryview], None]
     fail: Callable[[str], None] = _refuse
+    hold: SendHold = field(default_factory=SendHold)
 
-    def on_frame(self, frame: Frame) -> None:
-        """Handle a frame, and wake the waiting threads."""
-        message = decode(frame.header)
-        with self.lock.changed:
-            try:
-                self._process(message, frame)
-            except MISHAPS as error:
-                self.fail(
-                    f"server {self.server} sent a {type(message).__name__} that makes no sense here ({story(error)}): "
-                    f"{str(message)[:500]}"
-                )
+    def on_frames(self, frames: Sequence[Frame]) -> None:
+        """Handle frames that have arrived together, and wake the waiting threads once."""
+        with self.lock.changed, self.hold:
+            for frame in frames:
+                message = decode(frame.header)
+                try:
+                    self._process(message, frame)
+                except REQUEST_ERRORS as error:
+                    self.fail(
+                        f"server {self.server} sent a {type(message).__name__} that makes no sense here "
+                        f"({describe_error(error)}): {str(message)[:500]}"
+                    )
             self.lock.changed.notify_all()
 
     def _process(self, message: object, frame: Frame) -> None:
@@ -127,6 +130,7 @@ class WorkerNode:
     _lock: WorkerLock = field(init=False)
     # Guards everything below, and the core; used by the reader threads and the user's threads.
     _changed: threading.Condition = field(init=False)
+    _hold: SendHold = field(default_factory=SendHold)
     _tables: dict[str, TableClient] = field(default_factory=dict[str, TableClient])
     _context: ClientContext = field(init=False)
     row_sharding: RowSharding = field(init=False)
@@ -174,18 +178,19 @@ class WorkerNode:
         sender = self.settings.sender
         hello = Hello("worker", sender.worker, sender.incarnation, sender.generation)
         for server, address in enumerate(self.addresses):
-            handler = FrameHandler(server, self._lock, self.rpc, self._tables, self._handle, self._fail)
+            handler = FrameHandler(server, self._lock, self.rpc, self._tables, self._handle, self._fail, self._hold)
             connection = ReconnectingConnection(
                 server,
                 address,
                 hello,
                 self.transport,
                 self.options.reconnect_timeout_s,
-                on_frame=handler.on_frame,
+                on_frames=handler.on_frames,
                 place=handler.place,
                 on_reconnected=handler.on_reconnected,
                 on_lost=partial(self._fail, as_error=ServerLost),
                 how_ended=partial(self.options.how_ended, server),
+                hold=self._hold,
             )
             connection.open(_CONNECT_TIMEOUT_S)
             self._connections.append(connection)

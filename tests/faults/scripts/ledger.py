@@ -18,6 +18,7 @@ from paceline.core.events import WantJoin
 from paceline.core.messages import Clock, Leave, Pull, Push
 from paceline.transport.shm import ShmTransport
 from paceline.wire.requests import Barrier, Initialise
+from paceline.wire.send_queue import SendHold
 from paceline.worker.node import WorkerNode
 
 CONSISTENCY, NUM_CLOCKS = sys.argv[1], int(sys.argv[2])
@@ -67,23 +68,24 @@ def part(clock: int, server: int) -> int:
 
 def arm() -> None:
     """Lay the mine for the steps that lie inside a call."""
+    SendHold.is_entered = False  # pyright: ignore[reportAttributeAccessIssue] - what is sent before the end has left
     match STEP:
         case "in-handshake":  # connected to one server, not to the other
             die_at_nth(ShmTransport, "connect", 2, bytes, position=2)
         case "before-join":
             die_at_nth(WorkerNode, "_handle", 1, WantJoin, position=1)
         case "between-first-values":
-            die_at_nth(WorkerNode, "_send_request", 2, Initialise, position=2)
+            die_at_nth(WorkerNode, "_send_frame", 2, Initialise, position=2)
         case "between-parts":
-            die_at_nth(WorkerNode, "_send", part(KILL_CLOCK, 1), Push, position=1)
+            die_at_nth(WorkerNode, "_perform", part(KILL_CLOCK, 1), Push, position=1)
         case "between-ticks":
-            die_at_nth(WorkerNode, "_send", part(KILL_CLOCK, 1), Clock, position=1)
+            die_at_nth(WorkerNode, "_perform", part(KILL_CLOCK, 1), Clock, position=1)
         case "in-pull":
-            die_at_nth(WorkerNode, "_send", part(KILL_CLOCK, 1), Pull, position=1, after=True)
+            die_at_nth(WorkerNode, "_perform", part(KILL_CLOCK, 1), Pull, position=1, after=True)
         case "in-barrier":
-            die_at_nth(WorkerNode, "_send_request", 1, Barrier, position=2, after=True)
+            die_at_nth(WorkerNode, "_send_frame", 1, Barrier, position=2, after=True)
         case "between-leaves":
-            die_at_nth(WorkerNode, "_send", 2, Leave, position=1)
+            die_at_nth(WorkerNode, "_perform", 2, Leave, position=1)
 
 
 arm()

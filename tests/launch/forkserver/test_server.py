@@ -163,7 +163,7 @@ def test_chance_of_ours_is_left_alone(fork_server: ForkServer, tmp_path: Path) -
     assert random.getstate() == before
 
 
-# -- when the nursery fails ------------------------------------------------------------------------------------------
+# -- when the fork server fails -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("when", ["importing", "ready"])
@@ -212,7 +212,7 @@ PAUSE = "import signal\nprint('begin', flush=True)\nwhile True: signal.sigtimedw
 
 
 @pytest.mark.parametrize("guarded", [True, False])
-def test_kill_9_of_the_launcher_takes_the_nursery_along(guarded: bool, tmp_path: Path) -> None:
+def test_kill_9_of_the_launcher_takes_the_fork_server_along(guarded: bool, tmp_path: Path) -> None:
     with running(tmp_path / "run", write_script(tmp_path, PAUSE), options=("-n", "2")) as run:
         run.wait_for("begin", times=2)
         family, [fork_server] = run.family(), nurseries_of(run.run_dir)
@@ -236,26 +236,26 @@ if os.environ["PACELINE_INCARNATION"] == "0":
     for process in psutil.Process(os.getppid()).children():
         if "paceline.launch.forkserver.child" in process.cmdline():
             process.kill()
-            print("killed the nursery", flush=True)
+            print("killed the fork server", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 print("came to the end")
 """
 
 
-def test_a_run_goes_on_without_its_nursery(tmp_path: Path) -> None:
+def test_a_run_goes_on_without_its_fork_server(tmp_path: Path) -> None:
     script = write_script(tmp_path, KILL_FORK_SERVER)
 
     code, run = run_to_end(tmp_path / "run", script, options=("-n", "1", "--on-crash", "restart"))
 
     assert code == 0, run.output
     assert run.told() == ["paceline: worker 0 was killed by SIGKILL; restart 1 of 3 in 0.5 s"]
-    assert run.saying("[worker 0] killed the nursery")
+    assert run.saying("[worker 0] killed the fork server")
     assert run.saying("[worker 0] came to the end")
 
 
-def test_a_signal_is_answered_while_the_nursery_imports(tmp_path: Path) -> None:
+def test_a_signal_is_answered_while_the_fork_server_imports(tmp_path: Path) -> None:
     script = write_script(tmp_path, "")
-    (tmp_path / "torch.py").write_text(PAUSE)  # the script's folder comes first, for the nursery too
+    (tmp_path / "torch.py").write_text(PAUSE)  # the script's folder comes first, for the fork server too
     with running(tmp_path / "run", script) as run:
         run.wait_for("[fork server] begin")
 

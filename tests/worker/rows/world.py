@@ -207,7 +207,7 @@ class World:
         if up:
             self.servers[server]._on_incoming(Incoming(call_queue.end, frame))  # type: ignore[arg-type]
         elif node is not None:
-            self.arrivals(node, server).on_frame(frame)
+            self.arrivals(node, server).on_frames([frame])
 
     def cut(self, worker: int, server: int) -> None:
         """Cut a connection; what the server has received but not read yet it reads later, or never."""

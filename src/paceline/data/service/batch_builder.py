@@ -20,7 +20,7 @@ from paceline.data.sources.batch import BatchRequest, require_served
 from paceline.errors import DataError, PeerError, UsageError
 from paceline.observe.trace import Fed
 from paceline.transport.base import Limits
-from paceline.wire.malformed import story
+from paceline.wire.malformed import describe_error
 
 MAX_WAITING: Final = 1 << 24  # samples in the waiting requests of one worker
 
@@ -156,7 +156,7 @@ class BatchBuilder:
         except USER_CODE_ERRORS as error:
             for piece in pieces:
                 batch_buffers.drop(piece)
-            return ServiceAnswer(encode(BatchFailed.of(queued.number, error, story(error))))
+            return ServiceAnswer(encode(BatchFailed.of(queued.number, error, describe_error(error))))
         self._count(answer, pieces[0])
         return ServiceAnswer(header, pieces[0].memory, partial(batch_buffers.on_sent, pieces[0]))
 

@@ -32,7 +32,7 @@ from paceline.observe.trace import Refusal, Trace
 from paceline.server.acceptor import Acceptor, Expel, Incoming, Stop
 from paceline.transport.base import Connection, Listener, Transport
 from paceline.transport.deadline import Deadline
-from paceline.wire.malformed import story
+from paceline.wire.malformed import describe_error
 
 _MAX_CONNECTIONS: Final = 64  # of one worker
 _SMALL_BYTES: Final = 64 << 10
@@ -201,7 +201,7 @@ class DataServer:
         try:
             reader.sources[message.number] = self._source_cache.open(bytes(body), reader.hello.rank, answer)
         except UsageError as error:
-            reader.send_queue.put(ServiceAnswer(encode(BatchFailed.of(message.number, error, story(error)))))
+            reader.send_queue.put(ServiceAnswer(encode(BatchFailed.of(message.number, error, describe_error(error)))))
 
     def _on_read(self, reader: ReaderConnection, message: ReadBatches, body: memoryview) -> None:
         for lent_buffer in message.returned:
@@ -237,7 +237,7 @@ def _answer_open(reader: ReaderConnection, number: int, source: CachedSource) ->
     if source.problem is None:
         answer = encode(SourceOpened(number, source.num_samples, source.fingerprint))
     else:
-        answer = encode(BatchFailed.of(number, source.problem, story(source.problem)))
+        answer = encode(BatchFailed.of(number, source.problem, describe_error(source.problem)))
     reader.send_queue.put(ServiceAnswer(answer))
 
 

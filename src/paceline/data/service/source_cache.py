@@ -14,12 +14,12 @@ from paceline.data.sources.recipe import BatchRecipe, decode_recipe
 from paceline.data.sources.records import Records
 from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.transport.deadline import Deadline
-from paceline.wire.malformed import MISHAPS
+from paceline.wire.malformed import REQUEST_ERRORS
 
 MAX_OPEN: Final = 64
 MAX_OPEN_BY_WORKER: Final = 16
 # Errors that user-defined datasets and transforms may raise.
-USER_CODE_ERRORS: Final = (*MISHAPS, SystemExit, KeyboardInterrupt, GeneratorExit)
+USER_CODE_ERRORS: Final = (*REQUEST_ERRORS, SystemExit, KeyboardInterrupt, GeneratorExit)
 _DIGEST_BYTES: Final = 32
 _CLOSING_TIMEOUT_S: Final = 5.0
 

@@ -30,7 +30,7 @@ from paceline.data.sources.tar import TarSamples
 from paceline.data.sources.text import TextLines
 from paceline.data.sources.user_dataset import DatasetSamples, transform_at
 from paceline.errors import PacelineError, RecordError, UsageError
-from paceline.wire.malformed import story
+from paceline.wire.malformed import describe_error
 
 
 class Records(Protocol):
@@ -247,4 +247,4 @@ class OpenRecords:
             raise fault
         self._num_skipped += 1
         if len(self._reasons) < _MOST_REASONS:
-            self._reasons.append(story(fault))
+            self._reasons.append(describe_error(fault))

@@ -97,8 +97,11 @@ def parse_entries(text: str, num_workers: int) -> list[ComparedEntry]:
     return entries
 
 
-# The process that made a run fail, as its last line says, and the lines of that process; indented ones are tracebacks.
-_CULPRIT: Final = re.compile(r"^paceline: (.+?) (?:ended with|was killed by) [^\n]*\Z", re.MULTILINE)
+# The process whose end stops a run, as the launcher says, and the lines of that process; indented ones are tracebacks.
+_CULPRIT: Final = re.compile(
+    r"^paceline: (.+?) (?:\(pid \d+\) )?(?:ended with|was killed by) [^\n]*(?:; the run (?:stops|ends)$|\Z)",
+    re.MULTILINE,
+)
 _WRITTEN: Final = r"^\[{name}\] (?:paceline: )?(\S.*)$"
 _FROM_SIGNALS: Final = range(129, 160)
 
@@ -168,7 +171,7 @@ def failure_reason(output: str) -> str:
     r"""Return the line of the output that best says why a run has failed.
 
     Example:
-        >>> failure_reason("[worker 0] paceline: no data\npaceline: worker 0 ended with exit code 1")
+        >>> failure_reason("[worker 0] paceline: no data\npaceline: worker 0 (pid 7) ended with exit code 1; the run stops")
         'no data'
         >>> failure_reason("paceline: stopped by SIGINT")
         'paceline: stopped by SIGINT'
