@@ -171,7 +171,7 @@ def failure_reason(output: str) -> str:
     r"""Return the line of the output that best says why a run has failed.
 
     Example:
-        >>> failure_reason("[worker 0] paceline: no data\npaceline: worker 0 (pid 7) ended with exit code 1; the run stops")
+        >>> failure_reason("[worker 0] no data\npaceline: worker 0 (pid 7) ended with exit code 1; the run stops")
         'no data'
         >>> failure_reason("paceline: stopped by SIGINT")
         'paceline: stopped by SIGINT'
