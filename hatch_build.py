@@ -47,7 +47,7 @@ def build(source: Path) -> str:
     """Compile the library and put it beside its source; return why that failed, and leave no library then."""
     library = library_of(source)
     with TemporaryDirectory(dir=source.parent, prefix=".build-") as folder:
-        # Under another name at first: whoever has the old one open goes on with it unchanged.
+        # Under another name at first: a process that has the old one open keeps it unchanged.
         made = Path(folder) / library.name
         compiler = shlex.split(os.environ.get("CC", "cc"))
         crc = zlib.crc32(source.read_bytes())  # what load_library compares

@@ -136,7 +136,7 @@ def test_own_pushes_are_read_once_while_they_wait_and_travel_and_after(
         expected, draws = torch.zeros(200, 3), torch.Generator().manual_seed(ps.rank)
         for _ in range(30):
             ids = torch.randint(0, 200, (60,), generator=draws).unique()
-            t.push(ids + 1000 * ps.rank, torch.ones(len(ids), 3))  # nobody else pushes these
+            t.push(ids + 1000 * ps.rank, torch.ones(len(ids), 3))  # no other worker pushes these
             expected[ids] += 1
             read = torch.randint(0, 200, (60,), generator=draws)
             assert torch.equal(t.pull(read + 1000 * ps.rank), expected[read])

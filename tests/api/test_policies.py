@@ -44,7 +44,7 @@ def test_no_push_is_lost_and_no_read_is_too_old(tmp_path: Path, consistency: str
 
 
 def test_essp_values_come_by_themselves(tmp_path: Path) -> None:
-    """Once read, a table is delivered at every clock: within a wide bound nobody ever asks again."""
+    """Once read, a table is delivered at every clock: within a wide bound no worker asks again."""
     num_clocks = 10
 
     def work(ps: Session) -> set[str]:
@@ -135,7 +135,7 @@ def test_a_worker_that_is_started_again_joins_at_the_slowest_clock(tmp_path: Pat
             w = second.table("w", shape=(2,), update=ADD, scale="sum", consistency=consistency)
             before = w.pull()[0].item()
             back_again.set()
-            second.barrier()  # the survivor has met nobody before, this life neither
+            second.barrier()  # the survivor has met no other before, nor has this life
         join_all([thread])
     assert not failures
     assert joined_at >= 3

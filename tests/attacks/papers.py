@@ -36,7 +36,7 @@ class Papers:
         return self._signed("other-job", replace(self._authority, job="another job"))
 
     def of_a_stranger(self) -> TlsSettings:
-        """Return a certificate of another authority, shown by somebody who trusts ours."""
+        """Return a certificate of another authority, shown by a peer that trusts ours."""
         return self._signed("stranger", Authority.make(CREDENTIALS.job))
 
     def of_time(self, name: str, begins: timedelta, ends: timedelta) -> TlsSettings:

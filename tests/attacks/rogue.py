@@ -75,7 +75,7 @@ class Rogue:
 
 @contextmanager
 def rogue_in(servers: Cluster, rank: int) -> Iterator[Rogue]:
-    """Join as a worker whose rank nobody has had."""
+    """Join as a worker of an unused rank."""
     with client(servers, Hello("worker", rank, 0, 1)) as peer:
         peer.say(Join(Sender(1, rank, 0)))
         peer.hear(Joined)

@@ -220,7 +220,7 @@ def test_what_a_function_returns_is_bounded_before_it_is_made(monkeypatch: pytes
     assert len(cast("dict[str, torch.Tensor]", top(values[:9], 0, k=2**62))["ids"]) == 9
 
 
-# -- whoever is slow to take in what it asked for ---------------------------------------------------------------------
+# -- a client that is slow to read what it asked for ------------------------------------------------------------------
 
 
 def test_a_peer_that_takes_nothing_in_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

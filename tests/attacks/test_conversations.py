@@ -36,7 +36,7 @@ GROWTH_BYTES = 1 << 30  # of memory in use, at any time
 
 
 def undisturbed(num_steps: int) -> Honest:
-    """Let an honest worker make so many steps on a server that nobody else uses."""
+    """Let an honest worker make so many steps on a server of its own."""
     with serving() as servers, closing(door(servers.transport, servers.addresses[0])(hello(HONEST))) as line:
         honest = Honest(line, HONEST)
         for _ in range(num_steps):

@@ -1,4 +1,4 @@
-"""Who listens, and where: while a job runs, nobody off the loopback interface; afterwards, nobody."""
+"""What listens, and where: while a job runs, nothing off the loopback interface; afterwards, nothing."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from paceline.wire.requests import (
 )
 
 HERE = "tests.attacks.endings"
-NUMBERS = count()  # of errands: one that comes twice is a copy
+NUMBERS = count()  # of requests: one that comes twice is a copy
 
 
 @pytest.fixture(scope="module")

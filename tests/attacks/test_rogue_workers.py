@@ -1,4 +1,4 @@
-"""A worker that was taken over may send wrong gradients; it ends no server, stalls nobody, speaks for itself alone."""
+"""A worker that was taken over may send wrong gradients; it ends no server, stalls no other and speaks for itself."""
 
 from __future__ import annotations
 

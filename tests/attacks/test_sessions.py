@@ -1,4 +1,4 @@
-"""A worker that says whatever it may say, in any order and with any numbers, ends no server and stalls nobody."""
+"""A worker that says whatever it may say, in any order and with any numbers, ends no server and stalls no other."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ PLAIN_ATTACKS: dict[str, Attack] = {
     "no token": lambda address: answer_with(address, lambda _: bytes(32)),
     "a wrong token": lambda address: answer_with(address, proof_by(bytes(32))),
     "the token of another job": lambda address: answer_with(address, proof_by(CREDENTIALS.token, "another job")),
-    "a proof for somebody else": lambda address: answer_with(
+    "a proof for another server": lambda address: answer_with(
         address, proof_by(CREDENTIALS.token), encode(Hello("server", 0, 0, 1))
     ),
     "a replayed handshake": replay,

@@ -1,4 +1,4 @@
-"""Tensors by name on the servers, which nobody declares."""
+"""Tensors by name on the servers, without a declaration."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from paceline.errors import DeadlineExceeded, Refused, UsageError
 
 def test_pushes_of_all_workers_add_up_whoever_comes_first(tmp_path: Path) -> None:
     def work(worker: Session) -> list[float]:
-        if worker.rank != 1:  # who only reads waits for somebody to make it
+        if worker.rank != 1:  # one that only reads waits until it is made
             for _ in range(3):
                 paceline.push("counts", torch.tensor([1.0, float(worker.rank), 0.0]))
             ended = paceline.push("scalar", torch.tensor(2.0, dtype=torch.float64), later=True)

@@ -102,7 +102,7 @@ def test_sparse_patterns_give_what_they_are_defined_to_give(tmp_path: Path) -> N
         for op, expected in (("sum", total), ("mean", total / 3)):
             found = paceline.all_reduce(mine, op=op)
             assert found.is_sparse
-            assert found.coalesce().indices().tolist() == [[0, 1]]  # nothing but the rows that somebody has
+            assert found.coalesce().indices().tolist() == [[0, 1]]  # only the rows that some worker has
             same(found.to_dense(), expected)
         at_root = paceline.reduce(mine, root=1)
         assert (at_root is None) == (worker.rank != 1)

@@ -267,7 +267,7 @@ def _message(message: Any) -> str:
             return f"who completes clock {message.clock}?"
         case Closed():
             who = " + ".join(f"w{worker}.{incarnation}" for worker, incarnation in message.contributors)
-            return f"clock {message.clock} is complete with {who or 'nobody'}"
+            return f"clock {message.clock} is complete with {who or 'no worker'}"
         case _:
             raise TypeError(message)
 

@@ -201,7 +201,7 @@ class RowStage:
                 self.to_worker(rank, server)
 
     def finish(self) -> None:
-        """Let everybody come to the same clock: then nobody may be left waiting, and all rows are whole."""
+        """Let all come to the same clock: then none may be left waiting, and all rows are whole."""
         last = 1 + max(peer.core.clock for peer in self.peers)
         for _ in range(40 * last):
             for rank, peer in enumerate(self.peers):
@@ -210,7 +210,7 @@ class RowStage:
             self.settle()
             self.wait()
         self.settle()
-        assert all(peer.core.clock == last and not peer.reads for peer in self.peers), "somebody is left waiting"
+        assert all(peer.core.clock == last and not peer.reads for peer in self.peers), "a worker is left waiting"
         for peer in self.peers:
             for push_id, rows in peer.made.items():
                 assert all(push_id in self.servers[row % self.num_servers].rows[row] for row in rows)

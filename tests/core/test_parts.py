@@ -165,7 +165,7 @@ def test_the_lead_keeps_a_decision_until_every_follower_has_applied_it() -> None
     assert commit.follow(1, 1) is None
     assert commit.follow(2, 0) == CommitDecision(((0, 0),))  # asked again: its answer was lost
     assert commit.follow(2, 1) is None
-    assert commit.follow(2, 0) is None  # a late copy; nobody needs the decision any more
+    assert commit.follow(2, 0) is None  # a late copy; the decision is not needed any more
 
 
 def test_a_clock_from_before_the_table_had_nobody() -> None:

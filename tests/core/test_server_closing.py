@@ -60,7 +60,7 @@ def test_a_decision_is_repeated_to_a_follower_that_asks_late_and_taken_once() ->
         for core in (lead, follower):
             core.handle(push(worker, 0, 0), 0.0)
         effects = lead.handle(tick(worker, 1), 0.0)
-    assert of(effects, Tell) == []  # nobody had asked yet
+    assert of(effects, Tell) == []  # no server had asked yet
     (told,) = of(lead.handle(FOLLOW_0, 0.0), Tell)
     assert len(of(follower.handle(told.message, 0.0), Apply)) == 1
     assert follower.handle(told.message, 0.0) == []

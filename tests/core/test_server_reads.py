@@ -1,4 +1,4 @@
-"""A server core and reads: answered once the clock allows it, never before, and nobody is forgotten."""
+"""A server core and reads: answered once the clock allows it, never before, and none is forgotten."""
 
 from tests.core.cores import make_server, of, pull, push, push_id, said, sender, tick
 

@@ -1,4 +1,4 @@
-"""Every piece of work is done once by somebody, whoever dies, waits or begins anew."""
+"""Every piece of work is done once, whichever worker dies, waits or begins anew."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_clock_takes_as_long_as_all_speeds_together_allow(slices: int, speeds:
     ideal = slices * len(speeds) / sum(speeds)
     assert seconds(slices, 1, speeds, barrier=True) <= ideal + 1 / max(speeds), "the last slices go to the fast"
     many = 40 * ideal
-    assert seconds(slices, 40, speeds, barrier=False) <= 1.02 * many + 1 / min(speeds), "nobody waits between clocks"
+    assert seconds(slices, 40, speeds, barrier=False) <= 1.02 * many + 1 / min(speeds), "no worker waits between clocks"
 
 
 def test_a_slow_worker_leaves_the_last_piece_to_a_faster_one_that_is_still_at_work() -> None:
@@ -224,7 +224,7 @@ def test_whatever_happens_every_piece_is_done_exactly_once(data: st.DataObject) 
         if not chosen.has_finished:
             assert clocks.setdefault(chosen.place, chosen.clock) == chosen.clock, "all who are in a round are in step"
     else:
-        pytest.fail(f"nobody comes to the end: {walkers}, {work_queue}")
+        pytest.fail(f"no worker comes to the end: {walkers}, {work_queue}")
     assert deaths or all(walker.num_rounds == [len(rounds)] * num_epochs for walker in walkers), "a clock more"
     everything = {
         WorkPiece(WorkRound(epoch, number), home, index)

@@ -1,4 +1,4 @@
-"""Loops that are fed: the same bits wherever batches are made, each sample once whoever gets it."""
+"""Loops that are fed: the same bits wherever batches are made, each sample once, whichever worker gets it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Results = list[tuple[list[float], torch.Tensor, int]]
 
 
 def together() -> Any:
-    """Let all workers have a batch before one goes on, so that nobody is through early and takes another's."""
+    """Let all workers have a batch before one goes on, so that none is through early and takes another's."""
     gate = threading.Barrier(NUM_WORKERS)
     return lambda worker, number: gate.wait(WAIT_S)
 

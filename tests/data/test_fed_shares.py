@@ -1,4 +1,4 @@
-"""Fixed shares of a source that is fed: each sample once for any number of workers, in turn whoever reads ahead."""
+"""Fixed shares of a source that is fed: each sample once for any number of workers, in turn and read ahead."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_each_file_is_one_workers(sizes: list[int], size: int, partition: None, 
     assert sorted(pairs) == list(zip(source.paths, source.sizes_bytes, strict=True))
     if partition is None:
         loads = [part.size_bytes for part in parts]
-        assert max(loads) - min(loads) <= max(sizes), "a file more than needed is with whoever has most"
+        assert max(loads) - min(loads) <= max(sizes), "a file more than needed is with the worker that has most"
         assert max(map(len, parts)) or not sizes
         if not shuffled:
             assert all(list(part) == sorted(part) for part in parts)

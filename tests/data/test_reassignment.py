@@ -1,4 +1,4 @@
-"""Slices of a clock go to whoever has time for them: each counts once, and values are those of the run without."""
+"""Slices of a clock go to workers with time for them: each counts once, and values are those of the run without."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_values_equal_those_without_slices_whoever_took_them(
         torch.testing.assert_close(values, values_before, rtol=1e-10, atol=1e-12)
         assert clock == clock_before, "all are in step, as without slices"
     assert sliced.all_counted() == sorted([*range(num_samples)] * 2)
-    assert len(sliced.counted[0]) < len(plain.counted[0]), "nobody has helped"
+    assert len(sliced.counted[0]) < len(plain.counted[0]), "no worker has helped"
 
 
 def test_whoever_lags_is_helped_and_nobody_runs_ahead(tmp_path: Path) -> None:

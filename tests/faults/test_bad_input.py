@@ -198,7 +198,7 @@ w = table()
 for clock in range(1000):
     w.push(torch.ones(256)); ps.clock()
     if ps.rank == 1 and clock == 3:
-        w.push(torch.ones(256))   # nobody will ever complete this clock
+        w.push(torch.ones(256))   # this clock is never completed
         print("failing now", flush=True)
         END
     w.pull()

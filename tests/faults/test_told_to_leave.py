@@ -1,4 +1,4 @@
-"""Machines are taken away: whoever is told to leave finishes its step and leaves, and nobody waits for it."""
+"""Machines are taken away: a worker that is told to leave finishes its step and leaves, and no other waits for it."""
 
 import ast
 import os

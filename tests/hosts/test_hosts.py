@@ -52,7 +52,7 @@ def shaped(*lines: Line) -> Iterator[ShapedNetwork]:
 
 
 def send(network: ShapedNetwork, host: int, to: str, port: str, size_bytes: int, patience_s: float) -> float | None:
-    """Send bytes from a host to an address; return the seconds, or None if nobody could be reached in time."""
+    """Send bytes from a host to an address; return the seconds, or None if no peer could be reached in time."""
     told = (to, port, str(size_bytes), str(patience_s))
     done = subprocess.run(
         network.command(host, sys.executable, "-c", SOURCE, *told), capture_output=True, text=True, timeout=PATIENCE_S
@@ -98,7 +98,7 @@ def test_a_job_over_hosts_bears_that_a_line_is_cut_for_a_while() -> None:
             (job.folder / "go").touch()
             server_port = (job.folder / "server-0.address").read_text().rpartition(":")[2]
             assert send(network, 1, network.address(2), server_port, 10, 0.5) is None
-            assert not list(job.folder.glob("done-*")), "nobody finishes a clock without worker 1"
+            assert not list(job.folder.glob("done-*")), "no clock is finished without worker 1"
             network.heal(1)
             job.wait(PATIENCE_S)
             assert len(list(job.folder.glob("done-*"))) == 2

@@ -72,7 +72,7 @@ def test_torchrun_over_two_machines_learns_what_one_machine_does(tmp_path: Path)
         network.cut(1)
         (tmp_path / "go").touch()
         threading.Event().wait(CUT_S)
-        assert not list(tmp_path.glob("bits-*")), "nobody finishes a clock without worker 1"
+        assert not list(tmp_path.glob("bits-*")), "no clock is finished without worker 1"
         network.heal(1)
         told = [agent.communicate(timeout=PATIENCE_S) for agent in agents]
 
@@ -94,7 +94,7 @@ def test_torchrun_over_two_machines_learns_what_one_machine_does(tmp_path: Path)
 
 
 def listening_at(network: ShapedNetwork, host: int) -> set[str]:
-    """The addresses of a host at which anybody accepts connections, but for the store of torchrun."""
+    """The addresses of a host at which a process accepts connections, but for the store of torchrun."""
     command = network.command(host, "ss", "-ltnH")
     shown = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True).stdout
     places = [line.split()[3].rpartition(":") for line in shown.splitlines()]

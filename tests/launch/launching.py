@@ -92,7 +92,7 @@ def wait_gone(pids: set[int], timeout_s: float) -> set[int]:
 
 
 def wait_stopped(pid: int, timeout_s: float = 30.0) -> None:
-    """Wait until a process has been stopped by a signal; nobody but its parent is told, so look again and again."""
+    """Wait until a process has been stopped by a signal; only its parent is told, so look again and again."""
     descriptor = os.pidfd_open(pid)
     deadline_s = time.monotonic() + timeout_s
     while psutil.Process(pid).status() != psutil.STATUS_STOPPED:

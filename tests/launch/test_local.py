@@ -24,7 +24,7 @@ PAUSE = "print('ready'); signal.pause()\n"
 
 
 def test_output_carries_the_name_of_who_wrote_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # whoever runs the tests may have chosen
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # the environment of the tests may have it
     script = write_script(tmp_path, "print('out', sys.argv[1:]); print('err', place.rank, file=sys.stderr)")
 
     result = launch(script, args=["--lr", "0.1", "--help"], num_workers=3, num_servers=2, quiet=False)

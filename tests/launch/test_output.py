@@ -68,7 +68,7 @@ def test_a_reader_that_is_gone_and_one_that_was_never_there_hold_nothing_up(
     outlet = Outlet(stream)
     reader.close()
     for closed in (outlet, Outlet(None)):
-        closed.write("nobody reads this\n")
+        closed.write("not read\n")
         assert (closed.waiting_bytes, closed.drain()) == (0, 0)
         assert not closed.isatty()
 
@@ -92,7 +92,7 @@ def test_output_of_any_encoding_ends_no_run(tmp_path: Path, variables: dict[str,
 
 
 def test_a_closed_standard_output_ends_no_run(tmp_path: Path) -> None:
-    done = run(tmp_path, "print('to nobody'); sys.exit(3)", "sh", "-c", 'exec "$0" "$@" >&-')
+    done = run(tmp_path, "print('to no reader'); sys.exit(3)", "sh", "-c", 'exec "$0" "$@" >&-')
     assert done.returncode == 3
     assert done.stdout == b""
     assert b"Traceback" not in done.stderr

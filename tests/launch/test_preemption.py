@@ -1,4 +1,4 @@
-"""Told to leave: noted once, heeded where a step ends, and obeyed at once where nobody would heed it."""
+"""Told to leave: noted once, heeded where a step ends, and obeyed at once where no step would heed it."""
 
 import faulthandler
 import signal

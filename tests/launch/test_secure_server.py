@@ -87,7 +87,7 @@ def can_connect(spec: ClusterSpec, rank: int) -> bool:
 
 
 def spellings(run_dir: Path) -> list[bytes]:
-    """All secrets of a job, as somebody might have written them somewhere."""
+    """All secrets of a job, in every form in which they might be written somewhere."""
     tokens = [path.read_bytes() for path in run_dir.glob("token*")]
     keys = [line for path in (run_dir / KEYS_NAME).glob("*.key") for line in path.read_bytes().splitlines()[1:-1]]
     written = [form for token in tokens for form in (token, token.hex().encode(), base64.b64encode(token)[:40])]

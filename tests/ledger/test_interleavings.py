@@ -76,7 +76,7 @@ def test_every_order_of_threads_counts_each_push_once(policy: str, carrier: str)
 
 
 def give_back_by_memory(pool: BufferPool, buffer: Buffer) -> None:
-    """Take memory back from whoever names it, as long as anybody has it."""
+    """Take memory back from any caller, as long as it has an owner."""
     owners = [owner for owner in pool._lent if owner.whole is buffer.whole]
     for owner in owners:
         pool._lent.discard(owner)

@@ -89,7 +89,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "e8",
     ),
     _of(
-        "nobody is told where parts are applied",
+        "no worker is told where parts are applied",
         PUSHES,
         "        if ranks:\n",
         "        if ():\n",
@@ -113,7 +113,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "late",
     ),
     _of(
-        "anybody may say anything",
+        "any peer may say anything",
         SERVER,
         "        check_said(hello, message, self.settings.num_servers)\n",
         "",

@@ -62,7 +62,7 @@ CORE_MUTANTS: tuple[Mutant, ...] = (
         "self._subscribers[worker] = _Subscriber(sent=NONE_YET, busy=False)",
     ),
     Mutant(
-        "nobody is told of rows before their clock",
+        "no reader is told of rows before their clock",
         SERVER,
         "for worker in table.readers.start_deliveries(clock):",
         "for worker in list[int]():",

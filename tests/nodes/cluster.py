@@ -89,7 +89,7 @@ class Cluster:
             raise self.errors[0]
 
     def values(self, table: str) -> Tensor:
-        """The values of a table as they lie on the servers; only when nobody changes them."""
+        """The values of a table as they lie on the servers; only while they do not change."""
         return torch.cat([server._tables[table].shard.values for server in self.servers])
 
     def num_waiting(self) -> int:

@@ -86,7 +86,7 @@ class Stage:
     errors: list[BaseException] = field(default_factory=list)
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     num_steps: int = 0
-    now_s: float = 0.0  # for servers, which wait for a time; it passes when nobody else can go on
+    now_s: float = 0.0  # for servers, which wait for a time; it passes when no other actor can go on
     is_idle: bool = False
     is_torn: bool = False
 
@@ -102,7 +102,7 @@ class Stage:
         """Let others go on; return when it is this thread's turn again, and not before `ready`."""
         me = next((actor for actor in self.actors if actor.thread is threading.current_thread()), None)
         if me is None:
-            assert ready(), f"nobody is on stage who could bring {where}"
+            assert ready(), f"no actor on stage could bring {where}"
             return
         if self.is_torn:
             raise Torn
@@ -134,11 +134,11 @@ class Stage:
     def _play(self) -> None:
         while not self.errors and (alive := [actor for actor in self.actors if not actor.is_over]):
             able = self._able(alive)
-            assert able, f"nobody can go on: {[(actor.name, actor.where) for actor in alive]}; {self.errors}"
+            assert able, f"no actor can go on: {[(actor.name, actor.where) for actor in alive]}; {self.errors}"
             self.num_steps += 1
             assert self.num_steps < NUM_STEPS, f"no end: {[(actor.name, actor.where) for actor in alive]}"
             self.dice.choice(able).go.release()
-            assert self.turn.acquire(timeout=HANG_S), "somebody waits otherwise than on stage"
+            assert self.turn.acquire(timeout=HANG_S), "an actor waits otherwise than on stage"
 
 
 class StagedCondition:
@@ -185,7 +185,7 @@ class Lane:
 
     frames: deque[tuple[bytes, int, list[bytes | memoryview]]] = field(default_factory=deque)
     is_over: bool = False
-    is_taken: bool = False  # somebody is sending
+    is_taken: bool = False  # an actor is sending
 
 
 class StagedConnection:

@@ -1,4 +1,4 @@
-"""Who breaks the rules loses its connection or is told why; nobody else notices, and nothing else changes."""
+"""A client that breaks the rules loses its connection or is told why; no other notices, and nothing else changes."""
 
 import math
 import os
@@ -252,7 +252,7 @@ def test_a_reader_that_does_not_read_is_dropped_and_holds_up_nobody(
         slow.hear(RequestDone)
         slow.say(Initialise(2, "w"), as_body(torch.zeros(numel)))
         slow.hear(RequestDone)
-        for request in range(1, 10):  # 16 MB each, and nobody takes them
+        for request in range(1, 10):  # 16 MB each, and they are not read
             slow.say(PullFrame(Pull(SENDER, request, "w", 0, 0), request - 1))
 
         waited = time.monotonic()

@@ -1,4 +1,4 @@
-"""Real runs of 4 workers and 2 servers: what workers read is as fresh as promised, and nobody runs too far ahead."""
+"""Real runs of 4 workers and 2 servers: what workers read is as fresh as promised, and no worker runs too far ahead."""
 
 import os
 import subprocess

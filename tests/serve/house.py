@@ -24,7 +24,7 @@ JOIN_S = 60.0
 
 @dataclass
 class Told:
-    """What was told whoever runs the server."""
+    """What was told to the operator."""
 
     lines: list[str] = field(default_factory=list[str])
     _changed: threading.Condition = field(default_factory=threading.Condition)

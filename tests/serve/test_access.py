@@ -98,7 +98,7 @@ def test_who_talks_nonsense_is_cut_off_and_others_are_served(served: House) -> N
     nonsense = [
         (b"", b"", EMPTY),
         (b"\xff" * 99, b"", EMPTY),
-        (encode(EnterFrame("nobody", b"hello")), b"?", EMPTY),
+        (encode(EnterFrame("absent", b"hello")), b"?", EMPTY),
         (encode(EnterFrame("default")), b"", EMPTY),
         (encode(EnterFrame("default")), b"?", memoryview(bytes(1000))),
         (encode(EnterRefused("you")), b"", EMPTY),
@@ -188,9 +188,9 @@ def test_a_name_without_an_address_is_told(tmp_path: Path, monkeypatch: pytest.M
         raise socket.gaierror
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    with told_in_time(UsageError, "no address is known for the host 'nobody'"):
+    with told_in_time(UsageError, "no address is known for the host 'absent'"):
         make_keys(tmp_path / "keys")
-        paceline.connect("paceline://nobody:7700", keys=tmp_path / "keys")
+        paceline.connect("paceline://absent:7700", keys=tmp_path / "keys")
 
 
 def test_where_other_machines_come_certificates_are_demanded_and_say_which_worker_it_is(tmp_path: Path) -> None:

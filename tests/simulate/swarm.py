@@ -43,7 +43,7 @@ def draw(seed: int, points: tuple[Consistency, ...] = POINTS, num_clocks: tuple[
         network=network,
         fate=_draw_fate(rng),
         refresh=rng.choice((0.0, 0.5, 1.0)),
-        # Where nothing is dropped nobody may need a retry: it would come after the end of all time.
+        # Where nothing is dropped no retry may be needed: it would come after the end of all time.
         retry_s=0.02 if network.drop else 1e6,
         seed=seed,
         rows=tuple(rng.choice(points) for _ in range(rng.choice((0, 0, 1, 2)))),

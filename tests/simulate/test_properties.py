@@ -125,7 +125,7 @@ def test_t33_every_clock_has_a_full_quorum_of_distinct_workers(scenario: Scenari
     scenario = replace(scenario, network=replace(scenario.network, cut=0.0, spoil=0.0))
     quorum = max(1, scenario.num_workers - scenario.consistency.backups)
     for shard in applied(World(scenario).run()):
-        # A late worker may jump to a clock that the others never start, and push there; nobody else is left then.
+        # A late worker may jump to a clock that the others never start, and push there; no other is left then.
         assert [clock for clock, _ in shard[: scenario.num_clocks]] == list(range(scenario.num_clocks))
         assert all(quorum <= len(set(workers)) == len(workers) for _, workers in shard[: scenario.num_clocks])
 

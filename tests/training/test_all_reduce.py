@@ -171,7 +171,7 @@ def test_the_face_is_that_of_every_optimizer(tmp_path: Path) -> None:
 
 
 class Branches(nn.Module):
-    """Every worker uses the trunk; which branch it takes is its own affair, and one branch nobody takes."""
+    """Every worker uses the trunk; which branch it takes is its own affair, and one branch is never taken."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -50,7 +50,7 @@ def test_under_bsp_the_statistics_move_by_the_mean_of_the_workers_moves(tmp_path
 
 @pytest.mark.parametrize("consistency", ["ssp:1", "essp:2", "asynchronous", "backup:1"])
 def test_under_every_policy_the_statistics_stay_those_of_the_data(tmp_path: Path, consistency: str) -> None:
-    """With the same batch on every worker, the statistics converge to its own, whoever is late."""
+    """With the same batch on every worker, the statistics converge to its own, whichever worker is late."""
 
     def work(worker: Session) -> tuple[Tensor, Tensor]:
         model = normalised()
@@ -72,7 +72,7 @@ def test_each_worker_moves_the_statistics_by_its_share_alone(tmp_path: Path, con
         model = normalised()
         optimizer = paceline.distributed(sgd(model), model=model, consistency=consistency, fetch_every=2)
         expected = MOMENTUM * means_of_batches(model, range(worker.size), 0)
-        paceline.barrier()  # nobody has moved yet when the last one measures
+        paceline.barrier()  # no worker has moved yet when the last one measures
         step(model, optimizer, worker.rank, 0)
         paceline.barrier()
         with optimizer.snapshot():

@@ -25,7 +25,7 @@ NUM_STEPS = 6
 
 @pytest.fixture(autouse=True, scope="module")
 def started() -> None:
-    """Have CUDA open what it keeps open before anybody counts, and compute alike every time."""
+    """Have CUDA open what it keeps open before a test counts, and compute alike every time."""
     torch.backends.cuda.matmul.allow_tf32 = False
     weight = torch.ones(2, 2, device="cuda", requires_grad=True)
     (weight @ weight).sum().backward()

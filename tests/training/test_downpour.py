@@ -1,4 +1,4 @@
-"""Downpour: who steps what and when, against the same in one process; nobody waits but for the warm start."""
+"""Downpour: what each worker steps and when, against the same in one process; waits are for the warm start only."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_one_worker_that_always_pushes_and_fetches_is_the_plain_optimizer(tmp_pa
 
 
 def test_the_others_begin_where_the_first_worker_is_after_its_warm_start(tmp_path: Path) -> None:
-    """Worker 0 needs nobody meanwhile, and the others have finished as many clocks when they begin."""
+    """Worker 0 needs no other meanwhile, and the others have finished as many clocks when they begin."""
     num_steps = 5
     others_began = threading.Barrier(3)
     steps_of_first: list[int] = []

@@ -292,7 +292,7 @@ def test_values_fetched_without_a_push_take_no_memory_for_pushes(tmp_path: Path,
     assert run_job(tmp_path, work, carrier="shm") == [True]
 
 
-# -- what goes with whom ---------------------------------------------------------------------------------------------
+# -- what goes together ---------------------------------------------------------------------------------------------
 
 
 def test_an_optimizer_and_its_parameters_are_dropped_together(tmp_path: Path) -> None:

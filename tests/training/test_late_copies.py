@@ -27,7 +27,7 @@ from paceline.worker.cache import TableCache
 
 @dataclass
 class Late:
-    """A copy to the host that is made when somebody waits for it, after all that were begun before."""
+    """A copy to the host that is made when it is waited for, after all that were begun before."""
 
     queue: list[Late]
     source: Tensor
@@ -44,7 +44,7 @@ class Late:
 
 @dataclass
 class Reader:
-    """A copy from the host that goes on until somebody waits for it: what it reads must not change meanwhile."""
+    """A copy from the host that goes on until it is waited for: what it reads must not change meanwhile."""
 
     source: Tensor
     before: Tensor
@@ -205,7 +205,9 @@ def test_values_stay_while_devices_read_them(
     if consistency != "essp:0":
         assert torch.equal(found[0], train_alone(Recipe(optimizer=sgd, num_steps=6), 2)[0])
     for device_copies in couriers.made:
-        assert sum(reader.done for reader in device_copies.readers) >= 4 * 6, "whoever brought new values has waited"
+        assert sum(reader.done for reader in device_copies.readers) >= 4 * 6, (
+            "the thread that brought new values has waited"
+        )
 
 
 def test_copies_begin_while_backward_runs_and_are_not_made_twice(tmp_path: Path, couriers: AllDeviceCopies) -> None:
@@ -283,7 +285,7 @@ def test_another_gradient_in_the_same_place_is_copied_as_well() -> None:
 
 
 def test_nothing_is_copied_into_memory_that_was_sent(tmp_path: Path, couriers: AllDeviceCopies) -> None:
-    """As when a parameter is used by another module than its own, so that nobody has waited for its values."""
+    """As when a parameter is used by another module than its own, so that its values are not waited for."""
 
     def work(worker: Session) -> list[int]:
         model = mlp()

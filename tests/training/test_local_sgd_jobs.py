@@ -130,7 +130,7 @@ def test_a_worker_without_a_batch_keeps_its_steps_for_the_next_exchange(tmp_path
 
 
 class Alone:
-    """A worker of a job that the test moves by hand; asynchronous workers wait for nobody."""
+    """A worker of a job that the test moves by hand; asynchronous workers do not wait."""
 
     def __init__(self, started: Job, rank: int, strategy: LocalSGD, **settings: Any) -> None:
         self.session, self.model = started.join(rank), slope()
@@ -172,7 +172,7 @@ def test_a_quorum_makes_one_step_of_several_arrivals(tmp_path: Path) -> None:
         now_s[0] = 9.0
         assert [worker.own for worker in workers] == [0.0, 0.0, 0.0]
         assert common(workers[0].model, workers[0].optimizer) == 0.0
-        now_s[0] = 10.0  # the window is over: whoever reads sees the merge, and worker 2 is too late for it
+        now_s[0] = 10.0  # the window is over: a reader sees the merge, and worker 2 is too late for it
         assert common(workers[0].model, workers[0].optimizer) == -3.0 / 2
         workers[2].go(2)
         assert version(started) == 1

@@ -1,4 +1,4 @@
-"""A gradient with NaN or infinity harms nobody: it is dropped, zeroed, or ends the worker, as was asked for."""
+"""A gradient with NaN or infinity does no harm: it is dropped, zeroed, or ends the worker, as was asked for."""
 
 from pathlib import Path
 from typing import Any

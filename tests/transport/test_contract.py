@@ -176,10 +176,10 @@ def test_a_place_must_be_writable_and_of_the_size_of_the_body(pair: Pair, wanted
 
 def test_whoever_finds_no_place_may_end_the_connection(pair: Pair) -> None:
     def place(header: bytes, size_bytes: int) -> memoryview:
-        raise PeerError(f"nobody wants {size_bytes} bytes of {header!r}")
+        raise PeerError(f"no reader wants {size_bytes} bytes of {header!r}")
 
     pair.client.send(b"push", memoryview(b"gradient"), timeout_s=5)
-    with pytest.raises(PeerError, match="nobody wants 8 bytes of b'push'"):
+    with pytest.raises(PeerError, match="no reader wants 8 bytes of b'push'"):
         pair.server.receive(timeout_s=5, place=place)
     with pytest.raises(ConnectionLost):
         pair.server.receive(timeout_s=5)

@@ -40,7 +40,7 @@ def fill(end: Connection) -> int:
             end.send(number.to_bytes(2), memoryview(MEBIBYTE), timeout_s=0.1)
         except DeadlineExceeded:
             return number
-    raise AssertionError("the carrier takes any number of frames that nobody reads")
+    raise AssertionError("the carrier takes any number of frames that are not read")
 
 
 def bodies_of(connection: Connection) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""A certificate says who its holder is, and nobody else can use what was proven with it."""
+"""A certificate names its subject, and no other process can use what was proven with it."""
 
 from __future__ import annotations
 

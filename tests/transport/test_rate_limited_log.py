@@ -1,4 +1,4 @@
-"""What goes wrong at the door is told in few lines, and never to whom it concerns."""
+"""What goes wrong at the door is told in few lines, and never to the peer that it concerns."""
 
 from __future__ import annotations
 

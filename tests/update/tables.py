@@ -62,7 +62,7 @@ def pushes(spec: TableSpec, step: int, num_workers: int = 3) -> list[Push]:
         gradient = torch.randn(spec.numel, generator=generator, dtype=torch.float64).to(dtype)
         for index, part in enumerate(split(spec, gradient)):
             if index in absent:
-                part.fill_(torch.nan)  # nobody may look at it
+                part.fill_(torch.nan)  # it may not be read
         made.append(Push(gradient, absent))
     return made
 

@@ -82,7 +82,7 @@ class Twins:
     def push(self, step: int, worker: int, missing: dict[int, int]) -> Push:
         generator = torch.Generator().manual_seed(100 * step + worker)
         gradient = torch.randn(self.spec.numel, generator=generator, dtype=torch.float64)
-        # Of some segments there is nothing from anybody in some steps, of others nothing from one worker.
+        # Of some segments there is nothing from any worker in some steps, of others nothing from one worker.
         lacking = {index for index, when in missing.items() if step % 3 == when and step}
         lacking |= {index for index, when in missing.items() if worker == when + 1}
         absent = frozenset(lacking)

@@ -51,7 +51,7 @@ class PlainServer:
     """What `Merging` says, as slowly as it can be said."""
 
     quorum: Quorum
-    waiting: list[tuple[float, int]] = field(default_factory=list)  # (when it came, of whom)
+    waiting: list[tuple[float, int]] = field(default_factory=list)  # (when it came, from which worker)
     merges: list[list[int]] = field(default_factory=list)
 
     def look(self, now: float) -> None:
@@ -79,7 +79,7 @@ def test_every_push_is_in_one_merge_and_that_is_the_right_one(seed: int) -> None
     for _ in range(60):
         clock.now_s += draw.choice([0.0, 0.25, 1.0, 2.0])
         due = [merger.pop_due()]
-        if draw.random() < 0.3:  # somebody reads
+        if draw.random() < 0.3:  # a read
             plain.look(clock.now_s)
         else:
             worker = draw.randrange(num_workers)
@@ -118,7 +118,7 @@ def test_what_comes_after_the_window_goes_with_the_next_merge() -> None:
     shard = merging(Add(), clock, quorum=1, grace_s=1.0)
     arrive(shard, 1.0, worker=0)
     clock.now_s = 5.0
-    arrive(shard, 10.0, worker=1)  # nobody has read in between
+    arrive(shard, 10.0, worker=1)  # without a read in between
     assert (shard.values.item(), shard.version) == (1.0, 1)
     clock.now_s = 6.0
     shard.settle()

@@ -1,4 +1,4 @@
-"""A worker's own side: whatever happens, whoever waits is told, and what broke is made again."""
+"""A worker's own side: whatever happens, waiting calls are told, and what broke is made again."""
 
 import threading
 import time
@@ -29,9 +29,9 @@ from paceline.worker.node import WorkerNode
 def test_a_worker_that_cannot_reach_all_servers_says_so_and_leaves_nothing(tmp_path: Path) -> None:
     with cluster("memory", tmp_path, num_servers=1) as servers:
         settings = WorkerSettings(Sender(1, 0, 0), num_servers=2)
-        node = WorkerNode(settings, servers.transport, (*servers.addresses, "memory://nobody"))
+        node = WorkerNode(settings, servers.transport, (*servers.addresses, "memory://absent"))
 
-        with pytest.raises(PeerError, match="no listener at memory://nobody"):
+        with pytest.raises(PeerError, match="no listener at memory://absent"):
             node.join()
         node.close()
 

@@ -124,7 +124,7 @@ class Feeders:
         return node
 
     def end(self, server: int) -> None:
-        """End a data server, as if it had been killed: nothing is said to anybody."""
+        """End a data server, as if it had been killed: no reader is told."""
         node, thread = self.nodes.pop(server), self._threads.pop(server)
         node.stop()
         thread.join(DEADLINE_S)

@@ -57,7 +57,7 @@ def test_what_all_keep_together_has_its_bound() -> None:
     assert first.release(1)
     assert second.allocate(1).lent_buffer == 1
     first.clear()
-    assert first.allocate(1).lent_buffer == NO_LENT_BUFFER, "nobody would return it"
+    assert first.allocate(1).lent_buffer == NO_LENT_BUFFER, "it would not be returned"
     second._free_shared.make = lambda _: memoryview(bytearray(1 << 62))
     with pytest.raises(MemoryError):
         second.allocate(1)

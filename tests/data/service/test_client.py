@@ -1,4 +1,4 @@
-"""What a loop reads from data servers: the same whoever makes it, ahead of time, and in memory that is used again."""
+"""What a loop reads from data servers: the same wherever it is made, ahead of time, and in memory that is reused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Certificates between workers and data servers: nobody is taken for another, and who is revoked is out."""
+"""Certificates between workers and data servers: no process is taken for another, and a revoked one is out."""
 
 from __future__ import annotations
 

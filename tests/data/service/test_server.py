@@ -191,7 +191,7 @@ def test_who_breaks_the_rules_is_cut_off_and_the_others_go_on(
 @pytest.mark.parametrize(
     "identity",
     [
-        b"nobody",
+        b"absent",
         Hello("server", 0, 0, GENERATION),
         Hello("data", 0, 0, GENERATION),
         Hello("worker", 0, 0, 9),

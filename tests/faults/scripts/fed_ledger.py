@@ -49,7 +49,7 @@ def await_deaths(epoch: int) -> None:
 
 
 def data_server() -> int:
-    """While nobody has died yet: what has ended has no words."""
+    """While no worker has died yet: what has ended has no words."""
     family = {process.pid: process.cmdline() for process in psutil.Process(LAUNCHER).children()}
     [found] = [pid for pid, words in family.items() if "paceline.launch.data_server" in words and words[-1] == "1"]
     return found

@@ -1,7 +1,7 @@
 """A worker's script for the fault tests: pushes 1 into a slot of its own at every clock, and may kill itself.
 
 `ledger.py CONSISTENCY NUM_CLOCKS [RANK:STEP ...]`: the worker of that rank kills itself by SIGKILL when it comes to the
-step, in its first incarnation; at the step "asleep" it stops itself by SIGSTOP instead, until somebody wakes it. Those
+step, in its first incarnation; at the step "asleep" it stops itself by SIGSTOP instead, until it is woken. Those
 that are left meet at the end and print the ledger.
 """
 

@@ -1,4 +1,4 @@
-"""Certificates of one authority open the doors of its job, whoever made the keys."""
+"""Certificates of one authority open the doors of its job, wherever the keys were made."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ def test_kill_9_of_the_launcher_takes_the_fork_server_along(guarded: bool, tmp_p
         run.process.kill()
 
         assert wait_gone(family, LEFT_WITHIN_S) == set()
-        if not guarded:  # nobody else clears the directory
+        if not guarded:  # no other process clears the directory
             clear(run.run_dir, temporary=False)
 
 

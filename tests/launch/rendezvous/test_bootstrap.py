@@ -186,7 +186,7 @@ def test_a_process_shows_that_it_lives_whatever_its_clock_says(tmp_path: Path) -
         now += 1.0
         watch.silent_s(5)
     assert watch.silent_s(5) == 30.0
-    now += 3600.0  # whoever watches was stopped
+    now += 3600.0  # the watching process was stopped
     assert watch.silent_s(5) < 35.0
     assert watch.silent_s(3) == 0.0  # any other time is a sign of life, an earlier one too
 

@@ -38,7 +38,7 @@ def test_some_on_each_node() -> None:
 def test_where_the_launcher_counts_no_nodes_each_machine_is_one() -> None:
     machines = [Machine("a"), Machine("b"), Machine("b"), Machine("a", "of another start")]
     places = [replace(JOB, rank=rank, local_rank=None, node_rank=None, counts_nodes=False) for rank in range(4)]
-    assert not assign_role(places[1], "node:2").sidecars, "nobody knows yet on which node it is"
+    assert not assign_role(places[1], "node:2").sidecars, "its node is not known yet"
     assert assign_role(places[0], None).summary == "torchrun, 4 workers, 1 server beside rank 0"
 
     located = [assign_nodes(place, machines, rank) for rank, place in enumerate(places)]
@@ -91,7 +91,7 @@ def test_shares_where_some_servers_have_hosts_to_themselves() -> None:
     a, b, c = Machine("a"), Machine("b"), Machine("c")
     both = Servers.parse("node:1+ranks:1")
     assert both.shares([a, a, b, b], [c]) == (0.5, 0.25, 0.25)
-    assert both.shares([a, a, b, b], [b]) == (), "a server that is beside a worker is not alone, whoever started it"
+    assert both.shares([a, a, b, b], [b]) == (), "a server that is beside a worker is not alone, however it was started"
     assert Servers.parse("first:2+ranks:1").shares([a, b], [c]) == (0.5, 0.25, 0.25)
     assert Servers.parse("ranks:2").shares([a, b], [c, c]) == ()
     assert Servers.parse("node:2").shares([a, b], []) == ()

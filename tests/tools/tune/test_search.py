@@ -57,7 +57,7 @@ SPREAD = {"x": {"low": 1.0, "high": 100.0, "log": True}, "k": {"low": 1, "high":
 def test_who_is_behind_is_left_behind(method: str, tmp_path: Path) -> None:
     search = {"method": method, "trials": 4, "pruning": "halving", "run": {"workers": 3}, "parameters": SPREAD}
     tuned = pretend(begin(search, tmp_path, ("--reports=30",)))
-    assert tuned.trials[0].state == "finished"  # nobody to be behind
+    assert tuned.trials[0].state == "finished"  # no trial to be behind
     assert {trial.state for trial in tuned.trials} <= {"finished", "pruned"}
     assert all(isinstance(trial.parameters["k"], int) for trial in tuned.trials)
     assert read_config(tuned.folder / "best.toml").options == {"workers": 3}

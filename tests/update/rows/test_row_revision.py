@@ -81,13 +81,13 @@ def test_differs_from_adagrad_when_reads_are_stale() -> None:
 
 
 def test_a_row_that_was_never_read_counts_as_read_now() -> None:
-    current, unread, nobody = (revised(4, 3) for _ in range(3))
+    current, unread, without = (revised(4, 3) for _ in range(3))
     for step in range(5):
         gradient = random_rows(step, 4, 3)
         current.update(torch.arange(4), gradient, current.state["gradient_sum"].clone())
         unread.update(torch.arange(4), gradient, torch.full_like(gradient, math.nan))
-        nobody.update(torch.arange(4), gradient, None)
-    for rows in (unread, nobody):
+        without.update(torch.arange(4), gradient, None)
+    for rows in (unread, without):
         assert all(torch.equal(column, rows.all()[name]) for name, column in current.all().items())
 
 

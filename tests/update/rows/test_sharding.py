@@ -1,4 +1,4 @@
-"""Which server a row lives on: all by somebody, as many as its share, and values are the same wherever they lie."""
+"""Which server a row lives on: each on one, as many as its share, and values are the same wherever they lie."""
 
 from pathlib import Path
 

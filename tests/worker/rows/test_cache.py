@@ -87,7 +87,7 @@ def test_the_rows_used_least_recently_go_and_none_of_the_read_at_hand() -> None:
 def test_t17_echoes_are_those_of_the_rows_that_were_handed_out() -> None:
     kept = cache(echo_width=1)
     kept.install(0, A, torch.tensor([[1.0, 5.0]], dtype=torch.float64), 0, 0, ())
-    assert kept.read_echoes(A).isnan().all(), "nobody has read it"
+    assert kept.read_echoes(A).isnan().all(), "it was never read"
     kept.note_read(A, kept.read(A)[0])
     kept.install(0, A, torch.tensor([[2.0, 6.0]], dtype=torch.float64), 1, 0, ())
     assert kept.read_echoes(torch.cat([A, B])).nan_to_num(-1.0).tolist() == [[5.0], [-1.0]]

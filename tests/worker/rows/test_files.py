@@ -184,7 +184,7 @@ def test_rows_that_a_server_refuses_are_not_said_to_be_loaded(tmp_path: Path) ->
         table = open_users(ps)
         table.push(IDS, torch.ones(len(IDS), 3))
         ps.clock()
-        pieces = [*table._whole.pieces(values_only=False, exact=True)] * 2  # as nobody saves them: each id twice
+        pieces = [*table._whole.pieces(values_only=False, exact=True)] * 2  # as no server saves them: each id twice
         save_rows(path, table.spec, row_rule(table.spec.rule, None), pieces, 2 * len(IDS))
         with pytest.raises(Refused, match=r"600 of 1200 ids of rows repeat.* 0 rows are loaded for certain"):
             table.load(path)

@@ -26,7 +26,7 @@ APPLIED = PushOutcome(applied=True)
 
 
 @dataclass
-class Desk:
+class PushReceiver:
     """Takes what is sent, and answers when told to."""
 
     room: int = 8
@@ -49,7 +49,7 @@ class Desk:
         return sum(not answer.done() for answer in self.answers)
 
 
-def budgeted(request_handler: Desk, chosen: Managed | None = None, hold: int = 1, lr: float = -1.0) -> BudgetedRows:
+def budgeted(receiver: PushReceiver, chosen: Managed | None = None, hold: int = 1, lr: float = -1.0) -> BudgetedRows:
     chosen, ops = chosen or Managed(budget_mbps=1.0), row_ops()
     return BudgetedRows(
         "t",
@@ -60,10 +60,10 @@ def budgeted(request_handler: Desk, chosen: Managed | None = None, hold: int = 1
         True,
         lambda rows: -lr * rows,
         ROW_BYTES,
-        request_handler.send,
-        lambda: request_handler.num_under_way < request_handler.room,
-        lambda: request_handler.traffic,
-        lambda: request_handler.clock,
+        receiver.send,
+        lambda: receiver.num_under_way < receiver.room,
+        lambda: receiver.traffic,
+        lambda: receiver.clock,
     )
 
 
@@ -85,8 +85,8 @@ STEPS = st.lists(
 def test_what_was_sent_and_what_waits_are_what_was_pushed(
     steps: list[tuple[str, object, int]], priority: Priority
 ) -> None:
-    request_handler = Desk()
-    rows = budgeted(request_handler, Managed(budget_mbps=0.2, priority=priority))
+    receiver = PushReceiver()
+    rows = budgeted(receiver, Managed(budget_mbps=0.2, priority=priority))
     now, pushed = 0.0, torch.zeros(31, dtype=torch.float64)
     futures = list[Future[PushOutcome]]()
     for what, first, value in steps:
@@ -94,69 +94,69 @@ def test_what_was_sent_and_what_waits_are_what_was_pushed(
             assert isinstance(first, list)
             futures.append(push(rows, first, value))
             pushed[first] += value
-            request_handler.clock += 1
+            receiver.clock += 1
         elif what == "act":
             assert isinstance(first, float)
             now += first
             rows.act(now)
         elif what == "answer":
-            open_answers = [answer for answer in request_handler.answers if not answer.done()]
+            open_answers = [answer for answer in receiver.answers if not answer.done()]
             for answer in open_answers[: first if isinstance(first, int) else 0][::-1]:
                 answer.set_result(APPLIED)
         else:
             assert isinstance(first, int)
             rows.demand(first)
         sent = torch.zeros(31, dtype=torch.float64)
-        for ids, values in request_handler.sent:
+        for ids, values in receiver.sent:
             sent[ids] += values[:, 0]
         assert torch.equal(sent + rows.pending.read(torch.arange(31))[:, 0], pushed)
-    while len(rows.pending) or request_handler.num_under_way:
+    while len(rows.pending) or receiver.num_under_way:
         now += 1.0
         rows.act(now)
-        for answer in request_handler.answers:
+        for answer in receiver.answers:
             if not answer.done():
                 answer.set_result(APPLIED)
     assert all(future.result(timeout=0).applied for future in futures)
 
 
 def test_a_row_of_low_priority_goes_before_the_clock_that_bounds_its_wait_is_finished() -> None:
-    request_handler, now = Desk(room=1000), 0.0
-    rows = budgeted(request_handler, Managed(budget_mbps=0.2), hold=1)  # 4000 bytes at a time: 159 rows
+    receiver, now = PushReceiver(room=1000), 0.0
+    rows = budgeted(receiver, Managed(budget_mbps=0.2), hold=1)  # 4000 bytes at a time: 159 rows
     push(rows, [99], value=1e-9)
     num_sent = list[int]()
-    for request_handler.clock in range(2):
+    for receiver.clock in range(2):
         for _ in range(3):
             push(rows, list(range(100, 2100)))
             now += 1.0
             rows.act(now)
-        due = rows.deferral.due(request_handler.clock)
+        due = rows.deferral.due(receiver.clock)
         if rows.has_due(due):
             rows.demand(due)
             while rows.has_due(due):
                 now += 1.0
                 rows.act(now)
             rows.relax()
-        num_sent.append(sum(99 in ids for ids, _ in request_handler.sent))
+        num_sent.append(sum(99 in ids for ids, _ in receiver.sent))
     assert num_sent == [0, 1]
 
 
 def test_half_of_a_burst_is_for_rows_that_have_to_go_in_this_clock() -> None:
-    request_handler = Desk()
-    rows = budgeted(request_handler, Managed(budget_mbps=1.0, chunk_kb=0.11), hold=1)  # four rows at a time
+    receiver = PushReceiver()
+    rows = budgeted(receiver, Managed(budget_mbps=1.0, chunk_kb=0.11), hold=1)  # four rows at a time
     push(rows, [1, 2, 3], value=0.1)
-    request_handler.clock = 1
+    receiver.clock = 1
     push(rows, [5, 6, 7, 8], value=9.0)
     rows.act(0.0)
-    assert len(set(request_handler.sent[0][0]) & {1, 2, 3}) == 2
-    assert len(set(request_handler.sent[0][0]) & {5, 6, 7, 8}) == 2
-    rows.demand(0)  # somebody waits for what is left of clock 0
+    assert len(set(receiver.sent[0][0]) & {1, 2, 3}) == 2
+    assert len(set(receiver.sent[0][0]) & {5, 6, 7, 8}) == 2
+    rows.demand(0)  # what is left of clock 0 is waited for
     rows.act(9.0)
-    assert len(set(request_handler.sent[1][0]) & {1, 2, 3}) == 1
+    assert len(set(receiver.sent[1][0]) & {1, 2, 3}) == 1
 
 
 def test_what_changes_most_goes_first_and_then_counts_anew() -> None:
-    request_handler = Desk()
-    rows = budgeted(request_handler, Managed(budget_mbps=1.0, chunk_kb=0.06))  # two rows at a time
+    receiver = PushReceiver()
+    rows = budgeted(receiver, Managed(budget_mbps=1.0, chunk_kb=0.06))  # two rows at a time
     rows.cache.install(
         0, torch.tensor([1, 2, 3]), torch.tensor([[10.0, 10.0], [0.1, 0.1], [0.0, 0.0]]).double(), 0, 0, ()
     )
@@ -165,14 +165,14 @@ def test_what_changes_most_goes_first_and_then_counts_anew() -> None:
     push(rows, [4], value=0.01)
     push(rows, [2], value=1e-9)  # its 20 were sent
     rows.act(10.0)
-    assert [ids for ids, _ in request_handler.sent] == [[2, 3], [1, 4]]
+    assert [ids for ids, _ in receiver.sent] == [[2, 3], [1, 4]]
     rows.act(20.0)
-    assert request_handler.sent[-1][0] == [2]
+    assert receiver.sent[-1][0] == [2]
 
 
 def test_own_pushes_are_in_rows_here_and_in_rows_that_come() -> None:
-    request_handler = Desk()
-    rows = budgeted(request_handler, lr=0.5)
+    receiver = PushReceiver()
+    rows = budgeted(receiver, lr=0.5)
     ids = torch.tensor([1, 2])
     rows.cache.install(0, ids[:1], torch.ones(1, 2).double(), 0, 0, ())
     push(rows, [1, 2], value=4.0)
@@ -212,79 +212,79 @@ def test_a_thread_that_wakes_late_loses_nothing() -> None:
 
 
 def test_sends_keep_to_the_budget_and_say_when_to_go_on() -> None:
-    request_handler = Desk(room=1000)
-    rows = budgeted(request_handler, Managed(budget_mbps=8.0))  # 1 MB a second
+    receiver = PushReceiver(room=1000)
+    rows = budgeted(receiver, Managed(budget_mbps=8.0))  # 1 MB a second
     push(rows, list(range(20_000)))
     now, end = 0.0, 0.0
     while (pause_s := rows.act(now)) is not None:
         assert 0 < pause_s < 0.02
         end = now = now + pause_s
-    assert sent_bytes(request_handler.traffic) / 1e6 == pytest.approx(end, abs=0.03)
-    assert max(len(ids) for ids, _ in request_handler.sent) * ROW_BYTES <= rows.settings.burst_bytes == 10_000
+    assert sent_bytes(receiver.traffic) / 1e6 == pytest.approx(end, abs=0.03)
+    assert max(len(ids) for ids, _ in receiver.sent) * ROW_BYTES <= rows.settings.burst_bytes == 10_000
 
 
 def test_reads_are_paid_for_before_more_is_sent() -> None:
-    request_handler = Desk()
-    rows = budgeted(request_handler, Managed(budget_mbps=8.0))
-    request_handler.traffic += RowTraffic(pulled=WireBytes(frames=1, key_bytes=500_000))
+    receiver = PushReceiver()
+    rows = budgeted(receiver, Managed(budget_mbps=8.0))
+    receiver.traffic += RowTraffic(pulled=WireBytes(frames=1, key_bytes=500_000))
     push(rows, [1])
     pause_s = rows.act(0.0)
-    assert not request_handler.sent
+    assert not receiver.sent
     assert pause_s == pytest.approx(0.51, abs=0.02)
     assert rows.act(pause_s) is None
-    assert len(request_handler.sent) == 1
+    assert len(receiver.sent) == 1
 
 
 def test_no_more_is_sent_while_too_much_is_under_way() -> None:
-    request_handler = Desk(room=1)
-    rows = budgeted(request_handler, Managed(budget_mbps=1.0, chunk_kb=0.03))
+    receiver = PushReceiver(room=1)
+    rows = budgeted(receiver, Managed(budget_mbps=1.0, chunk_kb=0.03))
     push(rows, [1, 2])
     assert rows.act(0.0) is None
     assert rows.act(9.0) is None
-    assert len(request_handler.sent) == 1
-    request_handler.answer(0)
+    assert len(receiver.sent) == 1
+    receiver.answer(0)
     rows.act(9.0)
-    assert len(request_handler.sent) == 2
+    assert len(receiver.sent) == 2
 
 
 def test_a_push_is_answered_when_all_of_it_is() -> None:
-    request_handler = Desk()
-    rows = budgeted(request_handler, Managed(budget_mbps=1.0, priority="fifo", chunk_kb=0.06))
+    receiver = PushReceiver()
+    rows = budgeted(receiver, Managed(budget_mbps=1.0, priority="fifo", chunk_kb=0.06))
     first, second = push(rows, [1, 2, 3]), push(rows, [3, 4])
     rows.act(0.0)
     rows.act(1.0)
-    request_handler.answer(1)
+    receiver.answer(1)
     assert not first.done()
-    request_handler.answer(0)
+    receiver.answer(0)
     assert first.result(timeout=0).applied
     assert second.result(timeout=0).applied  # its rows were in the same two
     assert push(rows, []).result(timeout=0).applied
 
 
 def test_a_push_is_refused_if_something_that_may_be_of_it_was() -> None:
-    request_handler = Desk()
-    rows = budgeted(request_handler)
+    receiver = PushReceiver()
+    rows = budgeted(receiver)
     first = push(rows, [1])
     rows.act(0.0)
     second = push(rows, [1])
     rows.act(1.0)
-    request_handler.answer(1, PushOutcome(applied=False, reason="full"))
-    request_handler.answer(0)
+    receiver.answer(1, PushOutcome(applied=False, reason="full"))
+    receiver.answer(0)
     third = push(rows, [1])
     rows.act(2.0)
-    request_handler.answer(2)
+    receiver.answer(2)
     assert second.result(timeout=0).reason == "full"
     assert third.result(timeout=0).applied
     assert first.result(timeout=0).applied
 
 
 def test_whoever_waits_for_a_push_is_told_when_all_is_over() -> None:
-    request_handler = Desk()
-    rows = budgeted(request_handler)
+    receiver = PushReceiver()
+    rows = budgeted(receiver)
     sent = push(rows, [1])
     rows.act(0.0)
     waiting = push(rows, [1])
-    request_handler.answers[0].set_exception(PeerError("gone"))
+    receiver.answers[0].set_exception(PeerError("gone"))
     rows.abandon(PeerError("gone"))
     for future in (sent, waiting):
         with pytest.raises(PeerError, match="gone"):

@@ -108,7 +108,7 @@ def test_t10_what_changes_between_a_reply_and_the_next_clock_is_delivered(tmp_pa
             tick(reader, writer)
             await_deliveries(reader, clock)
             assert torch.equal(reads.pull(IDS), clock * ONES)
-            assert reads.traffic.pulled.frames == asked, "nobody was asked"
+            assert reads.traffic.pulled.frames == asked, "no server was asked"
         assert reads.traffic.delivered.frames >= 2 * 3
         assert reads.traffic.delivered.value_bytes == 3 * IDS.numel() * 16, "each change once"
 

@@ -41,9 +41,9 @@ match do:
             report(turn, x / turn)
             if signal.sigtimedwait({signal.SIGTERM}, 0.02):
                 sys.exit(143)
-        sys.exit("nobody has told this trial to stop")
+        sys.exit("this trial was not told to stop")
     case "wait":
-        Path("gate").read_bytes()  # blocks while it is a pipe that nobody writes to
+        Path("gate").read_bytes()  # blocks while it is a pipe that is not written to
     case "diverge":
         report(1, None)
         raise SystemExit(0)

@@ -88,7 +88,7 @@ def check_wrong(dice: random.Random, library: ops.RowOps) -> None:
         except ProtocolBug:
             continue
         raise AssertionError(f"{slots} was not refused")
-    broken = torch.full((128,), -1)  # entries of an index whose slots nobody has
+    broken = torch.full((128,), -1)  # entries of an index whose slots are free
     broken[::2] = 0
     assert (library.find(broken, ids, new) == -1).all()
 
