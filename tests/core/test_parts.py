@@ -279,4 +279,4 @@ def test_a_life_that_never_began_can_be_over_and_stays_so() -> None:
 
 
 def test_t2_readers_compare_with_the_need_of_the_reader_not_with_its_clock() -> None:
-    assert DenseReadQueue(subscribing=False).ask(Pull(sender(0), 1, "w", clock=9, needs=2), clock=2)
+    assert DenseReadQueue(subscribing=False).add_pull(Pull(sender(0), 1, "w", clock=9, needs=2), clock=2)
