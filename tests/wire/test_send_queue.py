@@ -97,6 +97,30 @@ def test_a_repetition_of_what_waits_is_left_out() -> None:
     assert [header for header, _ in gate.taken] == [b"push 1", b"push 2"]
 
 
+class CountedHeader(bytes):
+    """A header that counts how often headers are compared."""
+
+    num_compared = 0
+    __hash__ = bytes.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        CountedHeader.num_compared += 1
+        return bytes.__eq__(self, other)  # type: ignore[arg-type]
+
+
+def test_a_frame_costs_the_same_however_many_wait() -> None:
+    gate = Gate()
+    post = SendQueue(gate, on_broken=gate.close, bounded=True)
+    post.send(b"large", memoryview(bytes(LARGE)))
+    CountedHeader.num_compared = 0
+    for number in range(1000):
+        post.send(CountedHeader(b"answer %d" % number))
+    num_compared = CountedHeader.num_compared
+    gate.close()
+    post.close()
+    assert num_compared <= 1000  # 499,500 where each frame is compared with all that wait
+
+
 def test_closing_ends_the_thread_and_drops_what_has_not_left() -> None:
     gate = Gate()
     before = threading.active_count()

@@ -6,7 +6,7 @@ So a slow peer does not delay the others. Small frames that are sent while a `Se
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -113,6 +113,10 @@ class SendQueue:
     # Invariant: the frame being sent stays the first of its queue until it has left.
     _urgent: deque[_Frame] = field(default_factory=deque[_Frame])
     _waiting: deque[_Frame] = field(default_factory=deque[_Frame])
+    # Of all waiting frames, so that one costs the same however many wait: headers, bytes of bodies, number by `owed`.
+    _headers: set[bytes] = field(default_factory=set[bytes])
+    _num_waiting_bytes: int = 0
+    _num_owed: Counter[str] = field(default_factory=Counter[str])
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _thread: threading.Thread | None = None
     _held: list[_Frame] = field(default_factory=list[_Frame])
@@ -185,7 +189,7 @@ class SendQueue:
             if self._closed:
                 return
             may_wait = not self.bounded or not frame.body.nbytes or bool(frame.owed) or self._has_room()
-            if may_wait and not self._is_known(frame.header):
+            if may_wait and frame.header not in self._headers:
                 self._put(self._kept(frame), self._urgent if frame.urgent else self._waiting)
             is_flooded = self.bounded and self._is_flooded(frame.owed)
         if is_flooded:
@@ -201,13 +205,8 @@ class SendQueue:
             self._give_up()
             return True
 
-    def _is_known(self, header: bytes) -> bool:
-        """Return whether a frame with this header waits already."""
-        return any(header == frame.header for frame in (*self._urgent, *self._waiting))
-
     def _is_flooded(self, owed: str) -> bool:
-        num_owed = sum(frame.owed == owed for frame in self._waiting) if owed else 0
-        return len(self._waiting) + len(self._urgent) > _MOST_FRAMES or num_owed > _MOST_OWED
+        return len(self._headers) > _MOST_FRAMES or (bool(owed) and self._num_owed[owed] > _MOST_OWED)
 
     def _kept(self, frame: _Frame) -> _Frame:
         """Return the frame with a body that does not change while it waits."""
@@ -219,6 +218,10 @@ class SendQueue:
     def _put(self, frame: _Frame, queue: deque[_Frame]) -> None:
         """Leave a frame to the thread."""
         queue.append(frame)
+        self._headers.add(frame.header)
+        self._num_waiting_bytes += frame.body.nbytes
+        if frame.owed:
+            self._num_owed[frame.owed] += 1
         if self._thread is None:
             name = f"paceline-post-{self.connection.peer}"
             self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -226,7 +229,17 @@ class SendQueue:
         self._changed.notify_all()
 
     def _has_room(self) -> bool:
-        return sum(frame.body.nbytes for frame in self._waiting) < _MOST_WAITING_BYTES
+        return self._num_waiting_bytes < _MOST_WAITING_BYTES
+
+    def _take(self, queue: deque[_Frame]) -> None:
+        """Remove the first frame of a queue, which has left."""
+        frame = queue.popleft()
+        self._headers.discard(frame.header)
+        self._num_waiting_bytes -= frame.body.nbytes
+        if frame.owed:
+            self._num_owed[frame.owed] -= 1
+            if not self._num_owed[frame.owed]:
+                del self._num_owed[frame.owed]
 
     def _work(self) -> None:
         """Send the waiting frames until closed."""
@@ -241,7 +254,7 @@ class SendQueue:
             del frame  # frees its memory while the thread waits for the next one
             with self._changed:
                 if not self._closed:
-                    queue.popleft()
+                    self._take(queue)
                 self._changed.notify_all()
 
     def _send(self, frame: _Frame) -> None:
@@ -255,6 +268,9 @@ class SendQueue:
         self._closed = True
         self._urgent.clear()
         self._waiting.clear()
+        self._headers.clear()
+        self._num_owed.clear()
+        self._num_waiting_bytes = 0
         self._held = []
         self._changed.notify_all()
 
