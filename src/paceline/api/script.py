@@ -118,7 +118,10 @@ def current() -> Session:
     """
     session = _known()
     if session is None:
-        raise UsageError("paceline.init() has not been called in this process: call it first.")
+        raise UsageError(
+            "paceline.init() has not been called in this process: call it first, or paceline.init(ps) after "
+            "ps = paceline.connect()."
+        )
     return session
 
 

@@ -231,7 +231,7 @@ class SendQueue:
     def _has_room(self) -> bool:
         return self._num_waiting_bytes < _MOST_WAITING_BYTES
 
-    def _take(self, queue: deque[_Frame]) -> None:
+    def _remove_first(self, queue: deque[_Frame]) -> None:
         """Remove the first frame of a queue, which has left."""
         frame = queue.popleft()
         self._headers.discard(frame.header)
@@ -254,7 +254,7 @@ class SendQueue:
             del frame  # frees its memory while the thread waits for the next one
             with self._changed:
                 if not self._closed:
-                    self._take(queue)
+                    self._remove_first(queue)
                 self._changed.notify_all()
 
     def _send(self, frame: _Frame) -> None:
