@@ -174,6 +174,7 @@ OUT_OF_RANGE: list[tuple[RuleSpec, dict[str, Any], str]] = [
     (update.torch_optim("Adam"), {"betas": (-1.0, 0.9)}, "Invalid beta parameter"),
     (update.torch_optim("RAdam"), {"betas": (0.9, 2.0)}, "Invalid beta parameter"),
     (update.Adagrad(lr=0.1), {"lr_decay": -1.0}, "Invalid lr_decay value: -1.0"),
+    (update.torch_optim("RMSprop"), {"momentum": 0.9}, "momentum was off when 'out of range 6' was declared"),
     (update.DelayedNesterov(lr=0.1, every=2), {"every": 0}, "every is 0, expected a whole number"),
 ]
 

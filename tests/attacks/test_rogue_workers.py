@@ -162,6 +162,7 @@ REFUSED: dict[str, tuple[Attack, str]] = {
     "a step size that is NaN": (bad_hyper(lr=math.nan), r"not a number \['lr'\]"),
     "an endless step size": (bad_hyper(lr=math.inf), r"not a number \['lr'\]"),
     "a step size out of range": (bad_hyper(lr=MOST), r"not a number \['lr'\]"),
+    "a state that there is not": (bad_hyper(amsgrad=True), "amsgrad was off when 'r' was declared"),
     "one beta": (bad_hyper(betas=0.9), r"not a number \['betas'\]"),
     "three betas": (bad_hyper(betas=(0.9, 0.9, 0.9)), r"not a number \['betas'\]"),
     "too many groups": (
@@ -169,6 +170,22 @@ REFUSED: dict[str, tuple[Attack, str]] = {
         "hyperparameters of 2 groups",
     ),
 }
+
+
+def test_numbers_that_a_rule_of_rows_cannot_take_are_refused(victim: Target) -> None:
+    rule = update.FTRL(alpha=0.1, l1=1.0)
+    declared = rule.groups[0]
+
+    def attack(rogue: Rogue) -> None:
+        rogue.say(DeclareRows(9, row_table("clicks", rule)))
+        for seq, alpha in enumerate((0, 0.2)):
+            push = rogue.push(seq, "clicks")
+            rogue.say(RowPushFrame(push, 1.0, ({**declared, "alpha": alpha},), ALL_IDS), ROW_BODY)
+
+    _, refused, applied = outcome(victim, attack)
+    assert isinstance(refused, PushRefused)
+    assert "alpha is 0, expected" in refused.reason
+    assert isinstance(applied, Applied)
 
 
 @pytest.mark.parametrize(("attack", "reason"), REFUSED.values(), ids=REFUSED)

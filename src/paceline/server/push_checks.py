@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from math import isfinite
 
-from paceline.update.named_rules import numbers_problem
+from paceline.update.named_rules import numbers_problem, runs_in_torch
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.rules import Hyper, Number
 from paceline.update.table import TableSpec
-from paceline.update.torch_rule import SWITCHES
+from paceline.update.torch_rule import SWITCHES, lacks_state
 from paceline.wire.messages import PushFrame, RowPushFrame
 
 _MOST = 1 << 63  # of a whole number, for torch
@@ -23,10 +23,21 @@ def push_problem(spec: TableSpec | RowTableSpec, frame: PushFrame | RowPushFrame
     if frame.hyper and len(frame.hyper) != len(groups):
         return f"it carries hyperparameters of {len(frame.hyper)} groups, '{spec.name}' has {len(groups)}"
     for number, (given, known) in enumerate(zip(frame.hyper, groups, strict=False)):
-        problem = hyper_problem(spec.rule.name, given, known)
+        problem = hyper_problem(spec.rule.name, given, known) or _state_problem(spec, given, known)
         if problem:
             return f"hyperparameters of group {number}: {problem}"
     return ""
+
+
+def _state_problem(spec: TableSpec | RowTableSpec, given: Hyper, known: Hyper) -> str:
+    """Return which hyperparameters need a state that the table was not declared with, "" if none does.
+
+    Dense tables make it when it is first needed, but for torch's own steps.
+    """
+    if isinstance(spec, TableSpec) and (not runs_in_torch(spec.rule) or spec.rule.name == "torch.optim.SGD"):
+        return ""
+    lacking = lacks_state(given, known)
+    return f"{', '.join(lacking)} was off when '{spec.name}' was declared, which has no state for it" if lacking else ""
 
 
 def hyper_problem(rule: str, given: Hyper, known: Hyper) -> str:

@@ -301,6 +301,10 @@ def numbers_problem(rule: str, numbers: Hyper) -> str:
     """Return why a rule does not take the values of these hyperparameters, "" if it does, or is not one of ours."""
     if rule.startswith(PREFIX):
         return torch_rule.numbers_problem(rule, numbers)
+    if rule in _ROWS_ONLY:
+        plain = [(key, value) for key, value in numbers.items() if isinstance(value, int | float)]
+        low = [f"{key} is {value}" for key, value in plain if value < 0 or (key == "alpha" and not value)]
+        return f"{', '.join(low)}, expected 0 or more, and alpha above 0" if low else ""
     every = numbers.get("every", 1)
     if rule == "delayed_nesterov" and not (type(every) is int and every >= 1):
         return f"every is {every}, expected a whole number of at least 1"

@@ -32,6 +32,7 @@ _NOT_HYPER = frozenset({"params", "param_names"})
 _LOCAL_ONLY = ("differentiable", "capturable")
 # What says how a step is computed, not what it computes: settled when a table is declared, and never changed by a push.
 SWITCHES: Final = ("fused", "foreach", *_LOCAL_ONLY)
+_NO_PARAMETERS: Final = "empty parameter list"  # what torch says of none
 # Each lets the optimizers that know it keep one state more.
 _MORE_STATE: Final[Hyper] = {"momentum": 0.9, "amsgrad": True, "centered": True}
 
@@ -157,12 +158,21 @@ def _expected(rule: str, key: str, value: Number | tuple[Number, ...]) -> str:
     return ""
 
 
+def lacks_state(given: Hyper, known: Hyper) -> list[str]:
+    """Return the hyperparameters that are switched on and need a state that the declared ones do not make.
+
+    >>> lacks_state({"lr": 0.1, "momentum": 0.9}, {"lr": 0.1, "momentum": 0})
+    ['momentum']
+    """
+    return [key for key in (*_MORE_STATE, "lr_decay") if given.get(key) and not known.get(key)]
+
+
 @lru_cache(maxsize=256)
 def _refusal(rule: str, numbers: frozenset[tuple[str, Number | tuple[Number, ...]]]) -> str:
-    try:
-        _construct(optimizer_class(rule), [{"params": [nn.Parameter(torch.zeros(1, 1))]}], dict(numbers))
+    try:  # without parameters: a constructor checks its numbers first, and adding some imports much of torch
+        _construct(optimizer_class(rule), [], dict(numbers))
     except (TypeError, ValueError, ArithmeticError) as error:
-        return str(error)[:200]
+        return "" if _NO_PARAMETERS in str(error) else str(error)[:200]
     return ""
 
 
