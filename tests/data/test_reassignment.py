@@ -204,7 +204,10 @@ def test_what_comes_back_when_the_others_are_through_counts_in_their_next_clock(
     assert training.all_counted() == list(range(36))
 
 
-@pytest.mark.parametrize(("num_samples", "clock"), [(36, 0), (36, 1), (47, 1), (47, 2)])
+# The last one needs a quiet machine: a busy one may take longer than its lease to deal the last batches of the epoch.
+@pytest.mark.parametrize(
+    ("num_samples", "clock"), [(36, 0), (36, 1), (47, 1), pytest.param(47, 2, marks=pytest.mark.campaign)]
+)
 @pytest.mark.parametrize(("is_fed", "slices"), [(False, 3), (True, 1)])
 def test_each_sample_weighs_as_much_as_if_nobody_had_died(
     num_samples: int, clock: int, is_fed: bool, slices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
