@@ -152,6 +152,7 @@ def with_numbers(name: str, **numbers: Number) -> RuleSpec:
         (with_numbers("SGD", weight_decay=True), "weight_decay is True, expected a number"),
         (with_numbers("Adam", betas=(0.9, 1.0)), "Invalid beta parameter at index 1: 1.0"),
         (with_numbers("Adam", betas=(0.9, 0.99, 0.9)), r"betas is \(0.9, 0.99, 0.9\), expected 2 numbers"),
+        (with_numbers("Muon", ns_steps=2.5), "ns_steps is 2.5, expected a whole number"),
         (RuleSpec("delayed_nesterov", ({"lr": 0.1, "momentum": 0.9, "every": 0},)), "every is 0, expected a whole"),
         (RuleSpec("add", ({"lr": 0.1},)), r"no hyperparameter \['lr'\]"),
         (RuleSpec("delayed_nesterov", ({"lr": 0.1, "momentum": 0.9, "every": 2, "fused": True},)), "no hyperparameter"),

@@ -155,7 +155,7 @@ def _expected(rule: str, key: str, value: Number | tuple[Number, ...]) -> str:
     is_flag = key in _flags(rule)
     if any(isinstance(item, bool) != is_flag for item in (value if isinstance(value, tuple) else (value,))):
         return "True or False" if is_flag else "a number"
-    return ""
+    return "a whole number" if key in _whole_numbers(rule) and not isinstance(value, int) else ""
 
 
 def lacks_state(given: Hyper, known: Hyper) -> list[str]:
@@ -181,6 +181,13 @@ def _flags(rule: str) -> frozenset[str]:
     """Return the hyperparameters of a class of torch.optim that are True or False, without the switches."""
     given = {key for key, default in _defaults(rule).items() if isinstance(default, bool)}
     return frozenset({"decoupled_weight_decay", *given} - set(SWITCHES))
+
+
+@lru_cache(maxsize=64)
+def _whole_numbers(rule: str) -> frozenset[str]:
+    """Return the hyperparameters that a class of torch.optim declares as int."""
+    given = inspect.signature(optimizer_class(rule)).parameters
+    return frozenset(key for key, each in given.items() if each.annotation in (int, "int"))
 
 
 @lru_cache(maxsize=64)
