@@ -19,7 +19,7 @@ from paceline.api.session import Session
 from paceline.core.consistency import bsp
 from paceline.errors import UsageError
 from paceline.job.mesh import MeshShape
-from paceline.model_parallel.part import ModelPart
+from paceline.model_parallel.arrangement import ModelPart
 from paceline.training.groups import GroupedOptimizer, Groups
 from paceline.training.parameter_server import ParameterServer
 from paceline.training.strategy import Settings

@@ -44,8 +44,8 @@ from paceline.worker.lock import WorkerOptions
 from paceline.worker.waits import Waits
 
 if TYPE_CHECKING:
+    from paceline.data.sources.declared import BatchRecipe
     from paceline.data.sources.reader import Reader
-    from paceline.data.sources.recipe import BatchRecipe
 
 
 @dataclass(slots=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
+    from paceline.data.sources.declared import BatchRecipe
     from paceline.data.sources.reader import Reader
-    from paceline.data.sources.recipe import BatchRecipe
 
 # Opens a recipe, of which so many batches are made before they are read. The modules that read are imported only when a
 # reader is opened, so that processes without one start faster.

@@ -11,9 +11,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.core.work_queue import WorkAnswer, WorkRound
-from paceline.data.order import EpochOrder, EpochRounds, num_slices
+from paceline.data.order import EpochOrder, EpochRounds, num_slices, terms_of
 from paceline.data.partition import DataCut, Sharding
-from paceline.data.position import terms_of
 from paceline.data.sharding import ShardedLoader
 from paceline.errors import UsageError
 from paceline.server.work_queue import WorkQueueEntry, read_answer

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from paceline.model_parallel.arrangement import whole
 from paceline.model_parallel.equivalence import WholeCheck
-from paceline.model_parallel.part import whole
 from paceline.model_parallel.split_layers import (
     ColumnLinear,
     LayerCut,

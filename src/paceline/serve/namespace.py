@@ -8,30 +8,40 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar, final
+
+import msgspec
+from safetensors import SafetensorError
 
 from paceline.core.messages import Sender, WorkerRefused
 from paceline.core.settings import ServerSettings
-from paceline.errors import CheckpointError, ConnectionLost, DeadlineExceeded, PacelineError, PeerError
+from paceline.errors import CheckpointError, ConnectionLost, DeadlineExceeded, PacelineError, PeerError, Refused
 from paceline.job.environment import checks_memory
 from paceline.job.machines import cores_here, server_threads
 from paceline.observe.trace import Trace
-from paceline.serve.admission import Admission
-from paceline.serve.checkpoint import TableVersions, restore_tables, save_tables
+from paceline.serve.messages import MAX_WORKERS, EnterAccepted, EnterRequest
+from paceline.serve.state import Manifest, ManifestEntry, digest_of, sync
 from paceline.server.node import ServerNode
 from paceline.transport.base import EMPTY, Connection, Frame, PeerIdentity, Place
 from paceline.transport.deadline import seconds
+from paceline.update.rows.spec import RowTableSpec
+from paceline.update.rules import Hyper
+from paceline.update.table import decode_table
+from paceline.version import __version__
 from paceline.wire.messages import Hello, decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Collection, Sequence
 
     from paceline.core.consistency import Consistency
-    from paceline.serve.messages import EnterAccepted, EnterFrame, EnterRequest
-    from paceline.serve.state import NamespaceFolder
+    from paceline.core.membership import Incarnation
+    from paceline.serve.messages import EnterFrame
+    from paceline.serve.state import NamespaceFolder, Save
     from paceline.server.node import ServerState
     from paceline.transport.base import Transport
 
@@ -45,6 +55,10 @@ ANSWER_TIMEOUT_S: Final = 50.0  # less than clients wait for
 SAVE_TIMEOUT_S: Final = 600.0  # for as much as a machine may hold
 _END_TIMEOUT_S: Final = 10.0
 _RETRY_S: Final = 10.0  # what the disk did not take is tried again so soon, or when it is due anyway
+_HYPER = msgspec.msgpack.Decoder(tuple[Hyper, ...])
+_SPEC_DECODERS = {"shape": decode_table, "rows": msgspec.msgpack.Decoder(RowTableSpec).decode}
+# Who was told its rank has so long to come with it.
+RESERVED_S: Final = 10.0
 
 
 @final
@@ -384,3 +398,174 @@ class Namespace:
 def _num_threads(consistency: Consistency) -> int:
     """Return with how many threads a table is updated: workers are elsewhere."""
     return server_threads(consistency, len(cores_here()), num_servers=1, num_workers=0)
+
+
+@dataclass(frozen=True, slots=True)
+class TableVersions:
+    """The versions of a server's tables: equal versions mean equal values."""
+
+    clock: int
+    versions: tuple[tuple[str, int, int], ...]
+
+    @staticmethod
+    def read(held: ServerState) -> TableVersions:
+        """Read the versions of the tables that have values."""
+        versions = [
+            (name, held.core.tables[name].version, table.version)
+            for name, table in held.tables.items()
+            if table.has_values
+        ]
+        return TableVersions(clock_of(held), tuple(sorted(versions)))
+
+
+def clock_of(held: ServerState) -> int:
+    """Return the clock at which the tables stand: the one that is furthest, where they differ."""
+    return max((held.core.clock_of(name) for name in held.core.tables), default=held.core.settings.clock)
+
+
+def save_tables(held: ServerState, namespace: str, folder: Path) -> Manifest:
+    """Write every table that has values to a file of its own; raises OSError or PacelineError where it cannot."""
+    names = [name for name, table in held.tables.items() if table.has_values]
+    entries = [_save_table(held, name, folder / f"{number}.safetensors") for number, name in enumerate(names)]
+    return Manifest(namespace, clock_of(held), tuple(entries))
+
+
+def restore_tables(save: Save, held: ServerState) -> None:
+    """Let a server that has no table yet have those of a save.
+
+    Raises:
+        CheckpointError: they cannot be had here.
+    """
+    for entry in save.manifest.entries:
+        path = save.folder / entry.file
+        try:
+            declared = held.tables.declare(_SPEC_DECODERS[entry.kind](entry.spec))
+            held.core.handle(declared, held.core.started)
+            hyper = _HYPER.decode(entry.hyper)
+            held.tables[declared.table].restore(path, save.manifest.clock, entry.version, hyper)
+        except (PacelineError, SafetensorError, msgspec.DecodeError, KeyError, RuntimeError, OSError) as error:
+            raise CheckpointError(f"table '{entry.name}' cannot be taken from {path}: {error}") from error
+
+
+def _save_table(held: ServerState, name: str, path: Path) -> ManifestEntry:
+    table = held.tables[name]
+    try:
+        table.save(path, clock_of(held))
+    except SafetensorError as error:  # a full disk, for example, which safetensors does not tell as an OSError
+        raise CheckpointError(f"table '{name}' cannot be written to {path}: {error}") from error
+    sync(path)
+    hyper = msgspec.msgpack.encode(table.hyper)
+    return ManifestEntry(name, table.kind, path.name, digest_of(path), table.version, table.encoded_spec(), hyper)
+
+
+class ClaimedRank(Refused):
+    """Another client has the rank that was asked for; if it was killed just now, it has not for long."""
+
+
+@final
+class Admission:
+    """Gives out ranks, each life of one with a number of its own; for the thread that serves.
+
+    Args:
+        namespace: its name, for messages.
+        generation: of this life of the namespace.
+        workers: how many there are to be; None for as many as come.
+        now: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        namespace: str,
+        generation: int,
+        workers: int | None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._namespace = namespace
+        self._generation = generation
+        self._workers = workers
+        self._now = now
+        self._opened_at = now()
+        self._incarnations: dict[int, int] = {}  # the newest that was given out, by rank
+        self._reserved: dict[int, float] = {}  # until when, by rank; of those who have not joined yet
+
+    def admit(self, held: ServerState, ask: EnterRequest, holder_rank: int | None) -> EnterAccepted:
+        """Give a client its rank, which is its own for a while until it has joined.
+
+        `holder_rank` is the worker that its certificate is for, if it is for one.
+
+        Raises:
+            Refused: it cannot have that rank, or others want another number of workers; the message says which.
+        """
+        self._forget_reserved(held)
+        self._check(ask)
+        wanted = ask.rank if holder_rank is None else holder_rank
+        if ask.rank is not None and ask.rank != wanted:
+            raise Refused(f"its certificate is for worker {wanted}, and it asks to be worker {ask.rank}")
+        rank = self._first_free(held) if wanted is None else self._checked(held, wanted)
+        incarnation = self._incarnations.get(rank, -1) + 1
+        self._incarnations[rank] = incarnation
+        self._reserved[rank] = self._now() + RESERVED_S
+        size = self._workers or max([*held.core.members, *self._reserved]) + 1
+        return EnterAccepted(rank, incarnation, self._generation, size)
+
+    def is_idle(self, held: ServerState) -> bool:
+        """Return whether no worker takes part, is expected, or has just been admitted."""
+        self._forget_reserved(held)
+        waited = bool(self._incarnations) or self._now() > self._opened_at + RESERVED_S
+        return waited and not held.core.members and not self._reserved
+
+    def _check(self, ask: EnterRequest) -> None:
+        if ask.version.split(".")[:2] != __version__.split(".")[:2]:
+            raise Refused(f"it runs paceline {ask.version}, and the server {__version__}: install the same on both")
+        if ask.workers != self._workers:
+            raise Refused(
+                f"it wants {_amount(ask.workers)} in namespace '{self._namespace}', where others are with "
+                f"{_amount(self._workers)}: give every client the same workers=..., or name another namespace"
+            )
+
+    def _checked(self, held: ServerState, rank: int) -> int:
+        if self._workers is not None and rank >= self._workers:
+            raise Refused(f"there is no worker {rank} in namespace '{self._namespace}', which has {self._workers}")
+        if rank in self._reserved or _is_here(held, rank):
+            raise ClaimedRank(
+                f"worker {rank} of namespace '{self._namespace}' is there already: leave rank out, or end that one"
+            )
+        return rank
+
+    def _first_free(self, held: ServerState) -> int:
+        """Return the lowest free rank; if all are taken, the lowest whose worker is disconnected."""
+        ranks = range(self._workers or MAX_WORKERS)
+        never_came = (rank for rank in ranks if rank not in self._reserved and _joined(held, rank) is None)
+        rank = next(never_came, None)
+        if rank is None:
+            rank = next((rank for rank in ranks if rank not in self._reserved and not _is_here(held, rank)), None)
+        if rank is None:
+            raise ClaimedRank(f"all {len(ranks)} workers of namespace '{self._namespace}' are there already")
+        return rank
+
+    def _forget_reserved(self, held: ServerState) -> None:
+        now = self._now()
+        self._reserved = {
+            rank: until
+            for rank, until in self._reserved.items()
+            if now < until and not self._has_come(held, Sender(self._generation, rank, self._incarnations[rank]))
+        }
+
+    def _has_come(self, held: ServerState, sender: Sender) -> bool:
+        life = _joined(held, sender.worker)
+        return held.core.lives.has_ended(sender) or (life is not None and life.incarnation == sender.incarnation)
+
+
+def _joined(held: ServerState, rank: int) -> Incarnation | None:
+    life = held.core.lives.current(rank)
+    return life if life is not None and life.joined_at is not None else None
+
+
+def _is_here(held: ServerState, rank: int) -> bool:
+    """Return whether a worker takes part and is connected."""
+    life = _joined(held, rank)
+    return life is not None and life.lease_until is None
+
+
+def _amount(workers: int | None) -> str:
+    return "as many workers as come" if workers is None else f"workers={workers}"

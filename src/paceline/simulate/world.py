@@ -23,10 +23,9 @@ from paceline.core.messages import (
 )
 from paceline.core.server import ServerCore, ServerEvent
 from paceline.core.settings import ServerSettings
-from paceline.simulate.actor import SimulatedWorker
+from paceline.simulate.actor import SimulatedWorker, Subscribed, Unsubscription
 from paceline.simulate.history import History, Life, Lives, Violation
 from paceline.simulate.scenario import Scenario
-from paceline.simulate.subscribed import Subscribed, Unsubscription
 
 TABLE, ROWS = "w", "r"  # table names are these and a number; the first dense table has no number
 NUM_ROWS = 6

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paceline.errors import UsageError
+from paceline.model_parallel.arrangement import whole
 from paceline.model_parallel.mesh import Mesh
 from paceline.model_parallel.parallelize import Parallel
-from paceline.model_parallel.part import whole
 from paceline.model_parallel.sharded import gathered, shard_fully, sliced_like
 from paceline.training.buffers import floating_buffers
 from paceline.training.collective_optimizer import (

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from paceline.collective.collectives import Collectives
 from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
-from paceline.model_parallel.arrangement import Arrangement
+from paceline.model_parallel.arrangement import Arrangement, ModelPart
 from paceline.model_parallel.mesh import Mesh
-from paceline.model_parallel.part import ModelPart
 from paceline.observe.notices import is_told
 from paceline.training.embedding_gradients import EmbeddingLookups
 from paceline.training.flat import FlatParameters

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import UsageError
-from paceline.model_parallel.part import whole
+from paceline.model_parallel.arrangement import whole
 from paceline.model_parallel.sharded import gathered, shard_fully
 from paceline.model_parallel.split_layers import SplitLayer, leave
 from paceline.model_parallel.split_loss import plain

@@ -18,9 +18,16 @@ from paceline.tools.plan.estimate import (
 )
 from paceline.tools.plan.machine import NetworkLink
 from paceline.tools.plan.memory import Memory, peak_in_flight, server_memory, worker_memory
-from paceline.tools.plan.model import NUM_MOMENTS, OptimizerName, PlannedLayer, Precision, TrainingRecipe, plain_model
+from paceline.tools.plan.model import (
+    NUM_MOMENTS,
+    OptimizerName,
+    PlannedLayer,
+    Precision,
+    TrainingRecipe,
+    Transformer,
+    plain_model,
+)
 from paceline.tools.plan.strategy import Joint, PlannedStrategy
-from paceline.tools.plan.transformer import Transformer
 
 GB = 1e9
 SHAPE = Transformer(num_layers=2, hidden=8, num_heads=2, vocabulary=10, sequence=4)

@@ -1,4 +1,4 @@
-"""Where training examples come from, as plain data. Nothing is opened here: that happens where batches are made.
+"""Declared sources of training examples, and batch recipes, as plain data. They are opened where batches are made.
 
 Paths are relative to the folder in which the job runs, which all its processes share; where data servers are used, the
 files have to be theirs to read. A pattern, `shards/*.tar`, stands for the files that match it, sorted by name.
@@ -18,11 +18,11 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike, fspath
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, Literal, TypeAlias, cast
 
 import msgspec
 
-from paceline.errors import UsageError
+from paceline.errors import PeerError, UsageError
 from paceline.update.user_code import split_path
 
 __all__ = ["Source", "arrays", "dataset", "lines", "parquet", "tensors", "webdataset"]
@@ -33,6 +33,7 @@ _SHOWN: Final = 50  # characters of a field in a message
 Path: TypeAlias = str | PathLike[str]
 Paths: TypeAlias = Path | Sequence[Path]
 Plain: TypeAlias = "bool | int | float | str | Sequence[Plain] | Mapping[str, Plain] | None"
+OnError: TypeAlias = Literal["raise", "skip"]
 
 
 class ArrayFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -317,3 +318,40 @@ def _check_plain(value: object, where: str, depth: int = 0) -> None:
             f"{where} has a {type(value).__name__}, expected plain data, which can travel: None, bool, int, float, "
             "str, lists and dicts of these."
         )
+
+
+class BatchRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A source, and what is done with each record of it.
+
+    Args:
+        source: made by a function of `paceline.sources`.
+        transform: "module:function", which takes a record and returns one; None leaves records as they are. A parameter
+            named `generator` gets a `torch.Generator` that depends on seed, epoch and index alone.
+        on_error: for a record that cannot be decoded, "raise" fails the batch and "skip" leaves the record out.
+        seed: of those generators.
+    """
+
+    source: Source
+    transform: str | None = None
+    on_error: OnError = "raise"
+    seed: int = 0
+
+
+_DECODER = msgspec.msgpack.Decoder(BatchRecipe)
+
+
+def encode_recipe(recipe: BatchRecipe) -> bytes:
+    """Return the recipe as msgpack, the same bytes for equal recipes; `decode_recipe` is the inverse."""
+    return msgspec.msgpack.encode(recipe, order="sorted")
+
+
+def decode_recipe(data: bytes | memoryview) -> BatchRecipe:
+    """Decode a recipe of another process; opening it validates it.
+
+    Raises:
+        PeerError: the data are not a recipe.
+    """
+    try:
+        return _DECODER.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise PeerError(f"a peer sent a recipe that cannot be read (do both run the same version?): {error}") from error

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from paceline.data.sources.batch import Batch, BatchRequest, unpack
-from paceline.data.sources.recipe import BatchRecipe
+from paceline.data.sources.declared import BatchRecipe
 from paceline.data.sources.records import SkippedRecords, open_recipe
 from paceline.errors import UsageError
 

@@ -16,7 +16,9 @@ from paceline.data.sources.batch import BatchRequest, Column, PreparedBatch, Ski
 from paceline.data.sources.collating import FlatRecord, UnfitRecord, collate, describe, flatten
 from paceline.data.sources.declared import (
     Arrays,
+    BatchRecipe,
     Lines,
+    OnError,
     OwnDataset,
     Parquet,
     Source,
@@ -25,7 +27,6 @@ from paceline.data.sources.declared import (
     check_source,
 )
 from paceline.data.sources.parquet import TableRows
-from paceline.data.sources.recipe import BatchRecipe, OnError
 from paceline.data.sources.tar import TarSamples
 from paceline.data.sources.text import TextLines
 from paceline.data.sources.user_dataset import DatasetSamples, transform_at

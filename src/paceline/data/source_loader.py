@@ -11,9 +11,8 @@ from typing import Any, Final
 
 import torch
 
-from paceline.data.order import Batches, EpochOrder, EpochRounds, num_slices
+from paceline.data.order import Batches, EpochOrder, EpochRounds, PositionTracker, num_slices, terms_of
 from paceline.data.partition import Sharding
-from paceline.data.position import PositionTracker, terms_of
 from paceline.data.service.client import MAX_PREFETCH
 from paceline.data.service.messages import MAX_SAMPLES
 from paceline.data.slicing import SliceWalk, Slicing

@@ -23,8 +23,8 @@ from paceline.api.session import Session
 from paceline.data.readers import SessionReaders
 from paceline.data.slicing import SliceQueue
 from paceline.data.sources.batch import Batch, BatchRequest
+from paceline.data.sources.declared import BatchRecipe
 from paceline.data.sources.reader import LocalReader
-from paceline.data.sources.recipe import BatchRecipe
 from paceline.errors import RecordError
 from paceline.observe.trace import Epoch, Trace
 
