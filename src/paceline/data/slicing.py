@@ -46,8 +46,8 @@ class ClockSlices(Protocol):
         """Expected number of samples of all workers in the current clock; 0 where it is not known."""
         ...
 
-    def more(self) -> bool:
-        """Return whether this worker gets another slice in the current clock; blocks until that is known."""
+    def claim_next(self) -> bool:
+        """Claim the next slice of the current clock; return whether this worker gets one. Blocks until known."""
         ...
 
 
@@ -193,8 +193,8 @@ class SliceWalk:
             number, index = (number, self._taken.index + 1) if self._taken.home == rank else (number + 1, 0)
         return self.rounds.slices_of(rank, number, index)
 
-    def more(self) -> bool:
-        """Return whether this worker gets another slice in the current clock; blocks for one round trip."""
+    def claim_next(self) -> bool:
+        """Claim the next slice of the current clock; return whether this worker gets one. Blocks for one round trip."""
         if not self.num_samples:
             return False
         if self._next is None:

@@ -96,11 +96,11 @@ class SlicedBatches:
         """Number of samples of all workers in the current clock; 0 if records may be left out."""
         return 0 if self.skips or not self.num_samples else self.walk.num_expected
 
-    def more(self) -> bool:
-        """Return whether this worker gets another batch in the current clock; blocks until that batch is read."""
+    def claim_next(self) -> bool:
+        """Claim the next batch of the current clock; return whether this worker gets one. Blocks until it is read."""
         if not self.num_samples:
             return False
-        while self._held is None and self.walk.more():
+        while self._held is None and self.walk.claim_next():
             batch = self._read(next(self._pieces))
             self._held = (batch, self.walk.rescale) if batch.num_samples else None
         return self._held is not None

@@ -18,7 +18,7 @@ from paceline.transport.base import MIN_TOKEN_BYTES, Credentials, Secret
 from paceline.transport.tcp import TcpTransport
 from paceline.transport.tls import TlsSettings
 
-JOB: Final = "paceline serve"  # the name that both sides prove the token for
+JOB: Final = "paceline serve"  # name in the proof of the token
 
 PathLike = Path | str
 SCHEME: Final = "paceline"
@@ -29,26 +29,26 @@ _MOST_DIGITS: Final = 5  # of a port
 
 @dataclass(frozen=True, slots=True)
 class ServerCredentials:
-    """What one side shows."""
+    """Credentials of one side."""
 
     secret: Secret
     tls: TlsSettings | None = None
 
     def transport(self, notice: Callable[[str], None] = tell_user) -> TcpTransport:
-        """Make the carrier; `notice` is told who is turned away. Raises UsageError when certificates are of no use."""
+        """Make the carrier; `notice` gets a line for each refused peer. Raises UsageError for unusable certificates."""
         return TcpTransport(self.secret, tls=self.tls, notice=notice)
 
 
 def server_access(
     host: str, state: Path, keys: Path | None, notice: Callable[[str], None] = tell_user
 ) -> ServerCredentials:
-    """Return what a server shows that listens at this host; makes the token of its own if it needs one.
+    """Return the credentials of a server that listens at this host; makes a token if it needs one.
 
-    `notice` is told when certificates are about to end.
+    `notice` gets a line when certificates are about to expire.
 
     Raises:
-        UsageError: others than this machine could reach it and there are no keys, or these are of no use: others can
-            read them, or they do not hold now.
+        UsageError: other machines could reach it and there are no keys, or the keys are unusable: other users can read
+            them, or they are not valid now.
     """
     if keys is not None:
         from paceline.job.credentials.key_store import check_keys
@@ -74,12 +74,12 @@ def server_access(
 
 @dataclass(frozen=True, slots=True)
 class ClientCredentials:
-    """What a client was given to be let in.
+    """Credentials that the user of a client gives.
 
     Args:
-        token: the server's token, or the file that it is in; by default that of `keys`.
-        keys: a folder as `paceline keys` makes them.
-        ca: the certificate of the authority, where keys are your own; then also `certificate` and `key`.
+        token: the server's token, or its file; by default that of `keys`.
+        keys: a folder made by `paceline keys`.
+        ca: the certificate of your own authority; then also `certificate` and `key`.
         certificate: of this client.
         key: of this client.
     """
@@ -91,10 +91,10 @@ class ClientCredentials:
     key: PathLike | None = None
 
     def access(self, location: ServeUrl, rank: int | None) -> ServerCredentials:
-        """Return what to show at this address as this worker, or as any.
+        """Return the credentials for this address and worker, or for any worker.
 
         Raises:
-            UsageError: something is missing, or too much.
+            UsageError: an argument is missing or not needed.
         """
         own = (self.ca, self.certificate, self.key)
         if self.keys is not None and any(own):
@@ -170,7 +170,7 @@ class ServeUrl:
 
     @staticmethod
     def parse(text: str) -> ServeUrl:
-        """Read an address; raises UsageError when it is none."""
+        """Parse an address; raises UsageError."""
         scheme, separator, rest = text.partition("://")
         if not separator or scheme != SCHEME:
             raise UsageError(f"{text!r} is not the address of a server of its own, expected {SCHEME}://HOST:PORT/NAME")
@@ -179,12 +179,12 @@ class ServeUrl:
         return ServeUrl(host, port, check_name(namespace or DEFAULT_NAMESPACE))
 
     def __str__(self) -> str:
-        """Return the address as it is written."""
+        """Return the address as text."""
         return f"{SCHEME}://{format_host_port(self.host, self.port)}/{self.namespace}"
 
 
 def parse_host_port(text: str) -> tuple[str, int]:
-    """Read HOST:PORT; raises UsageError when it is not that.
+    """Parse HOST:PORT; raises UsageError.
 
     >>> parse_host_port("127.0.0.1:7700"), parse_host_port("[::]:0")
     (('127.0.0.1', 7700), ('::', 0))
@@ -200,12 +200,12 @@ def parse_host_port(text: str) -> tuple[str, int]:
 
 
 def format_host_port(host: str, port: int) -> str:
-    """Write HOST:PORT."""
+    """Return HOST:PORT."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def check_name(name: str) -> str:
-    """Return the name of a namespace; raises UsageError when it cannot be one."""
+    """Return a valid name of a namespace; raises UsageError."""
     if not _NAME.fullmatch(name):
         raise UsageError(
             f"{name!r} cannot be the name of a namespace: expected 1 to 64 letters, digits, '.', '_' and '-', the "

@@ -336,7 +336,7 @@ def _print(table: Table, told: str) -> None:
 
 
 def well_known_table(recipe: TrainingRecipe) -> Table:
-    """Return the well-known models: what their parameters need, and on which devices that fits."""
+    """Return the memory of the parameters of well-known models, and the devices that it fits."""
     table = _empty("Weights, gradients and optimizer state under mixed-precision Adam")
     table.add_column("model", header_style="dim")
     for heading in ("parameters", "memory", *COMPARED_DEVICES):
@@ -349,7 +349,7 @@ def well_known_table(recipe: TrainingRecipe) -> Table:
 
 
 def well_known_rows(recipe: TrainingRecipe) -> list[dict[str, object]]:
-    """Return the same as values: bytes, and how many of each device hold them."""
+    """Return the same as values: bytes, and the number of devices of each kind that hold them."""
     return [
         {
             "model": model.title,
@@ -362,13 +362,13 @@ def well_known_rows(recipe: TrainingRecipe) -> list[dict[str, object]]:
 
 
 def _needed(model: KnownModel, recipe: TrainingRecipe) -> dict[str, int]:
-    """Return how many of each device hold it, when everything is sharded evenly."""
+    """Return the number of devices of each kind that hold the model, sharded evenly."""
     size = model.num_parameters * recipe.state_bytes
     return {name: ceil(size / DEVICES[name].memory_bytes) for name in COMPARED_DEVICES}
 
 
 def plan_table(task: PlannedTask, machines: Machines, estimates: Sequence[Estimate]) -> Table:
-    """Return what each strategy needs and how long it takes, a row for each of its roles."""
+    """Return memory, traffic and time of each strategy, with a row for each of its roles."""
     title = (
         f"{task.model.name}: {in_count(task.model.num_parameters)} parameters, {task.recipe.precision} "
         f"{task.recipe.optimizer}, batch {task.batch}, on {machines.num_devices} x {machines.device}"
