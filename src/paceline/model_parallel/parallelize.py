@@ -320,8 +320,7 @@ def _split(model: nn.Module, loss: Loss, mesh: Mesh, *, in_row: bool) -> Loss:
         mesh: mesh of all workers.
         in_row: whether its layers are called one after the other, in place of its own forward.
     """
-    from paceline.model_parallel.split_loss import loss_of_split
-    from paceline.model_parallel.tensor import split_over  # takes half a second
+    from paceline.model_parallel.tensor import loss_of_split, split_over  # takes half a second
 
     materialise(model)
     with mesh.explained("splitting layers"):

@@ -1,4 +1,7 @@
-"""Optimizer state, gathered from the servers and loaded back, in the form of torch's own state dicts."""
+"""Optimizer state, gathered from the servers and loaded back, in the form of torch's own state dicts.
+
+Training continues under a plain `torch.optim` optimizer, or from one, bit for bit.
+"""
 
 from __future__ import annotations
 
