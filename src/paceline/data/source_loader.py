@@ -66,8 +66,8 @@ class SampleTally:
 class SlicedBatches:
     """The batches of a loop over slices, and what optimizers need to know of them; a `ClockSlices`.
 
-    A slice without a decodable record is left out. So the slice after the current one is read before `more` returns:
-    the step has to know whether it is the last one of its clock.
+    A slice without a decodable record is left out. So `claim_next` reads the slice after the current one, because the
+    step has to know whether it is the last of its clock.
     """
 
     walk: SliceWalk
@@ -78,7 +78,7 @@ class SlicedBatches:
     skips: bool  # whether records that cannot be decoded are left out
     num_samples: int = 0  # in the current batch
     _rescale: float = 1.0  # of the current batch, see `SliceWalk.rescale`
-    _held: tuple[Batch, float] | None = None  # the next batch, once `more` has read it
+    _held: tuple[Batch, float] | None = None  # the next batch, once `claim_next` has read it
     _pieces: Iterator[list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
