@@ -49,6 +49,39 @@ class _RowRead:
     rows: frozenset[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Unsubscription:
+    """A worker has dropped these rows of a table; `request` is the number of its next read."""
+
+    table: str
+    rows: frozenset[int]
+    request: int
+
+
+@dataclass(slots=True)
+class Subscribed:
+    """Rows that one reader has requested, and those of them to send again."""
+
+    rows: set[int] = field(default_factory=set[int])
+    changed: set[int] = field(default_factory=set[int])
+    last_request: int = -1  # of the answered reads
+
+    def add(self, rows: frozenset[int], request: int) -> None:
+        """Send these rows of a read when they change."""
+        self.rows |= rows
+        self.last_request = max(request, self.last_request)
+
+    def remove(self, notice: Unsubscription) -> None:
+        """Stop sending these rows, unless a later read, which may include them, was answered."""
+        if notice.request > self.last_request:
+            self.rows -= notice.rows
+
+    def take(self) -> set[int]:
+        """Return the rows to send now, and clear them."""
+        changed, self.changed = self.changed & self.rows, set()
+        return changed
+
+
 @dataclass(slots=True)
 class SimulatedWorker:
     """Training loop around a worker core, on virtual time."""
@@ -342,36 +375,3 @@ class SimulatedWorker:
             if history.keyed and history.consistency.visible == "on_arrival":
                 self._note_own(table, push_id, servers)
             self._handle(WantPush(table, tuple(servers)))
-
-
-@dataclass(frozen=True, slots=True)
-class Unsubscription:
-    """A worker has dropped these rows of a table; `request` is the number of its next read."""
-
-    table: str
-    rows: frozenset[int]
-    request: int
-
-
-@dataclass(slots=True)
-class Subscribed:
-    """Rows that one reader has requested, and those of them to send again."""
-
-    rows: set[int] = field(default_factory=set[int])
-    changed: set[int] = field(default_factory=set[int])
-    last_request: int = -1  # of the answered reads
-
-    def add(self, rows: frozenset[int], request: int) -> None:
-        """Send these rows of a read when they change."""
-        self.rows |= rows
-        self.last_request = max(request, self.last_request)
-
-    def remove(self, notice: Unsubscription) -> None:
-        """Stop sending these rows, unless a later read, which may include them, was answered."""
-        if notice.request > self.last_request:
-            self.rows -= notice.rows
-
-    def take(self) -> set[int]:
-        """Return the rows to send now, and clear them."""
-        changed, self.changed = self.changed & self.rows, set()
-        return changed
