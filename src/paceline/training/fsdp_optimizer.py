@@ -298,9 +298,7 @@ class ShardedOptimizer(CollectiveOptimizer):
         """Step this worker's slice with the gradients that the last backward has combined.
 
         Args:
-            samples: how many samples they stand for. Backward weights them by the samples that loaders from `shard`
-            have
-                returned since the last step; set other numbers before, with `weigh`.
+            samples: number of samples behind them; set a number other than that of the loaders with `weigh`.
 
         Raises:
             UsageError: no backward since the last step, or one with another weight; or gradients that are not finite
