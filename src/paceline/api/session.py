@@ -16,8 +16,8 @@ from torch import Tensor
 from paceline.collective.collectives import Collectives
 from paceline.core.consistency import Consistency, bsp
 from paceline.data.partition import Sharding
-from paceline.data.readers import SessionReaders
 from paceline.data.slicing import Slicing
+from paceline.data.sources.reader import SessionReaders
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.preemption import PreemptionNotice
 from paceline.launch.script_exit import ended_well

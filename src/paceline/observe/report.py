@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from paceline.observe.plots import Subject
     from paceline.observe.runs import Run
     from paceline.observe.summary import RunSummary
 
