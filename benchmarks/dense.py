@@ -10,21 +10,10 @@ import sys
 from typing import Annotated, Final, Literal
 
 from cyclopts import App, Parameter
-from dense_sides import (
-    PEERS,
-    Peer,
-    Rounds,
-    compare,
-    floor_bytes,
-    num_players,
-    our_command,
-    peer_command,
-    peer_python,
-    take_turns,
-)
+from dense_sides import PEERS, Measured, Peer, floor_bytes, measure, peer_python
 from dense_sweep import sweep as measure_all_sizes
 from measuring import NUM_CORES, Sample, machine, print_json, progress
-from turns import PlayFailed, Stage
+from turns import PlayFailed
 
 EXIT_FAILURE: Final = 1
 EXIT_USAGE: Final = 2
@@ -51,7 +40,7 @@ def dense(
     Parameters
     ----------
     peer
-        Who to compare with; ray, tf and torchft need their own environment, made by benchmarks/peers/setup.py.
+        Peer to compare with; ray, tf and torchft need their own environment, made by benchmarks/peers/setup.py.
     workers
         Number of workers on each side.
     parameters
@@ -59,10 +48,10 @@ def dense(
     rounds
         Number of measured rounds, after a few to warm up.
     transport
-        What Paceline's own processes talk over.
+        Transport between Paceline's processes.
     nonfinite
-        Whether Paceline looks for NaN and infinity in every gradient first (reject, its default), or as the peers do
-        applies what comes (ignore): the same work.
+        Whether Paceline checks every gradient for NaN and infinity (reject, its default), or not, as its peers
+        (ignore).
     sweep
         Measure all sizes beside DDP with default settings instead, as benchmarks/dense_sweep.py does.
     json
@@ -78,33 +67,20 @@ def dense(
         )
         return EXIT_USAGE
     try:
-        with Stage() as stage:
-            progress(f"Starting {workers} workers of Paceline and of {PEERS[peer].title}, {parameters:,} parameters")
-            ours = stage.start("paceline", our_command(workers, parameters, transport, nonfinite), workers)
-            theirs = stage.start(peer, peer_command(peer, python, workers, parameters), num_players(peer, workers))
-            measured = take_turns(ours, theirs, parameters, rounds)
-            difference = compare(stage.folder, ours, theirs)
-            threads = (ours.ask("threads").answers[0], theirs.ask("threads").answers[0])
+        progress(f"Starting {workers} workers of Paceline and of {PEERS[peer].title}, {parameters:,} parameters")
+        measured = measure(peer, workers, parameters, rounds, python=python, transport=transport, nonfinite=nonfinite)
     except PlayFailed as failure:
         print(failure, file=sys.stderr)
         return EXIT_FAILURE
-    tell(peer, workers, parameters, measured, difference, threads, only_json=json)
-    return 0 if difference <= TOLERANCE else EXIT_FAILURE
+    tell(peer, workers, parameters, measured, only_json=json)
+    return 0 if measured.difference <= TOLERANCE else EXIT_FAILURE
 
 
-def tell(
-    peer: str,
-    num_workers: int,
-    num_parameters: int,
-    measured: Rounds,
-    difference: float,
-    threads: tuple[int, int],
-    *,
-    only_json: bool,
-) -> None:
-    """Print what was measured."""
-    ratio, ours_ms, peer_ms = measured.ratio, _ms(measured.ours_s), _ms(measured.peer_s)
-    copy_rate = Sample.of(measured.copy_rate).median
+def tell(peer: Peer, num_workers: int, num_parameters: int, measured: Measured, *, only_json: bool) -> None:
+    """Print the measurement."""
+    rounds, difference, threads = measured.rounds, measured.difference, measured.threads
+    ratio, ours_ms, peer_ms = rounds.ratio, _ms(rounds.ours_s), _ms(rounds.peer_s)
+    copy_rate = Sample.of(rounds.copy_rate).median
     floor_ms = 1e3 * floor_bytes(num_workers, num_parameters) / copy_rate
     if not only_json:
         print(f"push + update + pull of {num_parameters:,} float32, momentum SGD, {num_workers} workers; {machine()}")

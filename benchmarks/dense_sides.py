@@ -8,7 +8,7 @@ from typing import Final, Literal
 import numpy as np
 import work
 from measuring import Copier, Sample
-from turns import BENCHMARKS, Side
+from turns import BENCHMARKS, Side, Stage
 
 Peer = Literal["torch", "ddp", "rpc", "ray", "ray-arrays", "tf", "torchft"]
 NUM_WARM_UP: Final = 3
@@ -48,6 +48,42 @@ class Rounds:
     def ratio(self) -> Sample:
         """How many times the peer's step takes as long as ours."""
         return Sample.of([peer / ours for ours, peer in zip(self.ours_s, self.peer_s, strict=True)])
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Both sides at one size.
+
+    Args:
+        rounds: seconds of a step of each side in each round.
+        difference: largest difference between the values of both sides.
+        threads: threads of a worker of each side.
+    """
+
+    rounds: Rounds
+    difference: float
+    threads: tuple[int, int]
+
+
+def measure(
+    peer: Peer,
+    num_workers: int,
+    num_parameters: int,
+    num_rounds: int,
+    *,
+    python: str = sys.executable,
+    transport: str = "shm",
+    nonfinite: str = "reject",
+    steps_at_once: int | None = None,
+) -> Measured:
+    """Start Paceline and a peer, and have them take turns. Raises PlayFailed if a process fails."""
+    with Stage() as stage:
+        ours = stage.start("paceline", our_command(num_workers, num_parameters, transport, nonfinite), num_workers)
+        command = peer_command(peer, python, num_workers, num_parameters)
+        theirs = stage.start(peer, command, num_players(peer, num_workers))
+        rounds = take_turns(ours, theirs, num_parameters, num_rounds, steps_at_once=steps_at_once)
+        difference = compare(stage.folder, ours, theirs)
+        return Measured(rounds, difference, (ours.ask("threads").answers[0], theirs.ask("threads").answers[0]))
 
 
 def take_turns(

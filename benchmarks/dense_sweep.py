@@ -13,19 +13,9 @@ from pathlib import Path
 from typing import Annotated, Final, cast
 
 from cyclopts import App, Parameter
-from dense_sides import (
-    PEERS,
-    Peer,
-    Rounds,
-    compare,
-    floor_bytes,
-    num_players,
-    our_command,
-    peer_command,
-    take_turns,
-)
+from dense_sides import PEERS, Measured, Peer, floor_bytes, measure
 from measuring import Sample, machine, print_json, progress
-from turns import PlayFailed, Stage
+from turns import PlayFailed
 
 SIZES: Final = (1_000, 10_000, 100_000, 1_000_000, 25_000_000)
 WORKERS: Final = (1, 2, 4)
@@ -54,16 +44,9 @@ class Point:
         """Return how many steps a turn takes."""
         return STEPS_AT_ONCE.get(self.parameters, 1)
 
-    def measure(self, rounds: int) -> tuple[Rounds, float]:
-        """Return the seconds of a step in each round, and the largest difference between both sides' values."""
-        with Stage() as stage:
-            command = our_command(self.workers, self.parameters, "shm", "reject")
-            ours = stage.start("paceline", command, self.workers)
-            players = num_players(self.peer, self.workers)
-            command = peer_command(self.peer, sys.executable, self.workers, self.parameters)
-            theirs = stage.start(self.peer, command, players)
-            measured = take_turns(ours, theirs, self.parameters, rounds, steps_at_once=self.steps_at_once)
-            return measured, compare(stage.folder, ours, theirs)
+    def measure(self, rounds: int) -> Measured:
+        """Start both sides, and measure this many rounds."""
+        return measure(self.peer, self.workers, self.parameters, rounds, steps_at_once=self.steps_at_once)
 
 
 def points(sizes: tuple[int, ...], workers: tuple[int, ...]) -> Iterator[Point]:
@@ -74,20 +57,21 @@ def points(sizes: tuple[int, ...], workers: tuple[int, ...]) -> Iterator[Point]:
                 yield Point(peer, num_workers, size)
 
 
-def result(point: Point, measured: Rounds, difference: float) -> dict[str, object]:
-    """Return what was measured at a point, as it is printed."""
-    ours_ms, peer_ms = (1e3 * Sample.of(times).median for times in (measured.ours_s, measured.peer_s))
+def result(point: Point, measured: Measured) -> dict[str, object]:
+    """Return the measurement of a point, as it is printed."""
+    rounds = measured.rounds
+    ours_ms, peer_ms = (1e3 * Sample.of(times).median for times in (rounds.ours_s, rounds.peer_s))
     return {
         "name": point.name,
         "peer": point.peer,
         "parameters": point.parameters,
         "workers": point.workers,
-        "ratio": measured.ratio.median,
-        "ratio_spread": [measured.ratio.low, measured.ratio.high],
+        "ratio": rounds.ratio.median,
+        "ratio_spread": [rounds.ratio.low, rounds.ratio.high],
         "ours_ms": ours_ms,
         "peer_ms": peer_ms,
-        "floor_ms": 1e3 * floor_bytes(point.workers, point.parameters) / Sample.of(measured.copy_rate).median,
-        "difference": difference,
+        "floor_ms": 1e3 * floor_bytes(point.workers, point.parameters) / Sample.of(rounds.copy_rate).median,
+        "difference": measured.difference,
     }
 
 
@@ -154,7 +138,7 @@ def sweep(
     for point in points(sizes, workers):
         progress(f"{point.workers} workers, {point.parameters:,} parameters, beside {PEERS[point.peer].title}")
         try:
-            results.append(result(point, *point.measure(rounds)))
+            results.append(result(point, point.measure(rounds)))
         except PlayFailed as failure:
             print(failure, file=sys.stderr)
             return 1

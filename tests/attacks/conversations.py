@@ -25,7 +25,7 @@ from paceline.core import messages
 from paceline.core.messages import Applied, Clock, Fetched, Join, Joined, Pull, Push, PushId, Sender, Ticked
 from paceline.data.service.messages import BatchAnswer, Message, OpenSource, ReadBatches, SourceOpened
 from paceline.data.service.messages import decode as decode_fed
-from paceline.data.sources.recipe import encode_recipe
+from paceline.data.sources.declared import encode_recipe
 from paceline.errors import PeerError
 from paceline.transport.base import EMPTY, Connection
 from paceline.update import named_rules as update

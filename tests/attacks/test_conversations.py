@@ -22,9 +22,8 @@ from tests.serve.house import house
 
 from paceline.core.messages import Sender
 from paceline.errors import PeerError
-from paceline.serve.access import server_access
+from paceline.serve.access import ServeUrl, server_access
 from paceline.serve.client import NamespaceTransport, enter_namespace
-from paceline.serve.url import ServeUrl
 from paceline.transport import Transport
 from paceline.transport.base import Connection
 from paceline.wire.messages import Hello, encode

@@ -19,7 +19,7 @@ from tests.transport.wire import hello
 
 from paceline.data.service.messages import decode as decode_for_feeding
 from paceline.data.service.messages import encode as encode_for_feeding
-from paceline.data.sources.recipe import decode_recipe
+from paceline.data.sources.declared import decode_recipe
 from paceline.errors import CheckpointError, PacelineError, PeerError, UsageError
 from paceline.job.spec import ClusterSpec
 from paceline.launch.rendezvous.liveness_lock import process_info

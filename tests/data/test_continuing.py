@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from tests.data.test_sharding import Recorder, in_global_order, loader_of
 from torch.utils.data import DataLoader
 
-from paceline.data.order import EpochOrder
+from paceline.data.order import EpochOrder, Position, PositionTracker, terms_of
 from paceline.data.partition import DataCut
-from paceline.data.position import Position, PositionTracker, terms_of
 from paceline.data.prefetching import prefetch
 from paceline.data.sharding import ShardedLoader
 from paceline.errors import UsageError

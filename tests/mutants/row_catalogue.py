@@ -8,7 +8,7 @@ ROW_READS, TABLES = "core/row_reads.py", "core/tables.py"
 CACHE, CLIENT, READS = "worker/rows/cache.py", "worker/rows/client.py", "worker/rows/in_flight.py"
 ROW_TABLE, STATE = "server/row_table.py", "worker/rows/state.py"
 KEYS, DEDUP = "update/filters/key_cache.py", "core/dedup.py"
-ACTOR, SUBSCRIBED = "simulate/actor.py", "simulate/subscribed.py"
+ACTOR = "simulate/actor.py"
 
 # Found without torch, by the cores with rows in plain Python around them.
 CORE_MUTANTS: tuple[Mutant, ...] = (
@@ -118,14 +118,14 @@ ORDER_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "rehearsed: a late notice ends a newer subscription",
-        SUBSCRIBED,
+        ACTOR,
         "if notice.request > self.last_request:",
         "if 1:",
     ),
-    Mutant("rehearsed: a reader that keeps one row less is sent none", SUBSCRIBED, "-= notice.rows", "-= self.rows"),
+    Mutant("rehearsed: a reader that keeps one row less is sent none", ACTOR, "-= notice.rows", "-= self.rows"),
     Mutant(
         "rehearsed: subscribed after the reply",
-        SUBSCRIBED,
+        ACTOR,
         "        self.rows |= rows\n",
         "        self.rows |= {row for row in rows if self.last_request >= 0}\n",
     ),

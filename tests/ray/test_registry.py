@@ -18,8 +18,7 @@ from paceline.launch.rendezvous.liveness_lock import VERSION
 from paceline.ray.actor import plan, write_into
 from paceline.ray.messages import ActorCommand, ActorReady, News
 from paceline.ray.options import RayOptions
-from paceline.ray.registry import RayRegistry
-from paceline.ray.remote import RemoteProcess
+from paceline.ray.registry import RayRegistry, RemoteProcess
 
 RUN = LocalRun(script=Path("train.py"), num_workers=3, num_servers=2)
 OPTIONS = RayOptions(address="auto")

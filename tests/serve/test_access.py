@@ -24,9 +24,8 @@ from paceline.errors import (
 )
 from paceline.job.credentials.holders import Holder
 from paceline.job.credentials.key_store import issue_keys, make_keys, revoke
-from paceline.serve.access import ClientCredentials, server_access
+from paceline.serve.access import ClientCredentials, ServeUrl, server_access
 from paceline.serve.messages import EnterFrame, EnterRefused, EnterRequest, encode
-from paceline.serve.url import ServeUrl
 from paceline.transport.base import EMPTY, Connection
 from paceline.version import __version__
 from paceline.wire.messages import Hello

@@ -11,9 +11,9 @@ from tests.transport.carriers import full_listener
 import paceline
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.serve import client as calling
+from paceline.serve.access import ServeUrl
 from paceline.serve.client import NamespaceTransport
 from paceline.serve.messages import EnterFrame
-from paceline.serve.url import ServeUrl
 from paceline.transport import Credentials, TcpTransport
 
 VISIT = EnterFrame("a", b"hello")

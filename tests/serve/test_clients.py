@@ -245,7 +245,7 @@ def test_what_the_disk_does_not_take_is_told_and_tried_again(tmp_path: Path, mon
         if full.is_set():
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("paceline.serve.checkpoint.sync", fail)
+    monkeypatch.setattr("paceline.serve.namespace.sync", fail)
     with house(tmp_path / "state", save_every_s=0.01) as served:
         with served.connect() as ps:
             values = train(ps, 1)
@@ -268,7 +268,7 @@ def test_a_namespace_without_clients_that_the_disk_does_not_take_is_not_tried_at
         if full.is_set():
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("paceline.serve.checkpoint.sync", fail)
+    monkeypatch.setattr("paceline.serve.namespace.sync", fail)
     with house(tmp_path / "state", save_every_s=3600.0) as served:
         with served.connect("job") as ps:
             train(ps, 1)

@@ -9,8 +9,7 @@ import pytest
 
 from paceline.core.consistency import Consistency, asynchronous, bsp, essp, ssp
 from paceline.errors import UsageError
-from paceline.simulate.command import simulate
-from paceline.simulate.outcome import rehearse
+from paceline.simulate.command import rehearse, simulate
 from paceline.simulate.scenario import Scenario, Stragglers
 
 TRANSIENT = Scenario(num_clocks=150, stragglers=Stragglers("transient", share=0.1, factor=6), refresh=1.0)

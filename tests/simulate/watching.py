@@ -30,7 +30,7 @@ from paceline.core.messages import (
     PushRefused,
     WorkerRefused,
 )
-from paceline.simulate.subscribed import Subscribed
+from paceline.simulate.actor import Subscribed
 from paceline.simulate.world import TABLE, World
 
 MUST_HAPPEN = (

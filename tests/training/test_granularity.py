@@ -15,7 +15,7 @@ from paceline.api.session import Session
 from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
 from paceline.job.mesh import MeshShape
-from paceline.model_parallel.part import ModelPart
+from paceline.model_parallel.arrangement import ModelPart
 from paceline.model_parallel.split_layers import ColumnLinear, RankShare, RowLinear
 from paceline.training.all_reduce import AllReduce
 from paceline.training.parameter_server import ParameterServer

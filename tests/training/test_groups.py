@@ -19,13 +19,13 @@ from paceline.api.session import Session
 from paceline.core.consistency import bsp
 from paceline.errors import UsageError
 from paceline.job.mesh import MeshShape
-from paceline.model_parallel.part import ModelPart
+from paceline.model_parallel.arrangement import ModelPart
 from paceline.training.groups import GroupedOptimizer, Groups
 from paceline.training.parameter_server import ParameterServer
 from paceline.training.strategy import Settings
 
 if TYPE_CHECKING:
-    from paceline.training.gradient_accumulation import SliceSums
+    from paceline.data.slicing import ClockSlices
 
 BATCH_SIZE = 4
 EXACT = {"rtol": 1e-10, "atol": 1e-14}
@@ -237,7 +237,7 @@ def test_a_state_goes_from_one_process_to_groups_and_back(tmp_path: Path) -> Non
         with pytest.raises(UsageError, match=r"'model' has all its parameters from the start"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
         with pytest.raises(UsageError, match=r"slices=\.\.\.\) does not go with"):
-            optimizer.accumulate_slices(cast("SliceSums", None))  # not looked at: a part is under all-reduce
+            optimizer.accumulate_slices(cast("ClockSlices", None))  # not looked at: a part is under all-reduce
         optimizer.load_state_dict(state)
         assert optimizer.param_groups[0]["lr"] == 0.005
         found = optimizer.state_dict()

@@ -6,10 +6,10 @@ import pytest
 import torch
 from tests.update.tables import SEGMENTS, Plain, apply, flat_values, pushes, shards_of, start_values, store, with_rule
 
+from paceline.training.state import gather_optimizer, split_optimizer
 from paceline.update.named_rules import SGD, Adagrad, Adam, AdamW, granularity
 from paceline.update.rules import RuleSpec
 from paceline.update.shard import Shard
-from paceline.update.state_dict import gather_optimizer, split_optimizer
 from paceline.update.table import Segment, TableSpec
 from paceline.update.torch_rule import from_optimizer, hyper_of
 

@@ -12,11 +12,11 @@ from tests.update.tables import SEGMENTS, apply, flat_values, pushes, shards_of,
 
 from paceline.core.partition import Range
 from paceline.errors import UsageError
+from paceline.training.state import gather_optimizer, split_optimizer
 from paceline.update.named_rules import SGD, Add, DelayedNesterov, Merging, resolve
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.rules import Quorum, RuleSpec
 from paceline.update.shard import Merger, Shard
-from paceline.update.state_dict import gather_optimizer, split_optimizer
 from paceline.update.summing import Contribution
 from paceline.update.table import Segment, TableSpec, decode_table, differences, encode_table
 

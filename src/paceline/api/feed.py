@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from paceline.api.script import current
-from paceline.data.fed import FedLoader, FeedPlan
-from paceline.data.sources.declared import Source
-from paceline.data.sources.recipe import BatchRecipe, OnError
+from paceline.data.source_loader import FedLoader, FeedPlan
+from paceline.data.sources.declared import BatchRecipe, OnError, Source
 from paceline.errors import UsageError
 
 _WHAT_NOW = {"raise": "the batch fails", "skip": "the record is left out"}

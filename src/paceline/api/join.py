@@ -15,7 +15,7 @@ from paceline.api.session import Session
 from paceline.core.consistency import Consistency
 from paceline.core.messages import Sender
 from paceline.core.settings import WorkerSettings
-from paceline.data.readers import SessionReaders
+from paceline.data.sources.reader import SessionReaders
 from paceline.errors import UsageError
 from paceline.job.addresses import data_addresses, how_server_ended
 from paceline.job.carriers import make_transport, tell_user
@@ -44,8 +44,8 @@ from paceline.worker.lock import WorkerOptions
 from paceline.worker.waits import Waits
 
 if TYPE_CHECKING:
+    from paceline.data.sources.declared import BatchRecipe
     from paceline.data.sources.reader import Reader
-    from paceline.data.sources.recipe import BatchRecipe
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -16,8 +16,8 @@ from torch import Tensor
 from paceline.collective.collectives import Collectives
 from paceline.core.consistency import Consistency, bsp
 from paceline.data.partition import Sharding
-from paceline.data.readers import SessionReaders
 from paceline.data.slicing import Slicing
+from paceline.data.sources.reader import SessionReaders
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.preemption import PreemptionNotice
 from paceline.launch.script_exit import ended_well
@@ -28,7 +28,7 @@ from paceline.training.strategy import Distributed, Settings, Strategy, distribu
 from paceline.training.weights import Weights
 from paceline.update.rows.spec import FilterSpec, First, Lifecycle
 from paceline.update.rules import RuleSpec
-from paceline.update.table import DType, NonFinite, Scale, TableSpec
+from paceline.update.table import DType, NonFinite, Scale
 from paceline.wire.requests import Barrier
 from paceline.worker.declaration import Declaration
 from paceline.worker.metrics import StepMetrics
@@ -232,19 +232,6 @@ class Session:
         return known or self.tables.open_dense(
             spec, tuple(shape), lambda out: out.copy_(first), read_my_writes=read_my_writes, live=view
         )
-
-    def open_table(
-        self,
-        spec: TableSpec,
-        shape: tuple[int, ...],
-        write_first: Callable[[Tensor], object],
-        *,
-        read_my_writes: bool,
-        live: bool = False,
-        first: int = 0,
-    ) -> Table:
-        """Open a table of several parameters, laid out flat; see `TableOpener.dense`."""
-        return self.tables.open_dense(spec, shape, write_first, read_my_writes=read_my_writes, live=live, first=first)
 
     def detach_at_close(self, weights: Weights) -> None:
         """Detach these weights from the servers' memory when this worker leaves."""

@@ -9,9 +9,9 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from paceline.data.fed import FedLoader
 from paceline.data.sharding import ShardedLoader
 from paceline.data.slicing import SlicedLoader
+from paceline.data.source_loader import FedLoader
 from paceline.errors import UsageError
 
 Batch = TypeVar("Batch")

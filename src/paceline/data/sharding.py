@@ -18,9 +18,8 @@ from torch.utils.data import (
 )
 
 from paceline.data.files import Files, shard_files
-from paceline.data.order import Batches, EpochOrder
+from paceline.data.order import Batches, EpochOrder, PositionTracker, terms_of
 from paceline.data.partition import DataCut, Key, Sharding, is_hashed_to, run
-from paceline.data.position import PositionTracker, terms_of
 from paceline.errors import UsageError
 
 

@@ -11,9 +11,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.core.work_queue import WorkAnswer, WorkRound
-from paceline.data.order import EpochOrder, EpochRounds, num_slices
+from paceline.data.order import EpochOrder, EpochRounds, num_slices, terms_of
 from paceline.data.partition import DataCut, Sharding
-from paceline.data.position import terms_of
 from paceline.data.sharding import ShardedLoader
 from paceline.errors import UsageError
 from paceline.server.work_queue import WorkQueueEntry, read_answer
@@ -47,8 +46,8 @@ class ClockSlices(Protocol):
         """Expected number of samples of all workers in the current clock; 0 where it is not known."""
         ...
 
-    def more(self) -> bool:
-        """Return whether this worker gets another slice in the current clock; blocks until that is known."""
+    def claim_next(self) -> bool:
+        """Claim the next slice of the current clock; return whether this worker gets one. Blocks until known."""
         ...
 
 
@@ -194,8 +193,8 @@ class SliceWalk:
             number, index = (number, self._taken.index + 1) if self._taken.home == rank else (number + 1, 0)
         return self.rounds.slices_of(rank, number, index)
 
-    def more(self) -> bool:
-        """Return whether this worker gets another slice in the current clock; blocks for one round trip."""
+    def claim_next(self) -> bool:
+        """Claim the next slice of the current clock; return whether this worker gets one. Blocks for one round trip."""
         if not self.num_samples:
             return False
         if self._next is None:

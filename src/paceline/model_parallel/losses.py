@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from paceline.errors import UsageError
-from paceline.model_parallel.part import whole
+from paceline.model_parallel.arrangement import whole
 from paceline.model_parallel.tensor_plan import has_hooks
 
 Loss: TypeAlias = Callable[[Any, Any], Tensor]

@@ -18,11 +18,10 @@ from paceline.collective.collectives import Collectives
 from paceline.collective.signature import CallSignature, Pattern
 from paceline.errors import UsageError
 from paceline.job.strategy import Distribution
-from paceline.model_parallel.arrangement import Arrangement
+from paceline.model_parallel.arrangement import Arrangement, ModelPart, whole
 from paceline.model_parallel.layers import Placement, drop, ends_of, layers_of, materialise, require_apart, tree_of
 from paceline.model_parallel.losses import Loss, Reduction, joining_of
 from paceline.model_parallel.mesh import Mesh
-from paceline.model_parallel.part import ModelPart, whole
 from paceline.model_parallel.pipeline import (
     SCHEDULES,
     Pipeline,
@@ -321,8 +320,7 @@ def _split(model: nn.Module, loss: Loss, mesh: Mesh, *, in_row: bool) -> Loss:
         mesh: mesh of all workers.
         in_row: whether its layers are called one after the other, in place of its own forward.
     """
-    from paceline.model_parallel.split_loss import loss_of_split
-    from paceline.model_parallel.tensor import split_over  # takes half a second
+    from paceline.model_parallel.tensor import loss_of_split, split_over  # takes half a second
 
     materialise(model)
     with mesh.explained("splitting layers"):

@@ -39,7 +39,7 @@ from paceline.model_parallel.mesh import Mesh
 if TYPE_CHECKING:
     from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-Carry = Callable[[Tensor], object]  # sends a contiguous tensor, or receives into it
+Carry = Callable[[Tensor], object]  # send or receive of a contiguous tensor
 
 
 def send_tensors(tensors: Sequence[Tensor], carry: Carry) -> None:
@@ -67,7 +67,7 @@ def receive_tensors(carry: Carry) -> tuple[Tensor, ...]:
 
 
 def letters_of(text: str) -> Tensor:
-    """Return a text as a tensor, to be sent with others.
+    """Return a text as a tensor, for `send_tensors`.
 
     >>> text_of(letters_of("0.weight"))
     '0.weight'
@@ -76,7 +76,7 @@ def letters_of(text: str) -> Tensor:
 
 
 def text_of(letters: Tensor) -> str:
-    """Return the text in a tensor of `letters_of`."""
+    """Return the text of a tensor of `letters_of`."""
     return bytes(letters.tolist()).decode()
 
 
@@ -93,15 +93,15 @@ Values: TypeAlias = Tensor | tuple[Tensor, ...]
 
 
 class PipelineStage(nn.Module):
-    """Layers, of which each takes what the one before gives: a tensor, or a tuple of tensors as one argument.
+    """Sequence of layers. A layer gets the output of the one before as one argument: a tensor or a tuple of tensors.
 
     Args:
         layers: of this worker.
-        recompute: keep only the input of each layer, and run it again for backward, with the same random numbers and
-            buffers, which it leaves as they are.
+        recompute: keep only the input of each layer, and run the layer again for backward, with equal random numbers
+            and buffers. The second run does not change buffers.
 
     Attributes:
-        taking: takes the loss of what the last layer gives, where that is here, in the step under way.
+        taking: on the last stage, computes the loss of its output in the current step.
     """
 
     def __init__(self, layers: Sequence[nn.Module], *, recompute: bool) -> None:
@@ -121,7 +121,7 @@ class PipelineStage(nn.Module):
         return values
 
     def forward(self, *values: Tensor) -> Any:  # noqa: ANN401 - a tensor, or several
-        """Return what goes to the next stage; of the last one what the backward of a micro-batch begins with, (1,)."""
+        """Return the input of the next stage; on the last stage the (1,) root of a micro-batch's backward."""
         found = self.run(joined(values))
         if self.taking is None:
             return joined(tuple(value.contiguous() for value in parts(found, "a stage")))
@@ -129,17 +129,18 @@ class PipelineStage(nn.Module):
 
 
 class _Again:
-    """Runs a layer a second time with the buffers that it had the first time, and leaves those that it has by then.
+    """Runs a layer again with the buffers of its first run, and restores its current buffers afterwards.
 
-    BatchNorm would move its statistics twice, and what reads a buffer that it has changed would compute something else.
+    Otherwise BatchNorm would update its statistics twice, and layers that read a changed buffer would compute other
+    values.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer = layer
-        self._before: list[tuple[nn.Module, str, Tensor]] = []  # of those that the first run has changed
+        self._before: list[tuple[nn.Module, str, Tensor]] = []  # of buffers that the first run has changed
 
     def contexts(self) -> tuple[Any, Any]:
-        """Return what is entered around the first run, and around the second."""
+        """Return the contexts of the first and of the second run."""
         return self._first(), self._second()
 
     @contextmanager
@@ -154,7 +155,7 @@ class _Again:
     def _second(self) -> Generator[None]:
         now = [(owner, name, owner.get_buffer(name)) for owner, name, _ in self._before]
         for owner, name, before in self._before:
-            setattr(owner, name, before.clone())  # another tensor: what autograd has kept stays as it is
+            setattr(owner, name, before.clone())  # a new tensor, because autograd has kept the old one
         try:
             yield
         finally:
@@ -169,15 +170,15 @@ def _buffers(layer: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 
 def joined(values: tuple[Tensor, ...]) -> Values:
-    """Return what a layer takes: the tensor, where there is but one."""
+    """Return the input of a layer: a single tensor, or a tuple."""
     return values[0] if len(values) == 1 else values
 
 
 def parts(values: object, what: str) -> tuple[Tensor, ...]:
-    """Return the tensors that something is made of.
+    """Return the tensors of a value.
 
     Raises:
-        UsageError: it is neither a tensor nor a tuple of tensors.
+        UsageError: the value is neither a tensor nor a tuple of tensors.
     """
     found: tuple[object, ...] = values if isinstance(values, tuple) else (values,)
     tensors = tuple(value for value in found if isinstance(value, Tensor))
@@ -191,7 +192,7 @@ Schedule = Literal["1f1b", "gpipe"]
 
 SCHEDULES: Final[tuple[Schedule, ...]] = ("1f1b", "gpipe")
 MICRO_BATCHES_PER_STAGE: Final = 4
-_MAX_ENGINES: Final = 4  # kept, each with receive buffers; an epoch may end with a smaller batch
+_MAX_ENGINES: Final = 4  # schedules kept, each with receive buffers; the last batch of an epoch may be smaller
 
 _Engine: TypeAlias = "ScheduleGPipe | Schedule1F1B"
 _Key: TypeAlias = tuple[int, tuple[tuple[torch.Size, torch.dtype], ...], tuple[float, ...]]
@@ -202,8 +203,8 @@ class _Made:
     """Schedule for batches of one shape.
 
     Args:
-        dims: of each output leaf, the dimension along which micro-batches are concatenated.
-        outputs: of a micro-batch, until the loss has been checked.
+        dims: for each output leaf, the dimension along which micro-batches are concatenated.
+        outputs: output of a micro-batch, until the loss has been checked.
     """
 
     engine: _Engine
@@ -216,11 +217,11 @@ class Pipeline:
     """One stage of a pipeline, and its connections to the neighbours.
 
     Args:
-        loss: of the outputs of the last stage and targets.
-        joining: how the losses of micro-batches become that of a batch; None where the loss needs the whole batch, for
-            which all forwards run first.
-        micro_batches: number of micro-batches in a batch; None for four a stage, or the next lower divisor.
-        min_size: least number of samples in a micro-batch, where `micro_batches` is None.
+        loss: function of the outputs of the last stage and the targets.
+        joining: how the losses of micro-batches are combined; None for a loss of the whole batch, which needs all
+            forwards first.
+        micro_batches: number of micro-batches in a batch; None for four for each stage, or the next lower divisor.
+        min_size: least number of samples in a micro-batch, if `micro_batches` is None.
     """
 
     mesh: Mesh
@@ -231,11 +232,11 @@ class Pipeline:
     micro_batches: int | None
     min_size: int = 1
     _engines: dict[_Key, _Made] = field(default_factory=dict[_Key, _Made])
-    # Number of each set of parameters that require gradients, in the order in which they were seen.
+    # A number for each set of parameters that require gradients, in the order of first use.
     _frozen: dict[tuple[bool, ...], int] = field(default_factory=dict[tuple[bool, ...], int])
 
     def forward(self, inputs: object) -> Any:  # noqa: ANN401 - whatever the last stage gives
-        """Return the outputs of the last stage for a batch, on all stages; all must call it."""
+        """Return the outputs of the last stage for a batch, on all stages. All must call it."""
         given = parts(inputs, "the batch")
         self.mesh.agree(CallSignature.over(given[0], "forward"), "forward")
         with self.mesh.explained("forward"), torch.no_grad():
@@ -243,11 +244,11 @@ class Pipeline:
             return self._shared(outputs)
 
     def forward_backward(self, inputs: object, targets: object) -> float:
-        """Add the gradients of a batch to those of the parameters; return its loss, on all stages. All must call it.
+        """Add the gradients of a batch to the parameters' gradients; return the loss, on all stages. All must call it.
 
         Raises:
-            UsageError: a batch that does not divide into micro-batches, or differs from that of the other workers.
-            PeerError: a worker is gone.
+            UsageError: the batch does not divide into micro-batches, or differs from that of other workers.
+            PeerError: a worker has ended.
         """
         given = parts(inputs, "the batch")
         size = len(given[0])
@@ -271,7 +272,7 @@ class Pipeline:
             return float(self._shared(taking.total))
 
     def _taking(self, made: _Made, targets: object, pieces: Sequence[object], num: int) -> Taking:
-        """Return the recorder of this batch's loss; for the first batch it also checks how losses are joined."""
+        """Return the recorder of this batch's loss; the first batch also checks how losses are combined."""
         if self.joining is None:
             return BatchLoss(self.loss, targets, num, made.dims)
         if made.outputs is not None:
@@ -294,7 +295,7 @@ class Pipeline:
         return self.micro_batches
 
     def _engine(self, given: tuple[Tensor, ...], num: int, learns: tuple[float, ...]) -> _Made:
-        """Return the schedule for batches of this shape; the first time, shapes are exchanged through all stages."""
+        """Return the schedule for batches of this shape; a new shape is sent through all stages."""
         key = (num, tuple((tensor.shape, tensor.dtype) for tensor in given), learns)
         if key not in self._engines:
             with self.mesh.explained("the first micro-batch"):
@@ -364,7 +365,7 @@ class Pipeline:
         return inputs, outputs
 
     def _shared(self, values: object) -> Any:  # noqa: ANN401
-        """Broadcast the values of the last stage to all stages: tensors in any structure of torch's pytrees."""
+        """Broadcast the values of the last stage to all stages: a pytree of tensors."""
         last = self.mesh.grid.pipeline - 1 - self.mesh.position.stage
         carry = partial(dist.broadcast, src=self._rank(last), group=self.mesh.group("pipeline"))
         if not self._is_last:
@@ -391,10 +392,10 @@ class Pipeline:
 
 
 def _as_it_is(loss: Tensor, _: Tensor) -> Tensor:
-    """Return the output of the last stage, which is the loss already."""
+    """Return the output of the last stage, which is the loss."""
     return loss
 
 
 def _blank(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return empty tensors of the same shapes, which require gradients where these do."""
+    """Return empty tensors with equal shapes and `requires_grad`."""
     return tuple(torch.empty(one.shape, dtype=one.dtype, requires_grad=one.requires_grad) for one in tensors)

@@ -53,14 +53,14 @@ class GatherSlices(SliceCall):
 class ScatterSums(SliceCall):
     """Reduce-scatter of gradients: each rank gets its slice of the sum.
 
-    Gloo's own is an all-reduce, which sends 2 (n-1)/n times the gradients. Here each rank sends every other its slice,
-    (n-1)/n times the gradients, and sums up what it receives.
+    Gloo's own is an all-reduce, which sends 2 (n-1)/n times the gradients. Here each rank sends every other rank its
+    slice, (n-1)/n times the gradients, and sums the received slices.
     """
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: object, async_op: bool = False
     ) -> None:
-        """Sum up; blocks until all ranks call it."""
+        """Sum; blocks until all ranks call it."""
         del async_op
         slices = torch.empty_like(input_tensor)
         with self.guard():
@@ -76,9 +76,9 @@ _HOOKS = "_state_dict_pre_hooks"  # torch's attribute of modules
 def shard_fully(model: nn.Module, mesh: DeviceMesh, guard: Guard = nullcontext) -> None:
     """Shard every parameter of a model over the ranks, in place; blocks until all ranks call it.
 
-    Values are those of the mesh's first rank. Parameters become `DTensor`s, so make optimizers afterwards. Layers of a
-    `Sequential` or `ModuleList` are gathered one by one when they run, other parameters with the model itself. Backward
-    leaves the mean of the ranks' gradients in `.grad`, in slices. All ranks run forward and backward together.
+    Values are those of the first rank of the mesh. Parameters become `DTensor`s, so make optimizers afterwards. Layers
+    of a `Sequential` or `ModuleList` are gathered one by one when they run, other parameters with the model. Backward
+    leaves slices of the mean of the ranks' gradients in `.grad`. All ranks run forward and backward together.
 
     Args:
         model: the module whose forward is called.
@@ -86,8 +86,8 @@ def shard_fully(model: nn.Module, mesh: DeviceMesh, guard: Guard = nullcontext) 
         guard: context of each collective call, which explains failures.
 
     Raises:
-        UsageError: a model without parameters, with several dtypes, or one that is sharded already; an older torch,
-            which does not support collective calls other than its own.
+        UsageError: a model without parameters, with several dtypes, or that is sharded; or a torch without support for
+            custom collective calls.
     """
     if getattr(FSDPModule, "set_custom_all_gather", None) is None:
         raise UsageError(f"fsdp needs torch 2.9 or later, this is {torch.__version__}: take all-reduce in its place.")
@@ -105,7 +105,7 @@ def shard_fully(model: nn.Module, mesh: DeviceMesh, guard: Guard = nullcontext) 
             f"fsdp: parameter '{scalar}' of {type(model).__name__} has shape (), of which there are no slices: give it "
             "shape (1,)."
         )
-    empty = {parameter for parameter in parameters if not parameter.numel()}  # torch does not slice these
+    empty = {parameter for parameter in parameters if not parameter.numel()}  # which torch does not slice
     share = RankShare.of(mesh)
     with torch.no_grad():
         for tensor in (*parameters, *model.buffers()):
@@ -125,16 +125,16 @@ def is_sharded(model: nn.Module) -> bool:
 
 @contextmanager
 def gathered(model: nn.Module) -> Generator[None]:
-    """Gather a sharded model for the length of a `with` block; forward inside it involves no other rank.
+    """Gather a sharded model for a `with` block, in which forward needs no other rank.
 
-    All ranks enter it together, which blocks until they have; each needs memory for the whole model then. `state_dict`
-    is whole, too, and leaves the model gathered.
+    Blocks until all ranks enter it; each then needs memory for the whole model. `state_dict` is whole, too, and leaves
+    the model gathered.
     """
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         module.unshard()
     hooks = _without_slicing(model)
-    for module in modules[1:]:  # the first is the root, which stays gathered after forward anyway
+    for module in modules[1:]:  # the first is the root, which stays gathered after forward
         module.set_reshard_after_forward(False, recurse=False)
     try:
         yield
@@ -148,7 +148,7 @@ def gathered(model: nn.Module) -> Generator[None]:
 
 
 def _without_slicing(model: nn.Module) -> dict[nn.Module, dict[int, object]]:
-    """Remove torch's hooks that reshard a model before `state_dict`; return the hooks that each module had."""
+    """Remove torch's hooks that reshard a model before `state_dict`; return the hooks of each module."""
     found: dict[nn.Module, dict[int, object]] = {module: getattr(module, _HOOKS) for module in model.modules()}
     for module, hooks in found.items():
         others = {key: hook for key, hook in hooks.items() if not hook.__module__.startswith("torch.distributed.fsdp.")}
@@ -168,7 +168,7 @@ def sliced_like(parameter: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _without_views(layer: nn.Module, inputs: object, outputs: Any) -> Any:  # noqa: ANN401 - whatever it returns
-    """Copy outputs that are views: changing them in place would detach them from torch's hooks."""
+    """Copy outputs that are views: a change in place would detach them from torch's hooks."""
     del layer, inputs
     if not torch.is_grad_enabled():
         return outputs
@@ -176,7 +176,7 @@ def _without_views(layer: nn.Module, inputs: object, outputs: Any) -> Any:  # no
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that are gathered separately: outermost ones of a chain that share no parameter."""
+    """Return the layers to gather separately: the outermost ones of a chain, without shared parameters."""
     found = list(_in_chains(model))
     holders = Counter(id(parameter) for block in found for parameter in block.parameters())
     inside = {id(module) for block in found for module in block.modules()}

@@ -1,4 +1,4 @@
-"""Notices on stderr about a script that otherwise runs well: one line each, and no line twice."""
+"""Notices on stderr about a script that runs: one line each, each line once."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SHARD_ADVICE = (
 
 
 def tell(text: str) -> None:
-    """Write one line for the user; several processes may share the stream, so it is one write."""
+    """Write one line for the user, in one write, because processes may share the stream."""
     sys.stderr.write(f"paceline: {' '.join(text.splitlines())}\n")
     sys.stderr.flush()
 
 
 def is_told(count: int) -> bool:
-    """Return whether the n-th time of something is told: the 1st, 10th, 100th, and so on.
+    """Return whether the n-th occurrence is reported: the 1st, 10th, 100th, and so on.
 
     >>> [count for count in range(1, 200) if is_told(count)]
     [1, 10, 100]
@@ -35,22 +35,22 @@ def is_told(count: int) -> bool:
 
 @dataclass(slots=True)
 class OpenClocks:
-    """How much one worker has done for each table in a clock that it does not finish; told once a table."""
+    """Counts the work of a worker on each table in its current clock; reports a clock without end once a table."""
 
     worker: int
     tell: Callable[[str], None]
-    _made: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])  # at which clock, how many
+    _made: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])  # clock and count
     _told: set[str] = field(default_factory=set[str])
 
     def note_push(self, table: str, clock: int) -> int:
-        """Count one more push; return how many there are in this clock."""
+        """Count a push; return the number of pushes in this clock."""
         at, num = self._made.get(table, (clock, 0))
         num = num + 1 if at == clock else 1
         self._made[table] = clock, num
         return num
 
     def tell_of(self, table: str, clock: int, done: str) -> None:
-        """Tell once what has been `done` for a table in a clock that goes on and on."""
+        """Report once a table what was `done` in a clock without end."""
         if table not in self._told:
             self._told.add(table)
             self.tell(
@@ -61,7 +61,7 @@ class OpenClocks:
 
 @dataclass(slots=True)
 class _Count:
-    """How often something was tried and refused, and at which clocks."""
+    """Numbers of attempts and refusals, and the clocks of the refusals."""
 
     num_made: int = 0
     num_refused: int = 0
@@ -73,8 +73,8 @@ class _Count:
 class Refusals:
     """The pushes and steps of one worker that were not applied, by table.
 
-    The first of a table is told at once, the 10th, 100th and so on as well, and all of them once the worker leaves.
-    May be used from several threads.
+    Reports the 1st, 10th, 100th and so on of each table at once, and the total when the worker leaves. Safe to use from
+    several threads.
     """
 
     worker: int
@@ -83,12 +83,12 @@ class Refusals:
     _lock: Lock = field(default_factory=Lock)
 
     def note_made(self, kind: Literal["push", "step"], table: str) -> None:
-        """Count one more push or step, refused or not."""
+        """Count a push or step, refused or not."""
         with self._lock:
             self._counts.setdefault((kind, table), _Count()).num_made += 1
 
     def note_refused(self, kind: Literal["push", "step"], table: str, clock: int, reason: str) -> None:
-        """Count one that was not applied, and tell of it if it is time."""
+        """Count a refused one, and report it if due."""
         with self._lock:
             count = self._counts.setdefault((kind, table), _Count())
             count.first = count.first if count.num_refused else clock
@@ -100,7 +100,7 @@ class Refusals:
             self.tell(f"worker {self.worker}, clock {clock}: {_share(count, kind)} of '{table}' were refused by now")
 
     def tell_all(self) -> None:
-        """Tell how many there were, of each table that had more than one; call it once, at the end."""
+        """Report the totals of tables with more than one; call it once, at the end."""
         for (kind, table), count in self._counts.items():
             if count.num_refused > 1:
                 self.tell(
@@ -116,7 +116,7 @@ def _share(count: _Count, kind: str) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Return what another process has said so that a terminal can do nothing with it but show it.
+    r"""Return the text of another process without characters that control a terminal.
 
     >>> printable("worker 1 \x1b[2J")
     'worker 1 ?[2J'

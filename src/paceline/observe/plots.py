@@ -1,4 +1,4 @@
-"""Plots of runs by matplotlib, the charts of a report that they make up, and their layout on one sheet."""
+"""Plots of runs by matplotlib, the charts of a report, and their layout on one sheet."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from paceline.observe.summary import CurvePoint, RunSummary
 
-# Okabe and Ito's colours without the two that are too pale on white, told apart with every kind of colour vision; then
-# two more.
+# Okabe and Ito's colours, distinct for every kind of colour vision, without the two that are too pale on white; and two
+# more.
 POLICY_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A4FA3", "#7A6A2B")
 BASELINE_COLOUR = "#555555"
 INK = "#222222"
@@ -26,18 +26,18 @@ FAINT = "#8a8a8a"
 GRID = "#e6e6e6"
 DPI = 150
 MAX_LABEL = 40  # characters
-# Reads older than this share the leftmost bar, so that one straggler does not flatten every histogram.
+# Older reads share the leftmost bar, so that one straggler does not flatten every histogram.
 MAX_BARS = 8
 PALENESS = 0.35
-# A baseline that takes longer than this many times the slowest run beside it is cut off, so that those stay apart.
+# A baseline longer than this many times the slowest other run is cut off, so that the others stay apart.
 BASELINE_ROOM = 1.6
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A run as it is drawn: its numbers under a label, in the one colour it has in every picture."""
+    """A run to draw: its numbers, its label, and its colour, the same in every picture."""
 
-    label: str  # as it is written in texts; `drawn` in pictures
+    label: str  # for texts; `drawn` for pictures
     summary: RunSummary
     colour: str
 
@@ -48,12 +48,12 @@ class Subject:
 
     @property
     def is_baseline(self) -> bool:
-        """Return whether a single process did all the work, without reads to show or waits."""
+        """Return whether a single process did all the work, without reads or waits."""
         return len(self.summary.workers) == 1
 
 
 def plain(text: str, length: int = 1000) -> str:
-    r"""Return a text for a picture: taken as it is, not as a formula, on one line, and of bounded length.
+    r"""Return a text for a picture: without formulas, on one line, and of bounded length.
 
     >>> print(plain(r"$\frac{", 20), plain("ab\n" * 30, 9))
     \$\frac{ ab ab ...
@@ -82,7 +82,7 @@ def colours(are_baselines: Sequence[bool]) -> list[str]:
 
 
 def draw_loss_by_time(axes: Axes, subjects: Sequence[Subject]) -> None:
-    """Draw the training loss of every run against seconds, and name when each was done."""
+    """Draw the training loss of every run against seconds, and label its duration."""
     draw_curves(axes, [(subject, subject.summary.loss_by_time) for subject in subjects])
     name_ends(axes, [(subject, f"{subject.summary.seconds:.1f} s") for subject in subjects])
     axes.set_xlabel("seconds since the first step began", color=INK)
@@ -92,7 +92,7 @@ def draw_loss_by_time(axes: Axes, subjects: Sequence[Subject]) -> None:
 
 
 def draw_loss_by_clock(axes: Axes, subjects: Sequence[Subject]) -> None:
-    """Draw the training loss of every run against clocks, and name the loss at which each ended."""
+    """Draw the training loss of every run against clocks, and label its last loss."""
     draw_curves(axes, [(subject, subject.summary.loss_by_clock) for subject in subjects])
     name_ends(axes, [(subject, f"{subject.summary.loss_by_clock[-1].loss:.3f}") for subject in subjects])
     axes.set_xlabel("clock", color=INK)
@@ -136,7 +136,7 @@ def draw_waiting(axes: Axes, subjects: Sequence[Subject]) -> None:
 
 
 def draw_accuracy(axes: Axes, subjects: Sequence[Subject]) -> None:
-    """Draw the final test accuracy of every run as a point, with the baseline as a line to compare with."""
+    """Draw the final test accuracy of every run as a point, and that of the baseline as a line."""
     known = [
         (subject, subject.summary.test_accuracy) for subject in subjects if subject.summary.test_accuracy is not None
     ]
@@ -159,7 +159,7 @@ def draw_accuracy(axes: Axes, subjects: Sequence[Subject]) -> None:
 
 
 def draw_curves(axes: Axes, drawn: Sequence[tuple[Subject, Sequence[CurvePoint]]]) -> None:
-    """Draw a loss curve of each run; a dashed line is that of a baseline."""
+    """Draw a loss curve of each run, dashed for a baseline."""
     quiet(axes, grid="y")
     for subject, curve in drawn:
         xs, ys = [point.at for point in curve], [point.loss for point in curve]
@@ -173,7 +173,7 @@ def draw_curves(axes: Axes, drawn: Sequence[tuple[Subject, Sequence[CurvePoint]]
 
 
 def _scale_by_ratio(axes: Axes) -> None:
-    """Use a logarithmic scale with plain numbers on it, so that late differences stay visible."""
+    """Use a logarithmic scale with plain numbers, so that late differences stay visible."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     axes.set_yscale("log")
@@ -184,7 +184,7 @@ def _scale_by_ratio(axes: Axes) -> None:
 
 
 def name_ends(axes: Axes, ends: Sequence[tuple[Subject, str]]) -> None:
-    """Name every curve and where it ends, top right, where falling curves leave room."""
+    """Label every curve and its end, top right, where falling curves leave room."""
     for line, (subject, end) in enumerate(ends):
         for x, side, text, weight in ((0.78, "right", subject.drawn, "bold"), (0.80, "left", end, "normal")):
             axes.text(
@@ -216,7 +216,7 @@ def _draw_histogram(axes: Axes, subject: Subject, oldest: int, newest: int) -> N
 
 
 def _folded(counts: Mapping[int, int], oldest: int, newest: int, num_reads: int) -> dict[int, float]:
-    """Return the share of reads at each differential; what is older than the oldest counts there."""
+    """Return the share of reads at each differential; the oldest one includes all older reads."""
     shares = dict.fromkeys(range(oldest, newest + 1), 0.0)
     for differential, count in counts.items():
         shares[max(differential, oldest)] += count / num_reads
@@ -224,7 +224,7 @@ def _folded(counts: Mapping[int, int], oldest: int, newest: int, num_reads: int)
 
 
 def _pale(colour: str) -> tuple[float, float, float]:
-    """Return the colour mixed with white, which prints the same everywhere."""
+    """Return the colour mixed with white: unlike transparency, it prints the same everywhere."""
     red, green, blue = (1 - PALENESS * (1 - int(colour[at : at + 2], 16) / 255) for at in (1, 3, 5))
     return red, green, blue
 
@@ -239,7 +239,7 @@ def _draw_wait_bar(axes: Axes, place: float, share: float, colour: str, *, is_sl
 
 
 def _widen(axes: Axes, values: Sequence[float]) -> None:
-    """Leave room left and right, and show differences that matter without blowing up those that do not."""
+    """Leave room left and right, and do not magnify small differences."""
     if values:
         margin = max(0.01, 0.35 * (max(values) - min(values)))
         axes.set_xlim(max(0.0, min(values) - margin), min(1.0 + margin / 4, max(values) + margin))
@@ -250,7 +250,7 @@ def _percent_axis(axes: Axes) -> None:
 
 
 def quiet(axes: Axes, grid: str) -> None:
-    """Leave of the axes only what helps to read values along `grid`, x or y."""
+    """Reduce the axes to what helps to read values along `grid`, x or y."""
     axes.grid(visible=True, axis="x" if grid == "x" else "y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -269,7 +269,7 @@ MAX_TITLE = 80  # characters
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One idea: its name, a sentence for newcomers, the runs it can show, and how to draw them.
+    """One idea: its name, a sentence for newcomers, the runs that have it, and how to draw them.
 
     `draw` gets one pair of axes, or one for every run when `small_multiples` is set.
     """
@@ -317,7 +317,7 @@ SHEET = ((LOSS_BY_TIME, LOSS_BY_CLOCK), (STALENESS,), (WAITING, ACCURACY))
 
 
 def charts_of(subjects: Sequence[Subject]) -> list[Chart]:
-    """Return the charts that have something to show, in reading order."""
+    """Return the charts with data, in reading order."""
     return [chart for row in SHEET for chart in row if any(map(chart.can_show, subjects))]
 
 
@@ -349,7 +349,7 @@ def draw_sheet(subjects: Sequence[Subject], *, title: str, subtitle: str) -> byt
 
 def _entitle(cell: SubFigure, chart: Chart, width_in: float) -> None:
     left = 0.14 / width_in
-    # The empty second line keeps room for the caption, which has a size of its own.
+    # The empty second line keeps room for the caption, which has another size.
     cell.suptitle(f"{chart.title}\n", x=left, ha="left", fontsize=14, weight="bold", color=INK)
     cell.text(left, 1 - 0.36 / ROW_HEIGHT_IN, chart.caption, fontsize=9.5, color=FAINT, va="top")
 

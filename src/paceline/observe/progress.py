@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     from paceline.observe.trace import Record
 
-# A worker that finishes no clock reports every 2 s that it runs; after so long without a report it is taken as hung.
+# A worker that finishes no clock reports every 2 s. After this time without a report it counts as hung.
 HUNG_S = 10.0
-# Seconds in one state until it is worth a line.
+# Seconds in one state before a line reports it.
 NOTABLE_S = 5.0
 
 
@@ -42,11 +42,11 @@ class Life:
 
     Attributes:
         clock: number of finished clocks.
-        end: why it has ended, as its launcher says; empty while it runs.
+        end: why it has ended, from its launcher; empty while it runs.
         heard_s: time of its last record; None before the first.
-        waits: whether it is in a call that waits for others, long enough for a report.
+        waits: whether it has been in a waiting call for long enough to report.
         since_s: time when the current state began.
-        leaves: whether it has left the job, and continues alone.
+        leaves: whether it has left the job while its process runs.
     """
 
     clock: int = 0
@@ -67,20 +67,20 @@ class Life:
         self.heard_s = now
 
     def note(self, end: str, now: float) -> None:
-        """Record that its process has ended, or where `end` is empty, that it has been started."""
+        """Record that its process has ended, or with an empty `end`, that it was started."""
         self.end = end
         if not end:
             self.heard_s, self.waits, self.since_s, self.leaves = None, False, now, False
 
     def hung_s(self, now: float) -> float:
-        """Return for how long a process has sent no record although it should; 0 for usual intervals."""
+        """Return for how long the records of a process are overdue; 0 for usual intervals."""
         if self.end or self.leaves or self.heard_s is None or now - self.heard_s < HUNG_S:
             return 0.0
         return now - self.heard_s
 
 
 def describe(lives: Mapping[int, Life], now: float) -> dict[int, str]:
-    """Return a few words on the state of each worker, except those that compute as usual."""
+    """Return a few words on the state of each worker that does not compute."""
     return {worker: _describe(worker, lives, now) for worker in lives}
 
 
@@ -101,7 +101,7 @@ def _describe(worker: int, lives: Mapping[int, Life], now: float) -> str:
 
 
 def _awaited(worker: int, lives: Mapping[int, Life]) -> str:
-    """Return what a worker waits for: the slowest workers if they are behind, else for computation at its end."""
+    """Return what a worker waits for: the slowest workers if they are behind, else a computation."""
     own = lives[worker].clock
     others = {rank: life for rank, life in lives.items() if rank != worker and not life.end}
     slowest = min((life.clock for life in others.values()), default=own)
@@ -115,21 +115,21 @@ def _awaited(worker: int, lives: Mapping[int, Life]) -> str:
 PLAIN_INTERVAL_S = 2.0
 # Rates and shares are taken over the latest steps, so that a change shows soon and noise does not.
 WINDOW_S = 5.0
-# A step counts as late when it takes this much, or as long as the steps before it: traces are written in pieces.
+# A step is late after this time and after the time of the steps before it, as traces are written in pieces.
 LATE_S = 1.0
-# How the state of a worker begins whose process did not end as it was to.
+# Beginning of the state of a worker whose process failed or was killed.
 DEAD = "dead"
 ENDED = "ended"
-# A plain line lists each worker up to this many, and only the range beyond.
+# A plain line lists each worker up to this number, and beyond it their range.
 MAX_LISTED_WORKERS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRow:
-    """What the board shows of one worker; `clock` counts the finished clocks, `lead` is over the slowest that runs.
+    """One worker as displayed. `clock` is the number of finished clocks, `lead` is counted from the slowest that runs.
 
-    `num_refused` counts its pushes and steps that were not applied. `state` is what there is to say of what it does:
-    nothing while it computes as usual. A dead one has no lead.
+    `num_refused` is the number of its pushes and steps that were not applied. `state` is empty while it computes. A
+    dead worker has no lead.
     """
 
     worker: int
@@ -145,15 +145,15 @@ class WorkerRow:
 
 @dataclass(slots=True)
 class _Pace:
-    """The latest steps of one worker, and what is known of its process."""
+    """The latest steps of one worker, and the state of its process."""
 
-    # Invariant: in order of time, spanning at most WINDOW_S unless it holds a single step.
+    # Invariant: in order of time; they span at most WINDOW_S, unless there is one.
     steps: deque[Step] = field(default_factory=deque[Step])
-    # The losses told that are no finite numbers, as no step has them; of the same span.
+    # Reported losses of the same span that are not finite, which no step has.
     bad_losses: deque[Reported] = field(default_factory=deque[Reported])
     num_refused: int = 0
     life: Life = field(default_factory=Life)
-    stepped_s: float = 0.0  # when the last step came, on the clock of the board
+    stepped_s: float = 0.0  # time of the last step, on the clock of the display
 
     def add(self, step: Step, now: float) -> None:
         self.stepped_s = now
@@ -190,7 +190,7 @@ class _Pace:
         )
 
     def samples_per_s(self, now: float) -> float:
-        """Return the rate over the latest steps, which falls when the next one does not come, to 0 in the end."""
+        """Return the rate over the latest steps; it falls to 0 while the next step is late."""
         if self.life.end.startswith(DEAD) or not self.steps:
             return 0.0
         busy_s = sum(step.step_s for step in self.steps)
@@ -202,16 +202,16 @@ class _Pace:
 
 
 def _mean(losses: Sequence[float]) -> float | None:
-    """Return the mean, which is NaN or infinite if one of them is; None of none."""
+    """Return the mean, NaN or infinite if one value is; None of none."""
     return sum(losses) / len(losses) if losses else None
 
 
 class TraceDisplay:
-    """Shows how far every worker is, from the trace files in `trace_folder`.
+    """Shows the progress of every worker, from the trace files in `trace_folder`.
 
-    Call `refresh` about four times a second and `close` at the end; neither blocks, and there is no thread. On a
-    terminal a table is redrawn in place, and what is printed through `sys.stdout` and `sys.stderr` appears above
-    it; elsewhere one line for all workers is written every 2 s, and a last one on close.
+    Call `refresh` about four times a second and `close` at the end. Neither blocks, and there is no thread. A terminal
+    gets a table that is redrawn in place, below all that `sys.stdout` and `sys.stderr` print. Other streams get a line
+    for all workers every 2 s, and a last one on close.
 
         display = TraceDisplay(run_folder / "trace", num_workers=4)
         while running():
@@ -228,11 +228,11 @@ class TraceDisplay:
         self._now = 0.0
 
     def note(self, worker: int, state: str) -> None:
-        """Take it that a worker does not run any more, and why; that it was started, where the state is empty."""
+        """Record why a worker has ended, or with an empty state, that it was started."""
         self._paces.setdefault(worker, _Pace()).life.note(state, self._now)
 
     def refresh(self, now: float) -> None:
-        """Take in what the workers wrote and show it; `now` is in seconds on the caller's steady clock."""
+        """Read new records and show them; `now` is in seconds on the caller's steady clock."""
         if self._start_t is None:
             self._start_t = now
         self._elapsed_s, self._now = now - self._start_t, now
@@ -240,12 +240,12 @@ class TraceDisplay:
         self._display.show(self.rows(), self._elapsed_s)
 
     def close(self) -> None:
-        """Show the final state and give the terminal back; call it once, also when the run failed."""
+        """Show the final state and release the terminal; call it once, also after a failed run."""
         self._take_in()
         self._display.close(self.rows(), self._elapsed_s)
 
     def rows(self) -> list[WorkerRow]:
-        """Return what is shown, by rank."""
+        """Return the displayed rows, by rank."""
         lives = {worker: pace.life for worker, pace in sorted(self._paces.items())}
         paced = [worker for worker, life in lives.items() if not life.end] or [
             worker for worker, life in lives.items() if life.end == ENDED
@@ -262,7 +262,7 @@ class TraceDisplay:
             return
         try:
             records = self._tail.poll()
-        except (OSError, UsageError) as error:  # what is shown is no reason to end what it shows
+        except (OSError, UsageError) as error:  # a failed display does not end the run
             self._tail = None
             tell_on_stderr(f"the live display stands still from here on: {error}. The run goes on")
             return
@@ -301,7 +301,7 @@ class _Lines:
             self._print(rows, elapsed_s)
 
     def close(self, rows: Sequence[WorkerRow], elapsed_s: float) -> None:
-        # As text: a loss that is NaN does not equal itself.
+        # As text, because NaN does not equal itself.
         if [f"{row.clock} {row.loss} {row.state} {row.num_refused}" for row in rows] != [
             f"{row.clock} {row.loss} {row.state} {row.num_refused}" for row in self._shown
         ]:
@@ -319,7 +319,7 @@ class _Table:
     def __init__(self, console: Console) -> None:
         from rich.live import Live
 
-        # Output that goes to a file or a pipe must keep going there, so only a terminal's is moved above the table.
+        # Only output to a terminal is moved above the table; files and pipes keep theirs.
         self._live = Live(console=console, auto_refresh=False, redirect_stdout=sys.stdout.isatty())
         self._live.start()
 
@@ -332,7 +332,7 @@ class _Table:
 
 
 def plain_line(rows: Sequence[WorkerRow], elapsed_s: float) -> str:
-    """Say in one line how far all workers are, and what those do that do not compute; beyond 8 workers as ranges."""
+    """Return one line with the progress of all workers, and the state of those that do not compute."""
     loss = _mean([row.loss for row in rows if row.loss is not None and not row.state.startswith(DEAD)])
     samples_per_s = sum(row.samples_per_s for row in rows)
     tells_samples = samples_per_s > 0 or any(row.loss is not None for row in rows)
@@ -341,7 +341,7 @@ def plain_line(rows: Sequence[WorkerRow], elapsed_s: float) -> str:
         f"{elapsed_s:.0f} s",
         "clock " + _listed([f"{row.clock}" for row in rows], [row.clock for row in rows]),
         "lead " + _listed(["-" if row.lead is None else f"+{row.lead}" for row in rows], [row.lead for row in rows]),
-        *([] if loss is None else [f"loss {loss:.4f}"]),  # what the script does not tell is left out
+        *([] if loss is None else [f"loss {loss:.4f}"]),  # without what the script does not report
         *(["refused " + _listed([f"{num}" for num in refused], refused)] if any(refused) else []),
         *([f"{samples_per_s:,.0f} samples/s"] if tells_samples else []),
         "communication " + _shares([row.comm_share for row in rows]),
@@ -352,7 +352,7 @@ def plain_line(rows: Sequence[WorkerRow], elapsed_s: float) -> str:
 
 
 def _states(rows: Sequence[WorkerRow]) -> list[str]:
-    """Say what workers do, unless all of them do the usual: compute, or have ended."""
+    """Return the states of workers; empty if all compute or have ended."""
     told = [f"worker {row.worker} {row.state}" for row in rows if row.state]
     if all(row.state in ("", ENDED) for row in rows):
         return []
@@ -378,7 +378,7 @@ def _table(rows: Sequence[WorkerRow], elapsed_s: float) -> Table:
     table = Table(title=f"{elapsed_s:.0f} s", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("worker", "clock", "lead", "loss", "samples/s", "communication", "waiting"):
         table.add_column(heading, justify="right", header_style="dim", no_wrap=True)
-    table.add_column("")  # its words are broken where they are too long
+    table.add_column("")  # long words are broken
     shows_refused = any(row.num_refused for row in rows)
     if shows_refused:
         table.add_column("refused", justify="right", header_style="red")

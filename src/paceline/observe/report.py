@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from paceline.observe.plots import Subject
     from paceline.observe.runs import Run
     from paceline.observe.summary import RunSummary
 
@@ -57,7 +56,7 @@ td { white-space: nowrap; }
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A picture with its name and a sentence that says how to read it."""
+    """A picture with its name and a sentence on how to read it."""
 
     title: str
     caption: str
@@ -66,7 +65,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class PageColumn:
-    """A column of the table of numbers: its heading, what it means, and its text for a run."""
+    """A column of the table of numbers: its heading, its meaning, and its text for a run."""
 
     heading: str
     meaning: str
@@ -147,7 +146,7 @@ def render_page(
     subjects: Sequence[Subject],
     notes: Mapping[str, str],
 ) -> str:
-    """Return the page as text; `notes` maps labels to what else is to be said about a run."""
+    """Return the page as text; `notes` maps labels to remarks on runs."""
     body = "\n".join(
         [
             f"<h1>{escape(title)}</h1>",
@@ -167,7 +166,7 @@ def render_page(
 
 
 def in_short(subjects: Sequence[Subject]) -> str:
-    """Say in a few sentences who was fast, who waited, who read old values and how good the models are."""
+    """Return a few sentences on speed, waiting, age of values and quality of the models."""
     parallel = [subject for subject in subjects if not subject.is_baseline]
     aged = [(s.summary.max_staleness, s.label) for s in parallel if s.summary.max_staleness is not None]
     known = [(s.summary.test_accuracy, s.label) for s in subjects if s.summary.test_accuracy is not None]
@@ -216,7 +215,7 @@ def _numbers(subjects: Sequence[Subject], notes: Mapping[str, str]) -> str:
 
 
 def _deaths(subjects: Sequence[Subject]) -> str:
-    """List the processes that have not ended as they were to; nothing where there are none."""
+    """Return a list of the processes that failed or were killed; empty for none."""
     terms = "".join(
         f"<dt>{escape(subject.label)}</dt><dd>{escape(death)}</dd>"
         for subject in subjects
@@ -242,7 +241,7 @@ def _count(number: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LabelledRun:
-    """A run under the name it has in the report, such as `ssp(3)`; the note says what else to know about it."""
+    """A run with its label in the report, such as `ssp(3)`, and a remark."""
 
     label: str
     run: Run
@@ -252,9 +251,9 @@ class LabelledRun:
 def write_report(runs: Sequence[LabelledRun], folder: Path, *, title: str, facts: Mapping[str, str]) -> Path:
     """Write `report.html` and `report.png` into the folder and return the path of the page.
 
-    The page holds its style and pictures and asks the network for nothing. A run of one worker is drawn as the
-    baseline. `facts` (what was trained, on what, how) stand under the title. Raises UsageError for no runs, for a
-    label used twice, and when matplotlib is not installed.
+    The page contains its style and pictures and loads nothing. A run of one worker is drawn as the baseline. `facts`
+    (what was trained, on what, how) are below the title. Raises UsageError without runs, for a repeated label, and
+    without matplotlib.
 
         write_report([LabelledRun("ssp(3)", read_run(folder))], Path("out"), title="Digits", facts={"workers": "4"})
     """

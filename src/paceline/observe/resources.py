@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Final
 
 _INFO_BYTES: Final = 256
-# Of the kernel's `tcp_info`: bytes that the other side has acknowledged, and bytes that were received.
+# Of the kernel's `tcp_info`: bytes that the peer has acknowledged, and bytes received.
 _COUNTS: Final = struct.Struct("=QQ")
 _COUNTS_AT: Final = 120
-# And microseconds in which it had something to send that the other side had yet to acknowledge.
+# Microseconds with sent bytes that the peer had not acknowledged.
 _SENDING: Final = struct.Struct("=Q")
 _SENDING_AT: Final = 168
 _PROCESS: Final = Path("/proc/self")
@@ -23,13 +23,13 @@ _PROCESS: Final = Path("/proc/self")
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a process has used since it began.
+    """Resources that a process has used since its start.
 
     Args:
-        peak_bytes: the most memory it has had resident, shared memory that it has touched included.
-        sent_bytes: what its TCP connections have sent and seen acknowledged.
-        received_bytes: what they have received.
-        sending_s: for how long the one of them that had so for longest had something to send.
+        peak_bytes: peak of resident memory, with shared memory that it has touched.
+        sent_bytes: bytes that its TCP connections have sent, as acknowledged.
+        received_bytes: bytes that they have received.
+        sending_s: time with unacknowledged bytes, of the connection with the longest.
     """
 
     peak_bytes: int
@@ -42,22 +42,22 @@ class Usage:
 class ResourceUsage:
     """Totals of the TCP connections of this process; traffic over shared memory and Unix sockets is not counted.
 
-    A closed connection counts with the values of its last `look`: call that before peers may leave.
+    A closed connection counts with the values of its last `sample`: call it before peers may leave.
     """
 
-    # Sent, received and microseconds of sending, by what the kernel calls the connection.
+    # Bytes sent and received, and microseconds of sending, by the kernel's number of the connection.
     _seen: dict[str, tuple[int, int, int]] = field(default_factory=dict[str, tuple[int, int, int]])
 
     def sample(self) -> None:
         """Read the counters of all connections; on Linux only."""
         for descriptor in _descriptors():
-            with suppress(OSError):  # closed by now, or a socket of another kind
+            with suppress(OSError):  # closed, or a socket of another kind
                 name = os.readlink(_PROCESS / "fd" / descriptor)
                 if name.startswith("socket:"):
                     self._seen[name] = _carried(_copied(int(descriptor)))
 
     def usage(self) -> Usage | None:
-        """Return the usage of this process so far; None without /proc, that is outside of Linux."""
+        """Return the usage of this process so far; None without /proc, outside of Linux."""
         self.sample()
         if not _PROCESS.exists():
             return None
@@ -66,7 +66,7 @@ class ResourceUsage:
 
 
 def _descriptors() -> list[str]:
-    """Return the open descriptors of this process; none when there are too many to list them."""
+    """Return the open descriptors of this process; none if there are too many to list."""
     try:
         return os.listdir(_PROCESS / "fd") if sys.platform == "linux" else []
     except OSError:
@@ -74,13 +74,13 @@ def _descriptors() -> list[str]:
 
 
 def _peak_bytes() -> int:
-    """Return the high-water mark of the resident memory, which begins anew with each program that is run."""
+    """Return the peak of resident memory since the last exec."""
     lines = (_PROCESS / "status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
 def _copied(descriptor: int) -> socket.socket:
-    """Return a duplicate of the socket of a descriptor; raises OSError if that is another kind of file by now."""
+    """Return a duplicate of the socket of a descriptor; raises OSError for another kind of file."""
     copy = os.dup(descriptor)
     try:
         return socket.socket(fileno=copy)
@@ -90,7 +90,7 @@ def _copied(descriptor: int) -> socket.socket:
 
 
 def _carried(connection: socket.socket) -> tuple[int, int, int]:
-    """Return what went out and came in over a connection, and for how long; zeros where it is not of TCP; closes it."""
+    """Return the counters of a connection, zeros for one that is not TCP, and close the socket."""
     with connection:
         if connection.family not in (socket.AF_INET, socket.AF_INET6):
             return 0, 0, 0

@@ -76,9 +76,9 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read the traces of a run from `<folder>/trace/*.jsonl`; a torn last line of a killed process is skipped.
+    """Read the traces of a run from `<folder>/trace/*.jsonl`, without the incomplete last line of a killed process.
 
-    Raises UsageError when there is no trace, or when a whole line is not a record.
+    Raises UsageError without a trace, or for a complete line that is not a record.
     """
     paths = sorted((folder / "trace").glob("*.jsonl"))
     if not paths:
@@ -116,7 +116,7 @@ def _of_kind(records: list[Record], kind: type[_R]) -> tuple[_R, ...]:
 
 
 def decode_lines(content: bytes, path: Path) -> list[Record]:
-    """Decode the whole lines of a trace file; what follows the last newline is still being written, or torn."""
+    """Decode the complete lines of a trace file; text after the last newline is ignored."""
     whole = content[: content.rfind(b"\n") + 1]
     try:
         return _decoder.decode_lines(whole)
@@ -136,12 +136,12 @@ class TraceFollower:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        # Invariant: every offset is just behind a newline of its file, which has this number: a bounded trace begins
-        # a new one.
+        # Invariant: every offset is just behind a newline of the file of this number; a bounded trace begins new
+        # files.
         self._places: dict[Path, tuple[int, int]] = {}
 
     def poll(self) -> list[Record]:
-        """Return the records that were written since the last call; never blocks; a missing folder is empty."""
+        """Return the records since the last call; never blocks; none for a missing folder."""
         return [record for path in sorted(self._folder.glob("worker-*.jsonl")) for record in self._news(path)]
 
     def _news(self, path: Path) -> list[Record]:

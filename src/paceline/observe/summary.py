@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from paceline.observe.runs import Run
 
 CURVE_POINTS = 36
-# A worker counts as slow when the slowest fifth of its clocks takes this much more computing than the middle worker's.
+# A worker is slow if the slowest fifth of its clocks takes this many times the computation of the median worker.
 SLOW_RATIO = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSummary:
-    """What one worker did: finished clocks, samples, and its time, of which `wait_s` was waiting for others.
+    """Finished clocks, samples and time of one worker; `wait_s` is its time of waiting for others.
 
-    `comm_s` is the waiting and all else that its training loop spent in push, clock and pull.
+    `comm_s` is the time of its training loop in push, clock and pull, with the waiting.
     """
 
     worker: int
@@ -33,8 +33,8 @@ class WorkerSummary:
     num_samples: int
     wait_s: float
     comm_s: float
-    busy_s: float  # all but the waiting
-    slow_busy_s: float  # at least so long it computed in each clock of its slowest fifth
+    busy_s: float  # without the waiting
+    slow_busy_s: float  # least computation in a clock of its slowest fifth
 
     @property
     def wait_share(self) -> float:
@@ -57,19 +57,19 @@ class CurvePoint:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """The numbers of a run; None where the run has no such record (a single process reads no tables)."""
+    """Summary of a run; None where the run has no such record, as a single process reads no tables."""
 
     seconds: float
     workers: tuple[WorkerSummary, ...]
-    # Clock differential of reads (values' age - reader's clock; -1 is the freshest) -> number of reads. Where a read
-    # was one of rows, every row counts as a read of its own.
+    # Clock differential of reads (clock of values - clock of reader; -1 is the freshest) -> number of reads. Every row
+    # of a read of rows counts.
     differentials: Mapping[int, int]
-    # The same for the reads that got the newest complete values the servers had at that moment; None without reads.
+    # The same for reads of the newest complete values of the servers; None without reads.
     freshest: Mapping[int, int] | None
-    # Pushes and steps that were not applied, as the workers count them.
+    # Pushes and steps that were not applied, counted by the workers.
     num_refused: int
-    # Samples of data servers that were read again after a worker had died with them, and those left out because they
-    # could not be decoded; None where no worker has reported an epoch.
+    # Samples of data servers that were read again after the death of a worker, and samples that could not be decoded;
+    # None if no worker has reported an epoch.
     num_again: int | None
     num_skipped: int | None
     # Largest difference between the clocks of two workers that were computing at the same time.
@@ -78,12 +78,12 @@ class RunSummary:
     test_accuracy: float | None
     loss_by_time: tuple[CurvePoint, ...]
     loss_by_clock: tuple[CurvePoint, ...]
-    # A sentence for each process that has not ended as it was to.
+    # A sentence for each process that failed or was killed.
     deaths: tuple[str, ...] = ()
 
     @property
     def num_reads(self) -> int:
-        """Return how many reads were recorded."""
+        """Return the number of recorded reads."""
         return sum(self.differentials.values())
 
     @property
@@ -93,7 +93,7 @@ class RunSummary:
 
     @property
     def num_clocks(self) -> int:
-        """Return the clocks that the furthest worker finished."""
+        """Return the number of finished clocks of the furthest worker."""
         return max((worker.num_clocks for worker in self.workers), default=0)
 
     @property
@@ -113,7 +113,7 @@ class RunSummary:
 
     @property
     def max_staleness(self) -> int | None:
-        """Return by how many clocks the oldest read lagged behind its reader; at most s under ssp(s)."""
+        """Return the largest lag of a read behind its reader, in clocks; at most s under ssp(s)."""
         return -1 - min(self.differentials) if self.differentials else None
 
     @property
@@ -123,12 +123,12 @@ class RunSummary:
 
     @property
     def freshest_share(self) -> float | None:
-        """Return the share of reads that got the newest complete values the servers had at that moment."""
+        """Return the share of reads of the newest complete values of the servers."""
         return sum(self.freshest.values()) / self.num_reads if self.freshest is not None else None
 
     @property
     def slow_worker(self) -> int | None:
-        """Return the worker that is, or at times is, clearly slower than the others, if there is one."""
+        """Return the worker that is clearly slower than the others, always or at times; None for none."""
         if len(self.workers) < 2:
             return None
         slowest = max(self.workers, key=attrgetter("slow_busy_s"))
@@ -137,7 +137,7 @@ class RunSummary:
 
 
 def summarize(run: Run) -> RunSummary:
-    """Compute the numbers of a run; an empty run gives zeros and None."""
+    """Summarize a run; an empty run gives zeros and None."""
     start_t = min((step.t - step.step_s for step in run.steps), default=0.0)
     last = run.evaluations[-1] if run.evaluations else None
     return RunSummary(

@@ -1,4 +1,4 @@
-"""The trace: what happened in one process, as JSON lines, one record a line, in `<run>/trace/<role>-<rank>.jsonl`.
+"""The trace: events of one process as JSON lines, one record a line, in `<run>/trace/<role>-<rank>.jsonl`.
 
 Every `t` is `time.monotonic()` in seconds, comparable between processes on one host. Clocks start at 0, and a
 *value clock* m means that all updates with a clock below m are included.
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-# Of one process of a run without a folder of its own: twice as much at most is on the disk, see `TraceFile`.
+# Bound for a process of a run without a folder: at most twice as much is on the disk, see `TraceFile`.
 UNNAMED_TRACE_BYTES: Final = 8 * 1024 * 1024
 OLDER: Final = ".old"
 _BLOCK_BYTES: Final = 64 * 1024
 
 
 def tell_on_stderr(text: str) -> None:
-    """Write on stderr what works less well than it could."""
-    if sys.stderr is not None:  # as under pythonw, or a launcher that has closed it
+    """Write a notice on stderr, unless it is closed."""
+    if sys.stderr is not None:  # None under pythonw, or if a launcher has closed it
         sys.stderr.write(f"paceline: {text}\n")
         sys.stderr.flush()
 
 
 @final
 class TraceFile:
-    """Appends whole lines to a file; what goes wrong is told once, and ends the trace, not the training.
+    """Appends whole lines to a file. The first error is reported and ends the trace, not the training.
 
-    With `max_bytes` the file is put aside as `NAME.old` when it has become so large, in place of the one before, and
-    a new one is begun: the latest records are kept, and twice `max_bytes` are on the disk at most.
+    At `max_bytes` the file is renamed to `NAME.old`, in place of an earlier one, and a new file is begun: the latest
+    records are kept, in at most twice `max_bytes` on disk.
     """
 
     def __init__(self, path: Path, max_bytes: int = 0, tell: Callable[[str], None] = tell_on_stderr) -> None:
@@ -54,11 +54,11 @@ class TraceFile:
 
     @property
     def is_open(self) -> bool:
-        """Whether more is written."""
+        """Whether lines are still written."""
         return self._file is not None
 
     def append(self, lines: bytes) -> None:
-        """Write whole lines, or tell that the trace ends here."""
+        """Write whole lines; report an error, which ends the trace."""
         if self._file is None:
             return
         try:
@@ -71,13 +71,13 @@ class TraceFile:
             self._give_up(error)
 
     def close(self) -> None:
-        """Write no more; may be repeated."""
+        """Close the file. Idempotent."""
         if self._file is not None:
             file, self._file = self._file, None
             file.close()
 
     def _open(self) -> None:
-        """Open for appending, without the torn line that a killed process may have left at the end."""
+        """Open for appending, and drop an incomplete last line of a killed process."""
         self._file = FileIO(self._path, "a+")
         self._size = _end_of_lines(self._file.fileno())
         self._file.truncate(self._size)
@@ -92,7 +92,7 @@ class TraceFile:
     def _give_up(self, error: OSError) -> None:
         try:
             self.close()
-        except OSError as another:  # of a file server, which tells so late that the disk is full
+        except OSError as another:  # a file server reports a full disk only now
             error = another
         self._tell(
             f"the trace {self._path} ends here: {error.strerror}. Training goes on; the live display and reports lack "
@@ -101,7 +101,7 @@ class TraceFile:
 
 
 def _end_of_lines(descriptor: int) -> int:
-    """Return where the last whole line ends; reads the file from its end, and no more of it than that line."""
+    """Return the end of the last whole line; reads backwards, and stops there."""
     end = os.fstat(descriptor).st_size
     while end:
         begin = max(0, end - _BLOCK_BYTES)
@@ -135,14 +135,14 @@ class ReadRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="read"):
 
     @property
     def staleness(self) -> int:
-        """Return by how many clocks the values lag behind the reader: 0 is the freshest, s the bound of ssp(s)."""
+        """Return the lag of the values behind the reader, in clocks: 0 is the freshest, s the bound of ssp(s)."""
         return self.clock - self.value_clock
 
 
 class RowRead(msgspec.Struct, frozen=True, tag_field="kind", tag="row_read"):
-    """A worker at `clock` read rows of a table; counts the rows by the value clock that they are complete up to.
+    """A worker at `clock` read rows of a table: the number of rows by value clock.
 
-    The reader's own pushes do not count: a row may contain later ones of these.
+    Rows may also contain later pushes of the reader, which do not count.
     """
 
     t: float
@@ -154,7 +154,7 @@ class RowRead(msgspec.Struct, frozen=True, tag_field="kind", tag="row_read"):
 
     @property
     def differentials(self) -> dict[int, int]:
-        """Return how many rows were read at each clock differential; see `ReadRecord.differential`."""
+        """Return the number of rows read at each clock differential; see `ReadRecord.differential`."""
         return {value_clock - 1 - self.clock: num for value_clock, num in self.num_rows.items()}
 
 
@@ -162,8 +162,8 @@ class Step(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
     """A worker finished `clock`.
 
     `t` is taken before the clock message is sent, so that no other worker can be recorded as acting on it earlier.
-    `step_s` is the time since the previous clock was finished. Of it the training loop spent `comm_s` in push, clock
-    and pull, and of that `wait_s` waiting for values; `comm_s` is 0 in traces from before it was measured.
+    `step_s` is the time since the previous clock was finished, `comm_s` the part of it in push, clock and pull of the
+    training loop, and `wait_s` the part of that in waiting for values. `comm_s` is 0 in traces of older versions.
     """
 
     t: float
@@ -200,7 +200,7 @@ class Reported(msgspec.Struct, frozen=True, tag_field="kind", tag="reported"):
 
 
 class Resources(msgspec.Struct, frozen=True, tag_field="kind", tag="resources"):
-    """A worker is about to leave: the peak memory of its process, and the traffic of its TCP connections."""
+    """A worker leaves: the peak memory of its process, and the traffic of its TCP connections."""
 
     t: float
     worker: int
@@ -210,10 +210,10 @@ class Resources(msgspec.Struct, frozen=True, tag_field="kind", tag="resources"):
 
 
 class Load(msgspec.Struct, frozen=True, tag_field="kind", tag="load"):
-    """A server has ended: its traffic, and how long it was busy.
+    """A server has ended: its traffic, and its load.
 
-    It was in use for `in_use_s` from the first message to the last. In this time its thread was at work for `busy_s`,
-    and the busiest of its TCP connections, as far as the kernel counts that, had data to send for `sending_s`.
+    `in_use_s` is the time from the first message to the last. In this time its thread worked for `busy_s`, and the
+    busiest of its TCP connections had unacknowledged data for `sending_s`, by the counters of the kernel.
     """
 
     t: float
@@ -226,9 +226,9 @@ class Load(msgspec.Struct, frozen=True, tag_field="kind", tag="load"):
 
 
 class Fed(msgspec.Struct, frozen=True, tag_field="kind", tag="fed"):
-    """A data server has ended: the batches that it has made, and how long it was busy.
+    """A data server has ended: the batches that it has made, and its load.
 
-    `samples` are those in the batches, `skipped` those left out because they could not be decoded.
+    `samples` are those in the batches; `skipped` could not be decoded.
     """
 
     t: float
@@ -243,7 +243,7 @@ class Fed(msgspec.Struct, frozen=True, tag_field="kind", tag="fed"):
 class Epoch(msgspec.Struct, frozen=True, tag_field="kind", tag="epoch"):
     """A worker has reached the end of an epoch, or left it: the samples that it read.
 
-    `skipped` were left out because they could not be decoded; `again` had been given to workers that have died.
+    `skipped` could not be decoded; `again` were read again, after workers died with them.
     """
 
     t: float
@@ -274,7 +274,7 @@ class AppliedRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="applied"
 
 
 class Refusal(msgspec.Struct, frozen=True, tag_field="kind", tag="refusal"):
-    """A server refused a request for good; server -1: a push or step was not applied, as the worker reports itself."""
+    """A server refused a request for good. With server -1, the worker reports a push or step that was not applied."""
 
     t: float
     server: int
@@ -296,8 +296,8 @@ class MembershipRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="membe
 class Exit(msgspec.Struct, frozen=True, tag_field="kind", tag="exit"):
     """The launcher saw a process end unexpectedly.
 
-    `exit_code` is negative for the signal that killed it, `unix_s` the time in seconds since 1970; `happened` and
-    `then` are texts on how it ended, and on what the run did about it.
+    `exit_code` is minus the number of the signal that killed it, `unix_s` the time in seconds since 1970; `happened`
+    and `then` are texts on its end and on the reaction of the run.
     """
 
     t: float
@@ -313,7 +313,7 @@ class Exit(msgspec.Struct, frozen=True, tag_field="kind", tag="exit"):
 
 
 class State(msgspec.Struct, frozen=True, tag_field="kind", tag="state"):
-    """A worker that has finished no clock for a while reports what it does, and for how long: its process runs."""
+    """State of a worker that has finished no clock for a while, and its duration: its process runs."""
 
     t: float
     worker: int
@@ -352,7 +352,7 @@ Record = (
 
 
 def trace_path(run_folder: Path, role: Literal["worker", "server", "data", "launcher"], rank: int) -> Path:
-    """Return where a process of a run writes its trace."""
+    """Return the path of the trace of a process."""
     return run_folder / "trace" / f"{role}-{rank}.jsonl"
 
 

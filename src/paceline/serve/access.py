@@ -1,11 +1,12 @@
-"""Credentials of a standalone server and its clients: the token, and certificates between machines."""
+"""Address of a standalone server, and the credentials of server and clients: the token, or certificates."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from paceline.errors import UsageError
 from paceline.job.carriers import tell_user
@@ -17,36 +18,37 @@ from paceline.transport.base import MIN_TOKEN_BYTES, Credentials, Secret
 from paceline.transport.tcp import TcpTransport
 from paceline.transport.tls import TlsSettings
 
-if TYPE_CHECKING:
-    from paceline.serve.url import ServeUrl
-
-JOB: Final = "paceline serve"  # the name that both sides prove the token for
+JOB: Final = "paceline serve"  # name in the proof of the token
 
 PathLike = Path | str
+SCHEME: Final = "paceline"
+DEFAULT_NAMESPACE: Final = "default"
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_MOST_DIGITS: Final = 5  # of a port
 
 
 @dataclass(frozen=True, slots=True)
 class ServerCredentials:
-    """What one side shows."""
+    """Credentials of one side."""
 
     secret: Secret
     tls: TlsSettings | None = None
 
     def transport(self, notice: Callable[[str], None] = tell_user) -> TcpTransport:
-        """Make the carrier; `notice` is told who is turned away. Raises UsageError when certificates are of no use."""
+        """Make the carrier; `notice` gets a line for each refused peer. Raises UsageError for unusable certificates."""
         return TcpTransport(self.secret, tls=self.tls, notice=notice)
 
 
 def server_access(
     host: str, state: Path, keys: Path | None, notice: Callable[[str], None] = tell_user
 ) -> ServerCredentials:
-    """Return what a server shows that listens at this host; makes the token of its own if it needs one.
+    """Return the credentials of a server that listens at this host; makes a token if it needs one.
 
-    `notice` is told when certificates are about to end.
+    `notice` gets a line when certificates are about to expire.
 
     Raises:
-        UsageError: others than this machine could reach it and there are no keys, or these are of no use: others can
-            read them, or they do not hold now.
+        UsageError: other machines could reach it and there are no keys, or the keys are unusable: other users can read
+            them, or they are not valid now.
     """
     if keys is not None:
         from paceline.job.credentials.key_store import check_keys
@@ -72,12 +74,12 @@ def server_access(
 
 @dataclass(frozen=True, slots=True)
 class ClientCredentials:
-    """What a client was given to be let in.
+    """Credentials that the user of a client gives.
 
     Args:
-        token: the server's token, or the file that it is in; by default that of `keys`.
-        keys: a folder as `paceline keys` makes them.
-        ca: the certificate of the authority, where keys are your own; then also `certificate` and `key`.
+        token: the server's token, or its file; by default that of `keys`.
+        keys: a folder made by `paceline keys`.
+        ca: the certificate of your own authority; then also `certificate` and `key`.
         certificate: of this client.
         key: of this client.
     """
@@ -89,10 +91,10 @@ class ClientCredentials:
     key: PathLike | None = None
 
     def access(self, location: ServeUrl, rank: int | None) -> ServerCredentials:
-        """Return what to show at this address as this worker, or as any.
+        """Return the credentials for this address and worker, or for any worker.
 
         Raises:
-            UsageError: something is missing, or too much.
+            UsageError: an argument is missing or not needed.
         """
         own = (self.ca, self.certificate, self.key)
         if self.keys is not None and any(own):
@@ -150,3 +152,63 @@ def find_holder(keys: Path, rank: int | None) -> Holder:
     if len(names) > 1:
         raise UsageError(f"{keys} has certificates of {', '.join(names)}: which worker is this? Give rank=...")
     return Holder.parse(names[0])
+
+
+@dataclass(frozen=True, slots=True)
+class ServeUrl:
+    """The address of a namespace.
+
+    >>> ServeUrl.parse("paceline://node-3:7700/mnist")
+    ServeUrl(host='node-3', port=7700, namespace='mnist')
+    >>> str(ServeUrl.parse("paceline://[::1]:7700"))
+    'paceline://[::1]:7700/default'
+    """
+
+    host: str
+    port: int
+    namespace: str = DEFAULT_NAMESPACE
+
+    @staticmethod
+    def parse(text: str) -> ServeUrl:
+        """Parse an address; raises UsageError."""
+        scheme, separator, rest = text.partition("://")
+        if not separator or scheme != SCHEME:
+            raise UsageError(f"{text!r} is not the address of a server of its own, expected {SCHEME}://HOST:PORT/NAME")
+        where, _, namespace = rest.partition("/")
+        host, port = parse_host_port(where)
+        return ServeUrl(host, port, check_name(namespace or DEFAULT_NAMESPACE))
+
+    def __str__(self) -> str:
+        """Return the address as text."""
+        return f"{SCHEME}://{format_host_port(self.host, self.port)}/{self.namespace}"
+
+
+def parse_host_port(text: str) -> tuple[str, int]:
+    """Parse HOST:PORT; raises UsageError.
+
+    >>> parse_host_port("127.0.0.1:7700"), parse_host_port("[::]:0")
+    (('127.0.0.1', 7700), ('::', 0))
+    """
+    host, separator, port = text.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    is_number = port.isascii() and port.isdigit() and len(port) <= _MOST_DIGITS and int(port) <= 0xFFFF
+    if not separator or not bare or not is_number or (":" in bare and host == bare):
+        raise UsageError(
+            f"{text!r} is not HOST:PORT, such as 127.0.0.1:7700, node-3:7700 or, with an address of IPv6, [::1]:7700"
+        )
+    return bare, int(port)
+
+
+def format_host_port(host: str, port: int) -> str:
+    """Return HOST:PORT."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_name(name: str) -> str:
+    """Return a valid name of a namespace; raises UsageError."""
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"{name!r} cannot be the name of a namespace: expected 1 to 64 letters, digits, '.', '_' and '-', the "
+            "first a letter or digit"
+        )
+    return name

@@ -19,9 +19,8 @@ from paceline.errors import (
     UsageError,
 )
 from paceline.job.machines import look_up
-from paceline.serve.access import ServerCredentials
+from paceline.serve.access import SCHEME, ServerCredentials, ServeUrl, format_host_port
 from paceline.serve.messages import EnterAccepted, EnterFrame, EnterRequest, decode_answer, encode
-from paceline.serve.url import SCHEME, ServeUrl, format_host_port
 from paceline.transport.base import Connection, Listener
 from paceline.transport.deadline import Deadline
 from paceline.transport.tcp import TcpTransport

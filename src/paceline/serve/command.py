@@ -19,11 +19,10 @@ from paceline.job.credentials.holders import REVOKED_NAME
 from paceline.job.credentials.revocation import watching_revoked
 from paceline.job.machines import look_up
 from paceline.job.spec import TOKEN_NAME
-from paceline.serve.access import server_access
+from paceline.serve.access import SCHEME, format_host_port, parse_host_port, server_access
 from paceline.serve.gateway import Gateway, Namespaces
 from paceline.serve.namespace import NamespaceConfig
 from paceline.serve.state import StateFolder
-from paceline.serve.url import SCHEME, format_host_port, parse_host_port
 
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _ANY_ADDRESS: Final = ("0.0.0.0", "::")

@@ -13,10 +13,16 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final, final
 
 from paceline.errors import DeadlineExceeded, PacelineError, PeerError, Refused
-from paceline.serve.admission import ClaimedRank
+from paceline.serve.access import check_name
 from paceline.serve.messages import EnterAccepted, EnterRefused, EnterRequest, decode_enter_frame, encode
-from paceline.serve.namespace import ANSWER_TIMEOUT_S, Namespace, NamespaceConfig, NamespaceConnection, NamespaceEnded
-from paceline.serve.url import check_name
+from paceline.serve.namespace import (
+    ANSWER_TIMEOUT_S,
+    ClaimedRank,
+    Namespace,
+    NamespaceConfig,
+    NamespaceConnection,
+    NamespaceEnded,
+)
 from paceline.wire.malformed import describe_error
 
 if TYPE_CHECKING:

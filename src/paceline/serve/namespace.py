@@ -1,6 +1,6 @@
 """A namespace: one job on a standalone server, with a server node in a thread, its admission, and its saves.
 
-The gateway accepts the connections of all namespaces, and hands each to the server node of its own.
+The gateway accepts the connections of all namespaces, and hands each to the node of its namespace.
 """
 
 from __future__ import annotations
@@ -8,43 +8,57 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar, final
+
+import msgspec
+from safetensors import SafetensorError
 
 from paceline.core.messages import Sender, WorkerRefused
 from paceline.core.settings import ServerSettings
-from paceline.errors import CheckpointError, ConnectionLost, DeadlineExceeded, PacelineError, PeerError
+from paceline.errors import CheckpointError, ConnectionLost, DeadlineExceeded, PacelineError, PeerError, Refused
 from paceline.job.environment import checks_memory
 from paceline.job.machines import cores_here, server_threads
 from paceline.observe.trace import Trace
-from paceline.serve.admission import Admission
-from paceline.serve.checkpoint import TableVersions, restore_tables, save_tables
+from paceline.serve.messages import MAX_WORKERS, EnterAccepted, EnterRequest
+from paceline.serve.state import Manifest, ManifestEntry, digest_of, sync
 from paceline.server.node import ServerNode
 from paceline.transport.base import EMPTY, Connection, Frame, PeerIdentity, Place
 from paceline.transport.deadline import seconds
+from paceline.update.rows.spec import RowTableSpec
+from paceline.update.rules import Hyper
+from paceline.update.table import decode_table
+from paceline.version import __version__
 from paceline.wire.messages import Hello, decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Collection, Sequence
 
     from paceline.core.consistency import Consistency
-    from paceline.serve.messages import EnterAccepted, EnterFrame, EnterRequest
-    from paceline.serve.state import NamespaceFolder
+    from paceline.core.membership import Incarnation
+    from paceline.serve.messages import EnterFrame
+    from paceline.serve.state import NamespaceFolder, Save
     from paceline.server.node import ServerState
     from paceline.transport.base import Transport
 
 _REFUSAL_TIMEOUT_S: Final = 1.0
 T = TypeVar("T")
 
-# Longer than a client tries to reconnect, so that it finds its place as it was.
+# Longer than clients try to reconnect, so that they find their rank reserved.
 LEASE_S: Final = 15.0
 JOIN_TIMEOUT_S: Final = 300.0
-ANSWER_TIMEOUT_S: Final = 50.0  # less than clients wait for
-SAVE_TIMEOUT_S: Final = 600.0  # for as much as a machine may hold
+ANSWER_TIMEOUT_S: Final = 50.0  # shorter than the deadline of clients
+SAVE_TIMEOUT_S: Final = 600.0  # for the memory of a large machine
 _END_TIMEOUT_S: Final = 10.0
-_RETRY_S: Final = 10.0  # what the disk did not take is tried again so soon, or when it is due anyway
+_RETRY_S: Final = 10.0  # interval until a failed save is repeated
+_HYPER = msgspec.msgpack.Decoder(tuple[Hyper, ...])
+_SPEC_DECODERS = {"shape": decode_table, "rows": msgspec.msgpack.Decoder(RowTableSpec).decode}
+# Time in which an admitted client has to connect with its rank.
+RESERVED_S: Final = 10.0
 
 
 @final
@@ -57,12 +71,12 @@ class NamespaceConnection:
 
     @property
     def peer(self) -> str:
-        """Who is at the other end."""
+        """Name of the client, for messages."""
         return self._connection.peer
 
     @property
     def peer_identity(self) -> PeerIdentity:
-        """What the client's certificate says."""
+        """Identity of the client's certificate."""
         return self._connection.peer_identity
 
     def send(self, header: bytes, body: memoryview = EMPTY, *, timeout_s: float) -> None:
@@ -110,7 +124,7 @@ class HandoffQueue:
         self._closed = False
 
     def hand_over(self, connection: Connection) -> None:
-        """Queue a connection to be accepted; after `close` it is ended."""
+        """Queue a connection for `accept`; after `close` it is ended."""
         with self._changed:
             if not self._closed:
                 self._waiting.append(connection)
@@ -158,7 +172,7 @@ class NamespaceConfig:
 
 
 class NamespaceEnded(ConnectionLost):
-    """The namespace is not served any more; the next client starts it again."""
+    """The namespace has ended; the next client starts it again."""
 
 
 @final
@@ -175,14 +189,14 @@ class Namespace:
         """Start its thread; see `EnterRequest` for `workers`."""
         self.name: Final = name
         self.failure = ""
-        self.unsaved = ""  # why what was last to be saved is not on disk
+        self.unsaved = ""  # why the last save failed
         self._folder = folder
         self._transport = transport
         self._config = config
         self._workers = workers
         self._handoffs = HandoffQueue(f"namespace '{name}'")
         self._changed = threading.Condition()
-        # Guarded by `_changed`. The node is there while it serves; asked for are answers that it owes.
+        # Guarded by `_changed`. The node exists while it serves; the calls are those that wait for it.
         self._node: ServerNode | None = None
         self._over = False
         self._expelled: frozenset[str] = frozenset()
@@ -201,23 +215,23 @@ class Namespace:
         Raises:
             Refused: the client cannot take part; the message says why.
             NamespaceEnded: the namespace has ended meanwhile.
-            CheckpointError: what was saved cannot be used.
+            CheckpointError: the save cannot be restored.
         """
         return self._ask(lambda held: self._open_admission(held).admit(held, ask, holder_rank), ANSWER_TIMEOUT_S)
 
     def hand_over(self, guest: NamespaceConnection) -> None:
-        """Serve a client that was admitted."""
+        """Serve an admitted client."""
         self._handoffs.hand_over(guest)
 
     def expel(self, names: Collection[str]) -> None:
-        """End the clients whose certificate has such a holder or serial number, and take no more of them."""
+        """End the clients whose certificate has such a holder or serial number, and refuse them from now on."""
         with self._changed:
             self._expelled = frozenset(names)
             if self._node is not None and not self._over:
                 self._node.expel(self._expelled)
 
     def run_due_work(self) -> None:
-        """Save if that is due, and end when no worker takes part. Does not block."""
+        """Save if that is due, and end without workers. Does not block."""
         with self._changed:
             if self._node is not None and not self._over and not self._looking:
                 self._looking = True
@@ -225,16 +239,16 @@ class Namespace:
 
     @property
     def is_over(self) -> bool:
-        """Whether the namespace is not served any more."""
+        """Whether the namespace has ended."""
         return self._over
 
     def close(self) -> None:
-        """Save what has changed, and end; blocks until it has. What could not be saved is told, and in `unsaved`."""
+        """Save changes and end; blocks until then. A failed save is reported, and in `unsaved`."""
         try:
             self._ask(self._save_changes, SAVE_TIMEOUT_S)
         except NamespaceEnded:
             pass
-        except CheckpointError as error:  # it could not be taken up, which was told then
+        except CheckpointError as error:  # it could not be restored, which was reported
             self.unsaved = str(error)
         except DeadlineExceeded as error:
             self._note_unsaved(error)
@@ -244,7 +258,7 @@ class Namespace:
         self.wait_end(_END_TIMEOUT_S)
 
     def wait_end(self, timeout_s: float) -> None:
-        """Block until its thread has ended, for so long at most."""
+        """Block until its thread has ended, or the time is over."""
         self._thread.join(timeout_s)
 
     def _ask(self, call: Callable[[ServerState], T], timeout_s: float) -> T:
@@ -365,7 +379,7 @@ class Namespace:
         self._folder.drop_if_empty()
 
     def _save_changes(self, held: ServerState) -> None:
-        """Save, if anything has changed; what the disk does not take is tried again next time."""
+        """Save changes, if any; a failed save is repeated later."""
         if TableVersions.read(held) == self._saved_versions:
             return
         try:
@@ -382,5 +396,176 @@ class Namespace:
 
 
 def _num_threads(consistency: Consistency) -> int:
-    """Return with how many threads a table is updated: workers are elsewhere."""
+    """Return the number of threads of an update; workers run on other machines."""
     return server_threads(consistency, len(cores_here()), num_servers=1, num_workers=0)
+
+
+@dataclass(frozen=True, slots=True)
+class TableVersions:
+    """The versions of a server's tables: equal versions mean equal values."""
+
+    clock: int
+    versions: tuple[tuple[str, int, int], ...]
+
+    @staticmethod
+    def read(held: ServerState) -> TableVersions:
+        """Read the versions of the tables that have values."""
+        versions = [
+            (name, held.core.tables[name].version, table.version)
+            for name, table in held.tables.items()
+            if table.has_values
+        ]
+        return TableVersions(clock_of(held), tuple(sorted(versions)))
+
+
+def clock_of(held: ServerState) -> int:
+    """Return the largest clock of the tables."""
+    return max((held.core.clock_of(name) for name in held.core.tables), default=held.core.settings.clock)
+
+
+def save_tables(held: ServerState, namespace: str, folder: Path) -> Manifest:
+    """Write every table that has values to a file; raises OSError or PacelineError if that fails."""
+    names = [name for name, table in held.tables.items() if table.has_values]
+    entries = [_save_table(held, name, folder / f"{number}.safetensors") for number, name in enumerate(names)]
+    return Manifest(namespace, clock_of(held), tuple(entries))
+
+
+def restore_tables(save: Save, held: ServerState) -> None:
+    """Restore the tables of a save on a server without tables.
+
+    Raises:
+        CheckpointError: a table cannot be restored.
+    """
+    for entry in save.manifest.entries:
+        path = save.folder / entry.file
+        try:
+            declared = held.tables.declare(_SPEC_DECODERS[entry.kind](entry.spec))
+            held.core.handle(declared, held.core.started)
+            hyper = _HYPER.decode(entry.hyper)
+            held.tables[declared.table].restore(path, save.manifest.clock, entry.version, hyper)
+        except (PacelineError, SafetensorError, msgspec.DecodeError, KeyError, RuntimeError, OSError) as error:
+            raise CheckpointError(f"table '{entry.name}' cannot be taken from {path}: {error}") from error
+
+
+def _save_table(held: ServerState, name: str, path: Path) -> ManifestEntry:
+    table = held.tables[name]
+    try:
+        table.save(path, clock_of(held))
+    except SafetensorError as error:  # such as a full disk, for which safetensors does not raise OSError
+        raise CheckpointError(f"table '{name}' cannot be written to {path}: {error}") from error
+    sync(path)
+    hyper = msgspec.msgpack.encode(table.hyper)
+    return ManifestEntry(name, table.kind, path.name, digest_of(path), table.version, table.encoded_spec(), hyper)
+
+
+class ClaimedRank(Refused):
+    """Another client has the requested rank; after a kill, until its connection has ended."""
+
+
+@final
+class Admission:
+    """Assigns ranks, with a new incarnation for each life of a rank; for the thread that serves.
+
+    Args:
+        namespace: name, for messages.
+        generation: of the namespace.
+        workers: number of workers; None for any number.
+        now: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        namespace: str,
+        generation: int,
+        workers: int | None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._namespace = namespace
+        self._generation = generation
+        self._workers = workers
+        self._now = now
+        self._opened_at = now()
+        self._incarnations: dict[int, int] = {}  # the newest assigned one, by rank
+        self._reserved: dict[int, float] = {}  # end of the reservation of ranks that have not joined yet
+
+    def admit(self, held: ServerState, ask: EnterRequest, holder_rank: int | None) -> EnterAccepted:
+        """Assign a rank to a client, and reserve it for a while until the client has joined.
+
+        `holder_rank` is the worker of its certificate, if that is for one worker.
+
+        Raises:
+            Refused: the rank is not free, or other clients have another number of workers; the message says which.
+        """
+        self._forget_reserved(held)
+        self._check(ask)
+        wanted = ask.rank if holder_rank is None else holder_rank
+        if ask.rank is not None and ask.rank != wanted:
+            raise Refused(f"its certificate is for worker {wanted}, and it asks to be worker {ask.rank}")
+        rank = self._first_free(held) if wanted is None else self._checked(held, wanted)
+        incarnation = self._incarnations.get(rank, -1) + 1
+        self._incarnations[rank] = incarnation
+        self._reserved[rank] = self._now() + RESERVED_S
+        size = self._workers or max([*held.core.members, *self._reserved]) + 1
+        return EnterAccepted(rank, incarnation, self._generation, size)
+
+    def is_idle(self, held: ServerState) -> bool:
+        """Return whether no worker has joined, is expected, or was just admitted."""
+        self._forget_reserved(held)
+        waited = bool(self._incarnations) or self._now() > self._opened_at + RESERVED_S
+        return waited and not held.core.members and not self._reserved
+
+    def _check(self, ask: EnterRequest) -> None:
+        if ask.version.split(".")[:2] != __version__.split(".")[:2]:
+            raise Refused(f"it runs paceline {ask.version}, and the server {__version__}: install the same on both")
+        if ask.workers != self._workers:
+            raise Refused(
+                f"it wants {_amount(ask.workers)} in namespace '{self._namespace}', where others are with "
+                f"{_amount(self._workers)}: give every client the same workers=..., or name another namespace"
+            )
+
+    def _checked(self, held: ServerState, rank: int) -> int:
+        if self._workers is not None and rank >= self._workers:
+            raise Refused(f"there is no worker {rank} in namespace '{self._namespace}', which has {self._workers}")
+        if rank in self._reserved or _is_here(held, rank):
+            raise ClaimedRank(
+                f"worker {rank} of namespace '{self._namespace}' is there already: leave rank out, or end that one"
+            )
+        return rank
+
+    def _first_free(self, held: ServerState) -> int:
+        """Return the lowest free rank; if all are taken, the lowest whose worker is disconnected."""
+        ranks = range(self._workers or MAX_WORKERS)
+        never_came = (rank for rank in ranks if rank not in self._reserved and _joined(held, rank) is None)
+        rank = next(never_came, None)
+        if rank is None:
+            rank = next((rank for rank in ranks if rank not in self._reserved and not _is_here(held, rank)), None)
+        if rank is None:
+            raise ClaimedRank(f"all {len(ranks)} workers of namespace '{self._namespace}' are there already")
+        return rank
+
+    def _forget_reserved(self, held: ServerState) -> None:
+        now = self._now()
+        self._reserved = {
+            rank: until
+            for rank, until in self._reserved.items()
+            if now < until and not self._has_come(held, Sender(self._generation, rank, self._incarnations[rank]))
+        }
+
+    def _has_come(self, held: ServerState, sender: Sender) -> bool:
+        life = _joined(held, sender.worker)
+        return held.core.lives.has_ended(sender) or (life is not None and life.incarnation == sender.incarnation)
+
+
+def _joined(held: ServerState, rank: int) -> Incarnation | None:
+    life = held.core.lives.current(rank)
+    return life if life is not None and life.joined_at is not None else None
+
+
+def _is_here(held: ServerState, rank: int) -> bool:
+    """Return whether a worker has joined and is connected."""
+    life = _joined(held, rank)
+    return life is not None and life.lease_until is None
+
+
+def _amount(workers: int | None) -> str:
+    return "as many workers as come" if workers is None else f"workers={workers}"

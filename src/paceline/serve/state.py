@@ -1,15 +1,15 @@
 """The state of a standalone server on disk: the saves of each namespace, of which the newest counts.
 
-    STATE/lock                                    held by the one server that works with this folder
-    STATE/token                                   without --keys: what clients show
-    STATE/namespaces/NAME/generation              how often this namespace was taken up
+    STATE/lock                                    locked by the server that uses this folder
+    STATE/token                                   token of clients, without --keys
+    STATE/namespaces/NAME/generation              number of starts of this namespace
     STATE/namespaces/NAME/newest                  the name of the save that counts
-    STATE/namespaces/NAME/save-12/manifest.json   what is in it, with a digest of every file
+    STATE/namespaces/NAME/save-12/manifest.json   its content, with a digest of every file
     STATE/namespaces/NAME/save-12/0.safetensors   one table
 
-A save is written beside the others, to the disk itself, renamed, and named as the newest last: whatever happens on the
-way, the one before counts. That one is kept, too. Where the name of the newest is lost, which save counts is asked of
-the operator, and not guessed. Names from the wire are mapped to names of ours.
+A save is written beside the others, synced to disk and renamed; the last write names it as the newest. Until then the
+save before counts, and it is kept. If the name of the newest save is lost, the operator chooses the one that counts.
+Names of namespaces are encoded as names of files.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ GENERATION_NAME: Final = "generation"
 NEWEST_NAME: Final = "newest"
 MANIFEST_NAME: Final = "manifest.json"
 MANIFEST_DIGEST_NAME: Final = "manifest.sha256"
-MAX_MANIFEST_BYTES: Final = 256 << 20  # of what is written and of what is read
-_MAX_DIGITS: Final = 18  # of a number that we have written; larger ones do not travel
+MAX_MANIFEST_BYTES: Final = 256 << 20  # of a manifest, when written and when read
+_MAX_DIGITS: Final = 18  # of a number in our files; messages have no larger ones
 _SAVE: Final = "save-"
 _UNFINISHED: Final = "unfinished"
 _DAMAGED: Final = ".damaged"
@@ -52,7 +52,7 @@ _PLAIN: Final = frozenset("abcdefghijklmnopqrstuvwxyz0123456789-_")
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a file, readable by this user alone, in place of an older one; after a loss of power it is one of both."""
+    """Replace a file, readable by this user alone; after a loss of power the old or the new one is there."""
     unfinished = path.with_name(f".{path.name}")
     with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(content)
@@ -63,7 +63,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold a file, or the names in a folder, before this returns."""
+    """Sync a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -78,7 +78,7 @@ def digest_of(path: Path) -> str:
 
 
 class ManifestEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One table: its settings, and what pushes said last of hyperparameters, in MessagePack as they travel."""
+    """One table: its specification and latest hyperparameters, in MessagePack as in messages."""
 
     name: str
     kind: Kind
@@ -90,7 +90,7 @@ class ManifestEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A save. `clock`: below it every clock is finished, and all that follows goes on from there."""
+    """Content of a save. `clock` is the next clock: all lower ones are finished."""
 
     namespace: str
     clock: _Count
@@ -99,12 +99,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     written_by: str = __version__
 
     def encode(self) -> bytes:
-        """Return it as a file that people can read."""
+        """Return the text of a file."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2)
 
     @staticmethod
     def decode(content: bytes, path: Path) -> Manifest:
-        """Read the content of a file; raises CheckpointError when it is no manifest of this format."""
+        """Decode a file; raises CheckpointError for content that is not a manifest of this format."""
         try:
             found = msgspec.json.decode(content, type=Manifest)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -116,17 +116,17 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """A save on disk and what its manifest says."""
+    """A save on disk, and its manifest."""
 
     folder: Path
     manifest: Manifest
 
     @staticmethod
     def read(folder: Path) -> Save:
-        """Read a save and compare all of it with its digests.
+        """Read a save and check all files against their digests.
 
         Raises:
-            CheckpointError: something is missing, damaged or no save; the message names the file and the digests.
+            CheckpointError: a file is missing, damaged or not part of a save; the message names file and digests.
         """
         manifest = folder / MANIFEST_NAME
         try:
@@ -153,8 +153,8 @@ class NamespaceFolder:
         """Start a new generation of this namespace, and return its number; workers of earlier ones are refused.
 
         Raises:
-            CheckpointError: the number of the last generation is not known.
-            OSError: the folder cannot be written; a new one is not there then.
+            CheckpointError: the number of the last generation is unknown.
+            OSError: the folder cannot be written; a new folder is removed.
         """
         is_new = not self.path.exists()
         try:
@@ -171,7 +171,7 @@ class NamespaceFolder:
         file = self.path / GENERATION_NAME
         try:
             text = file.read_bytes()
-        except FileNotFoundError:  # where it was lost, no client of before may pass as one of this life
+        except FileNotFoundError:  # if it is lost, clients of earlier generations must not be accepted
             text = f"{1 + secrets.randbelow(_LOST_GENERATION)}".encode() if self._numbers(set_aside=True) else b"0"
         before = _whole_number(text.strip().decode(errors="replace"))
         if before is None:
@@ -181,13 +181,13 @@ class NamespaceFolder:
         return generation
 
     def newest(self, *, or_previous: bool = False) -> Save | None:
-        """Return the save that counts, or None when there is none yet.
+        """Return the save that counts, or None without saves.
 
-        With `or_previous`, a damaged one is set aside under another name and the one before it counts; where the file
-        that names the newest is lost, the newest that is there counts.
+        With `or_previous`, a damaged save is renamed and the one before it counts; without the file that names the
+        newest, the newest save counts.
 
         Raises:
-            CheckpointError: it is damaged, or it is not known which one counts.
+            CheckpointError: the save is damaged, or the one that counts is unknown.
         """
         try:
             number = self._counting()
@@ -202,7 +202,7 @@ class NamespaceFolder:
         return self._go_back(earlier)
 
     def _go_back(self, earlier: list[int]) -> Save:
-        """Let the newest of these saves count that is whole, and set all that are newer aside."""
+        """Make the newest complete save count, and rename all newer ones."""
         problems: list[str] = []
         for number in reversed(earlier):
             try:
@@ -217,10 +217,10 @@ class NamespaceFolder:
         raise CheckpointError(f"no save in {self.path} is whole: {'; '.join(problems)}")
 
     def write(self, fill: Callable[[Path], Manifest]) -> Save:
-        """Have `fill` write the files of a save into a folder, and let it count from then on.
+        """Write a save, whose files `fill` writes into a folder, and make it count.
 
-        Raises OSError when the disk does not take it, and CheckpointError when it could not be read again: then the one
-        before counts.
+        Raises OSError if the disk fails, and CheckpointError for a save that could not be read again. The save before
+        counts then.
         """
         number = max([0, *self._numbers(set_aside=True)]) + 1
         before = self._named()
@@ -241,11 +241,11 @@ class NamespaceFolder:
         write_durably(self.path / NEWEST_NAME, folder.name.encode())
         for old in self._numbers():
             if old not in (before, number):
-                shutil.rmtree(self._save(old), ignore_errors=True)  # what is left goes with the next save
+                shutil.rmtree(self._save(old), ignore_errors=True)  # the next save removes the rest
         return Save(folder, content)
 
     def drop_if_empty(self) -> None:
-        """Remove the folder of a namespace in which nothing was ever kept."""
+        """Remove the folder of a namespace that never had a save."""
         if not (self.path / NEWEST_NAME).exists() and not self._numbers(set_aside=True):
             shutil.rmtree(self.path, ignore_errors=True)
 
@@ -253,18 +253,18 @@ class NamespaceFolder:
         return self.path / f"{_SAVE}{number}"
 
     def _counting(self) -> int | None:
-        """Return the number of the save that counts; raises CheckpointError where that is not known."""
+        """Return the number of the save that counts; raises CheckpointError if it is unknown."""
         named, numbers, file = self._named(), self._numbers(set_aside=True), self.path / NEWEST_NAME
         if named is not None:
             return named
-        if not file.exists() and numbers in ([], [1]):  # nothing was ever saved, or the first was not named any more
+        if not file.exists() and numbers in ([], [1]):  # no save was written, or the first one was not yet named
             return 1 if self._numbers() else None
         found = ", ".join(f"{_SAVE}{number}" for number in self._numbers()) or "no save"
         said = f"says {file.read_bytes()[:80]!r}, which names no save" if file.exists() else "is missing"
         raise CheckpointError(f"{file}, which names the save that counts, {said}; in this folder there is {found}")
 
     def _named(self) -> int | None:
-        """Return the number of the save that was named as the newest; None where the file is missing or damaged."""
+        """Return the number of the save that is named as the newest; None if the file is missing or damaged."""
         try:
             return _number((self.path / NEWEST_NAME).read_text().strip())
         except (FileNotFoundError, UnicodeDecodeError):
@@ -273,7 +273,7 @@ class NamespaceFolder:
             raise CheckpointError(f"{self.path / NEWEST_NAME} cannot be read: {error}") from error
 
     def _numbers(self, *, set_aside: bool = False) -> list[int]:
-        """Return the numbers of all saves, ascending; those that were set aside, too, or not."""
+        """Return the numbers of all saves, ascending, with or without renamed ones."""
         names = [path.name for path in self.path.glob(f"{_SAVE}*")]
         found = [_number(name.removesuffix(_DAMAGED) if set_aside else name) for name in names]
         return sorted(number for number in found if number is not None)
@@ -281,10 +281,10 @@ class NamespaceFolder:
 
 @final
 class StateFolder:
-    """The folder of one server, which it holds locked. Close it."""
+    """The folder of one server, which holds its lock until `close`."""
 
     def __init__(self, path: Path) -> None:
-        """Make the folder if it is missing; raises UsageError when another server works with it, or others may."""
+        """Open or make the folder; raises UsageError if another server uses it, or other users may."""
         for folder in (path, path / NAMESPACES_NAME):
             make_private(folder, "name another folder for the state")
         self.path: Final = path
@@ -306,20 +306,20 @@ class StateFolder:
             raise
 
     def close(self) -> None:
-        """Let others work with the folder."""
+        """Release the folder."""
         os.close(self._lock)
 
     def names(self) -> list[str]:
-        """Return the namespaces that are here, sorted."""
+        """Return the names of all namespaces, sorted."""
         return sorted(name_of(path.name) for path in (self.path / NAMESPACES_NAME).glob("*") if path.is_dir())
 
     def folder(self, name: str) -> NamespaceFolder:
-        """Return the folder of a namespace, which may not be there yet."""
+        """Return the folder of a namespace, which may not exist yet."""
         return NamespaceFolder(self.path / NAMESPACES_NAME / folder_name(name))
 
 
 def _remove(path: Path) -> None:
-    """Remove what is at a path, if anything: a folder with all that is in it, or a file that somehow came there."""
+    """Remove a path, if it exists: a folder with all its content, or a file."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -327,7 +327,7 @@ def _remove(path: Path) -> None:
 
 
 def _within_limit(manifest: bytes, path: Path) -> bytes:
-    """Return a manifest that can be read again; raises CheckpointError when it is larger than is ever read."""
+    """Return a manifest that can be read again; raises CheckpointError for a larger one."""
     if len(manifest) > MAX_MANIFEST_BYTES:
         raise CheckpointError(
             f"the manifest of a save in {path} would have {len(manifest)} bytes, at most {MAX_MANIFEST_BYTES} are "
@@ -347,12 +347,12 @@ def _number(name: str) -> int | None:
 
 
 def _whole_number(digits: str) -> int | None:
-    """Return the number that was written so; None for what we never write."""
+    """Return the number of a text that this module writes; None for other texts."""
     return int(digits) if digits.isascii() and digits.isdigit() and len(digits) <= _MAX_DIGITS else None
 
 
 def folder_name(name: str) -> str:
-    """Return the name on disk: small letters, digits, - and _ as they are, all else by its bytes.
+    """Return the name on disk: small letters, digits, - and _ are unchanged, other characters are encoded as bytes.
 
     >>> folder_name("Mnist.v2"), name_of("%4dnist%2ev2")
     ('%4dnist%2ev2', 'Mnist.v2')
@@ -361,5 +361,5 @@ def folder_name(name: str) -> str:
 
 
 def name_of(on_disk: str) -> str:
-    """Return the name of the wire that this name on disk was made of."""
+    """Return the name of the namespace from its name on disk."""
     return unquote(on_disk)

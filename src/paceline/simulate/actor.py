@@ -33,7 +33,6 @@ from paceline.core.messages import Delivered, Fetched, PushId, Sender
 from paceline.core.settings import WorkerSettings
 from paceline.core.worker import WorkerCore, WorkerEvent
 from paceline.simulate.history import History, SeenPart, SeenRead, Violation
-from paceline.simulate.subscribed import Unsubscription
 
 if TYPE_CHECKING:
     from paceline.simulate.world import World
@@ -48,6 +47,39 @@ class _RowRead:
     table: str
     number: int
     rows: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Unsubscription:
+    """A worker has dropped these rows of a table; `request` is the number of its next read."""
+
+    table: str
+    rows: frozenset[int]
+    request: int
+
+
+@dataclass(slots=True)
+class Subscribed:
+    """Rows that one reader has requested, and those of them to send again."""
+
+    rows: set[int] = field(default_factory=set[int])
+    changed: set[int] = field(default_factory=set[int])
+    last_request: int = -1  # of the answered reads
+
+    def add(self, rows: frozenset[int], request: int) -> None:
+        """Send these rows of a read when they change."""
+        self.rows |= rows
+        self.last_request = max(request, self.last_request)
+
+    def remove(self, notice: Unsubscription) -> None:
+        """Stop sending these rows, unless a later read, which may include them, was answered."""
+        if notice.request > self.last_request:
+            self.rows -= notice.rows
+
+    def take(self) -> set[int]:
+        """Return the rows to send now, and clear them."""
+        changed, self.changed = self.changed & self.rows, set()
+        return changed
 
 
 @dataclass(slots=True)
@@ -84,7 +116,7 @@ class SimulatedWorker:
     _alarm: float | None = None
 
     def __post_init__(self) -> None:
-        """Make the core of this life."""
+        """Make the core."""
         scenario = self.world.scenario
         self._pace = Random(f"{scenario.seed}.{self.worker}.{self.incarnation}")
         sender = Sender(generation=1, worker=self.worker, incarnation=self.incarnation)
@@ -142,7 +174,7 @@ class SimulatedWorker:
         self._alarm = alarm = max(self.world.now, deadline)
 
         def ring() -> None:
-            if self._alarm == alarm:  # otherwise an earlier one has been set since
+            if self._alarm == alarm:  # else an earlier one has replaced it
                 self._alarm = None
                 self._ring()
 
@@ -197,21 +229,21 @@ class SimulatedWorker:
             self._own.pop(push_id, None)
 
     def _added(self, history: History, server: int, row: int) -> frozenset[int]:
-        """Return the own pushes of a row that are added to it as it comes, as it may lack them."""
+        """Return the own pushes to add to an arriving row that may lack them."""
         if not history.keyed:
             return frozenset()
         lacking = (push_id for push_id, missing in self._own.items() if server in missing)
         return frozenset(push_id.seq for push_id in lacking if row in history.touched.get(push_id, ()))
 
     def _note_own(self, table: str, push_id: PushId, servers: list[int]) -> None:
-        """Have an own push show at once in the rows that are kept, where servers show it on arrival."""
+        """Add an own push to cached rows at once, if servers show it on arrival."""
         history, kept = self.world.histories[table], self._parts[table]
         self._own[push_id], self._unanswered[push_id] = set(servers), set(servers)
         for row in history.touched[push_id] & kept.keys():
             kept[row] = replace(kept[row], added=kept[row].added | {push_id.seq})
 
     def _note_answer(self, effect: Release) -> None:
-        """Forget an own push when all have answered it, but where rows may come that were made before."""
+        """Forget an own push once all servers have answered, unless rows without it may arrive."""
         push_id, unanswered = effect.id, self._unanswered.get(effect.id)
         if unanswered is None:
             return
@@ -232,7 +264,7 @@ class SimulatedWorker:
         self._parts[table] = {row: kept for row, kept in self._parts[table].items() if history.server_of(row) != server}
 
     def _fail(self, reason: str) -> None:
-        """End this process with an error, which only a worker that was evicted or replaced may do."""
+        """End this process with an error; only a worker that was evicted or replaced may fail."""
         self.failed = reason
         replaced = self.world.actors[self.worker] is not self
         if not replaced and (self.worker, self.incarnation) not in self.world.lives.gone:
@@ -257,7 +289,7 @@ class SimulatedWorker:
                 self._handle(WantRead(table, refresh=refresh))
 
     def _evict(self, table: str) -> None:
-        """Keep some rows no longer, and tell servers that would send them."""
+        """Drop some cached rows, and tell servers that would send them."""
         kept, history, world = self._parts[table], self.world.histories[table], self.world
         gone = frozenset(row for row in kept if world.rng.random() < world.scenario.evicted)
         self._parts[table] = {row: part for row, part in kept.items() if row not in gone}
@@ -267,7 +299,7 @@ class SimulatedWorker:
                 world.unsubscribe(self, server, Unsubscription(table, mine, self.core.next_request))
 
     def _read_rows(self, read: _RowRead, *, refresh: bool) -> None:
-        """Ask for the rows that are not kept, or not fresh enough, as the node does."""
+        """Request the rows that are not cached or not fresh enough, as the node does."""
         table = read.table
         history, kept, life = self.world.histories[table], self._kept(table), (self.worker, self.incarnation)
         needs = history.consistency.needs(self._asked[table])
@@ -284,7 +316,7 @@ class SimulatedWorker:
         self._handle(WantRows(table, needs, tuple(fetch), tuple(deliver)))
 
     def _kept(self, table: str) -> dict[int, SeenPart]:
-        """Return the cached rows, each with the clock that it or the deliveries of its server have reached."""
+        """Return the cached rows, each with its clock or that of its server's deliveries."""
         history = self.world.histories[table]
         return {
             row: replace(part, clock=max(part.clock, self.core.reads(table).reached(history.server_of(row))))

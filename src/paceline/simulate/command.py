@@ -1,18 +1,21 @@
-"""`paceline simulate`: try policies on virtual time before running them on machines."""
+"""`paceline simulate`: try policies on virtual time; prints speed, waiting time and staleness."""
 
 from __future__ import annotations
 
 import json as json_format
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from paceline.core.consistency import Consistency, bsp
 from paceline.errors import UsageError
-from paceline.simulate.outcome import Outcome, rehearse
+from paceline.simulate.actor import SimulatedWorker
+from paceline.simulate.history import History
 from paceline.simulate.scenario import Network, Scenario, Stragglers
+from paceline.simulate.world import World
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -35,8 +38,8 @@ def simulate(
 ) -> int:
     """Rehearse policies on virtual time: the real protocol, with simulated computation and network.
 
-    Says for each policy how many clocks a second the workers finish, how much of their time they wait, and how old
-    the values are that they compute on. It does not say how well a model learns from such values.
+    Prints for each policy the clocks a second, the share of time that workers wait, and the age of the values that they
+    compute on. How well a model learns from such values is not simulated.
 
     Parameters
     ----------
@@ -48,16 +51,16 @@ def simulate(
     servers
         Number of servers.
     clocks
-        How many clocks every worker finishes.
+        Number of clocks of each worker.
     stragglers
         none, transient:SHARE:FACTOR (that share of all clocks takes so many times as long) or persistent:FACTOR
         (worker 0 is always slow).
     compute_s
-        Seconds of computation a clock, give or take a tenth.
+        Seconds of computation of a clock, within a tenth.
     latency_s
-        Seconds that a message takes, give or take a half.
+        Seconds that a message takes, within a half.
     seed
-        Of all that is drawn at random; the same seed gives the same numbers.
+        Seed of all random numbers; equal seeds give equal results.
     json
         Print one JSON object instead of a table.
     """
@@ -74,7 +77,7 @@ def simulate(
 
 
 def explain(scenario: Scenario, reference: Outcome, outcomes: Sequence[Outcome]) -> str:
-    """Say in one sentence what the numbers mean; the example is the fastest policy, a bounded one where that helps."""
+    """Explain the numbers by the fastest policy: any if one worker is always slow, else a bounded one."""
     stragglers = scenario.stragglers
     bounded = [outcome for outcome in outcomes if outcome.consistency.bound is not None]
     candidates = outcomes if stragglers.kind == "persistent" else bounded or outcomes
@@ -121,7 +124,7 @@ def _scenario(
 
 
 def _under(scenario: Scenario, policy: Consistency) -> Scenario:
-    """Return the scenario under a policy; values that are delivered need not be asked for."""
+    """Return the scenario under a policy."""
     return replace(scenario, consistency=policy, refresh=0.0 if policy.deliver == "on_clock" else 1.0)
 
 
@@ -186,3 +189,55 @@ def _as_json(scenario: Scenario, reference: Outcome, outcomes: Iterable[Outcome]
         ],
         "told": told,
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Results of one simulation. A clock counts for throughput once all servers have applied its update.
+
+    `differentials` counts the reads by clock differential: -1 is as fresh as can be, -(bound + 1) as old as allowed.
+    """
+
+    consistency: Consistency
+    clocks_per_s: float
+    clocks_per_s_by_worker: tuple[float, ...]
+    wait_share: float
+    differentials: dict[int, int]
+
+    @property
+    def mean_lag(self) -> float:
+        """Return the mean lag of values behind the freshest possible ones, in clocks."""
+        lags = sum((-1 - differential) * count for differential, count in self.differentials.items())
+        return lags / sum(self.differentials.values())
+
+    @property
+    def max_lag(self) -> int:
+        """Return the largest lag of values, in clocks."""
+        return -1 - min(self.differentials)
+
+
+def rehearse(scenario: Scenario) -> Outcome:
+    """Run a scenario and measure it.
+
+    Raises:
+        Violation: the core broke a rule.
+    """
+    world = World(scenario)
+    history = world.run()
+    rates = tuple(_rate(actor, history) for _, actor in sorted(world.actors.items()))
+    busy_s = sum(actor.finished_at for actor in world.actors.values())
+    return Outcome(
+        consistency=scenario.consistency,
+        clocks_per_s=sum(rates),
+        clocks_per_s_by_worker=rates,
+        wait_share=sum(actor.waited_s for actor in world.actors.values()) / busy_s,
+        # A late worker of a quorum may read values newer than its clock; it then goes on from there.
+        differentials=dict(sorted(Counter(min(-1, read.differential) for read in history.reads).items())),
+    )
+
+
+def _rate(actor: SimulatedWorker, history: History) -> float:
+    """Return the clocks a second of one worker, over the time until its own last clock."""
+    made = history.made[actor.worker, actor.incarnation]
+    refused = {push_id for _, push_id in history.refused}
+    return sum(push_id not in refused for push_id, _ in made) / actor.finished_at

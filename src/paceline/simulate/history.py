@@ -12,20 +12,19 @@ Life = tuple[int, int]  # worker, incarnation
 
 
 class Violation(AssertionError):
-    """A promise was broken; the message says which, where and when."""
+    """A broken promise; the message says which, where and when."""
 
 
 @dataclass(slots=True)
 class Lives:
-    """Lives of all workers in one run, recorded independently of what servers believe."""
+    """Lives of all workers in one run, recorded independently of the servers."""
 
     lease_s: float
     join_timeout_s: float
     replaced: dict[int, int] = field(default_factory=dict[int, int])  # worker -> incarnation that has joined
     gone: set[Life] = field(default_factory=set[Life])  # evicted by some server
-    disturbed: set[Life] = field(default_factory=set[Life])  # killed, stopped or cut off by the scenario
-    # By (server, life): since when its connection is lost, as far as the server knows; and lives that have joined
-    # there.
+    disturbed: set[Life] = field(default_factory=set[Life])  # killed, stopped or disconnected by the scenario
+    # By (server, life): when the server lost its connection; and lives that have joined the server.
     _silent: dict[tuple[int, Life], float] = field(default_factory=dict[tuple[int, Life], float])
     _joined: set[tuple[int, Life]] = field(default_factory=set[tuple[int, Life]])
     _dead: set[tuple[int, Life]] = field(default_factory=set[tuple[int, Life]])
@@ -45,7 +44,7 @@ class Lives:
                 pass
 
     def note_eviction(self, server: int, life: Life, now: float) -> None:
-        """Check an eviction: the server knows of the death or of a successor, or the lease has expired."""
+        """Check an eviction: the server was told of the death or of a successor, or the lease has expired."""
         self.gone.add(life)
         key = (server, life)
         if key in self._dead or any(s == server and w == life[0] and i > life[1] for s, (w, i) in self._joined):
@@ -57,18 +56,18 @@ class Lives:
 
 
 _NEVER = 1 << 60
-_RECENT = 8  # own pushes of a reader that are compared with what it was told; older ones have been compared before
+_RECENT = 8  # latest own pushes of a reader that are checked; older ones were checked before
 
 
 @dataclass(slots=True)
 class SeenShard:
-    """Updates applied by one server, in order, and what it has told readers about them; or those of one row."""
+    """Updates applied by one server, or to one row, in order, and what readers were told about them."""
 
     order: list[tuple[PushId, int]] = field(default_factory=list[tuple[PushId, int]])  # push, its clock
     position: dict[PushId, int] = field(default_factory=dict[PushId, int])
     newest_clock: list[int] = field(default_factory=list[int])  # running maximum of the clocks in order
     contributors: dict[int, tuple[PushId, ...]] = field(default_factory=dict[int, tuple[PushId, ...]])
-    # Readers were told that every update of the clocks below is included, so none may come later.
+    # Readers were told that every update of lower clocks is included, so none may follow.
     promised: int = 0
     num_passed: dict[Life, int] = field(default_factory=dict[Life, int])  # pushes of a worker applied or refused so far
 
@@ -81,12 +80,12 @@ class SeenShard:
 
 @dataclass(frozen=True, slots=True)
 class SeenPart:
-    """Values of one server, or of one row, as a reader got them, and what the reader was told about them."""
+    """Values of one server or row as read, and what the reader was told about them."""
 
     length: int  # number of updates in them
     clock: int
-    own: frozenset[int]  # sequence numbers of the reader's own pushes that are in
-    added: frozenset[int] = frozenset()  # of own pushes that the reader has added itself
+    own: frozenset[int]  # sequence numbers of the included own pushes of the reader
+    added: frozenset[int] = frozenset()  # of own pushes that the reader has added
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +102,7 @@ class SeenRead:
 
     @property
     def differential(self) -> int:
-        """Return the age of the values in clocks, as in the papers: -1 is fresh, -(bound + 1) the oldest."""
+        """Return the clock differential: -1 is the freshest, -(bound + 1) the oldest."""
         return self.value_clock - 1 - self.clock
 
 
@@ -128,14 +127,14 @@ class History:
     made: dict[Life, list[tuple[PushId, int]]] = field(default_factory=dict[Life, list[tuple[PushId, int]]])
     acknowledged: set[tuple[int, PushId]] = field(default_factory=set[tuple[int, PushId]])
     refused: set[tuple[int, PushId]] = field(default_factory=set[tuple[int, PushId]])
-    invalid: set[PushId] = field(default_factory=set[PushId])  # arrived somewhere with invalid values
+    invalid: set[PushId] = field(default_factory=set[PushId])  # arrived at a server with invalid values
     _seen: dict[tuple[Life, int], int] = field(default_factory=dict[tuple[Life, int], int])
 
     def __post_init__(self) -> None:
         """Start with an empty history."""
         self.shards = [SeenShard() for _ in range(self.num_servers)]
 
-    # -- what happens ------------------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------------------------
 
     def pushed(self, push_id: PushId, clock: int, rows: frozenset[int] = frozenset()) -> None:
         """Record a push, in a row table with its rows."""
@@ -143,7 +142,7 @@ class History:
         self.made.setdefault((push_id.worker, push_id.incarnation), []).append((push_id, clock))
 
     def applied(self, server: int, ids: tuple[PushId, ...], clocks: list[int]) -> None:
-        """Record one update of a server: applied once (E1), never after a refusal (E4), by no zombie (M2)."""
+        """Record one update of a server: applied once (E1), never after a refusal (E4), never from a zombie (M2)."""
         shard = self.shards[server]
         for push_id, clock in zip(ids, clocks, strict=True):
             self._check_applied(server, shard, push_id, clock)
@@ -176,7 +175,7 @@ class History:
         """Record a finished read and check its bound, its freshness and its monotony."""
         self.reads.append(read)
         bound = self.consistency.bound
-        # A quorum makes no promise to workers that miss it: there the contributors are checked instead (BSP2).
+        # A quorum promises nothing to workers that miss it. The contributors are checked instead (BSP2).
         needs = 0 if bound is None or self.consistency.backups else max(0, read.clock - bound)
         members = {life: clock for life, clock in members.items() if life not in self.lives.gone}
         slowest = min([clock for life, clock in members.items() if life != read.life], default=_NEVER)
@@ -199,7 +198,7 @@ class History:
     def finish(self, settled: list[Life], clocks: list[int]) -> None:
         """Check at the end that all settled lives have their answers, and that no clock is torn (BSP2, BSP5).
 
-        `clocks`: clock of the table on each server, once no message is under way between them.
+        `clocks`: clock of the table on each server, once no message between servers is in flight.
         """
         for life in settled:
             for push_id, _ in self.made.get(life, []):
@@ -251,7 +250,7 @@ class History:
                 f"that all clocks below {shard.promised} are in"
             )
         newest = self.lives.replaced.get(push_id.worker, -1)
-        # With visible = on_clock the lead's decision is the commit; the other servers may carry it out later.
+        # With visible = on_clock the decision of the lead is the commit; other servers may apply it later.
         committed = self.consistency.visible == "on_clock" and server > 0
         if push_id.incarnation < newest and not committed:
             raise Violation(f"M2: {push_id} is applied after incarnation {newest} had joined")
@@ -314,7 +313,7 @@ class History:
                 raise Violation(f"SSP3: {_where(read)} sees its own {push_id} {'twice' if inside else 'never'}")
 
     def _is_silent(self, push_id: PushId, place: int) -> bool:
-        """Return whether a push shows nowhere in a place: it does not touch it, or was refused."""
+        """Return whether a push changes no value of a place: it has no part there, or was refused."""
         return not self._touches(push_id, place) or (self.server_of(place), push_id) in self.refused
 
     def _check_contributors(self, clocks: list[int]) -> None:

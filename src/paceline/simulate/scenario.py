@@ -65,11 +65,11 @@ class Network:
     """Faults of the network. Probabilities are per message.
 
     Args:
-        latency_s: bounds of the time a message takes.
-        drop: it is lost, and the connection stays.
+        latency_s: least and largest latency of a message.
+        drop: the message is lost, and the connection stays.
         duplicate: it arrives twice.
         reorder: it may overtake others.
-        cut: the connection ends with it, and is restored a little later.
+        cut: the connection ends with it, and is restored soon.
         spoil: a push arrives with invalid values.
     """
 
@@ -82,7 +82,7 @@ class Network:
 
     @property
     def keeps_order(self) -> bool:
-        """Return whether pushes arrive in the order in which they were made: a cut has all after it repeated, too."""
+        """Return whether pushes arrive in order; after a cut, all later ones are repeated."""
         return not (self.reorder or self.drop)
 
 
@@ -91,12 +91,12 @@ class Faults:
     """Faults of workers and servers.
 
     Args:
-        deaths: how many workers are killed at random times; one may be killed again after its restart.
-        pauses: how many stop for a while and come back, as zombies when it was too long.
-        stops: how many stop for a while and keep their connections, so that no server is told.
-        stalls: how many times a server does nothing for a while.
-        restart: whether a killed worker comes back as its next incarnation.
-        joins: how many more workers join at random times.
+        deaths: number of kills of workers at random times, also after a restart.
+        pauses: number of workers that stop and continue; a long pause makes a zombie.
+        stops: number of workers that stop and keep their connections, so that no server is told.
+        stalls: number of times that a server stops.
+        restart: whether a killed worker restarts as its next incarnation.
+        joins: number of workers that join at random times.
         early: probability that a worker is killed while it joins.
     """
 
@@ -113,8 +113,8 @@ class Faults:
 class Scenario:
     """One simulation, deterministic for a given seed. Times are virtual seconds.
 
-    `others`: policies of further tables; each is declared at a time of its own on every server, and opened by each
-    worker when it finds it. `rows`: policies of further row tables; about half of them exist from the start.
+    `others`: policies of further tables. Each server declares them at random times, and each worker opens those that it
+    finds. `rows`: policies of further row tables; about half of them exist from the start.
     `num_pushes`: maximum number of pushes of a worker to each table in a clock.
     """
 
@@ -130,12 +130,12 @@ class Scenario:
     stragglers: Stragglers = field(default_factory=Stragglers)
     network: Network = field(default_factory=Network)
     fate: Faults = field(default_factory=Faults)
-    # Probability that a read goes to the servers although the cached values are fresh enough.
+    # Probability that a read with fresh cached values goes to the servers.
     refresh: float = 1.0
     lease_s: float = 0.05
-    # Long where no message is lost silently: then no worker may need a retry, and one that waits in vain is found.
+    # Long if no message is lost silently: no worker may need a retry then, and a worker that waits in vain is found.
     retry_s: float = 0.02
-    # Probability that a worker keeps a row no longer when it begins a read.
+    # Probability that a worker drops a cached row when it begins a read.
     evicted: float = 0.1
     seed: int = 0
 

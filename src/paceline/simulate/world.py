@@ -23,10 +23,9 @@ from paceline.core.messages import (
 )
 from paceline.core.server import ServerCore, ServerEvent
 from paceline.core.settings import ServerSettings
-from paceline.simulate.actor import SimulatedWorker
+from paceline.simulate.actor import SimulatedWorker, Subscribed, Unsubscription
 from paceline.simulate.history import History, Life, Lives, Violation
 from paceline.simulate.scenario import Scenario
-from paceline.simulate.subscribed import Subscribed, Unsubscription
 
 TABLE, ROWS = "w", "r"  # table names are these and a number; the first dense table has no number
 NUM_ROWS = 6
@@ -40,12 +39,12 @@ class _Server:
     busy_until: float = 0.0
     held: dict[PushId, int] = field(default_factory=dict[PushId, int])  # push -> its clock
     alarm: float | None = None
-    inbox: deque[ServerEvent] = field(default_factory=deque[ServerEvent])  # what has come while it was busy
-    wakes: bool = False  # it takes that in as soon as it is free
+    inbox: deque[ServerEvent] = field(default_factory=deque[ServerEvent])  # events that arrived while it was busy
+    wakes: bool = False  # whether it is scheduled to handle them
     subscribed: dict[tuple[str, Life], Subscribed] = field(default_factory=dict[tuple[str, Life], Subscribed])
 
     def note_changed(self, table: str, rows: frozenset[int]) -> None:
-        """Note which rows their readers are to be sent again."""
+        """Note the rows to send to their readers again."""
         for (name, _), mine in self.subscribed.items():
             if name == table:
                 mine.changed |= rows & mine.rows
@@ -56,7 +55,7 @@ class World:
     """One simulation. `run` returns its history, checked against the rules of the scenario's consistency.
 
     Raises:
-        Violation: a rule was broken, or a worker waits for ever.
+        Violation: a broken rule, or a worker that waits for ever.
     """
 
     scenario: Scenario
@@ -75,11 +74,11 @@ class World:
     _heap: list[tuple[float, int, Callable[[], None]]] = field(
         default_factory=list[tuple[float, int, Callable[[], None]]]
     )
-    # A worker without faults, so that one is left to notice those of the others.
+    # A worker without faults, which notices those of the others.
     _spared: int = 0
     _sent: int = 0
     _last_arrival: dict[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
-    # Messages on a connection that was cut since are lost, and so are those sent before it is restored.
+    # Messages in flight on a connection that is cut are lost, and so are those sent before it is restored.
     _epoch: dict[tuple[int, int, int], int] = field(default_factory=dict[tuple[int, int, int], int])
     _down: set[tuple[int, int, int]] = field(default_factory=set[tuple[int, int, int]])
     _table_of: dict[PushId, str] = field(default_factory=dict[PushId, str])
@@ -87,7 +86,7 @@ class World:
     _asked: dict[tuple[Life, int, int], frozenset[int]] = field(
         default_factory=dict[tuple[Life, int, int], frozenset[int]]
     )
-    _calm: bool = False  # whether the network loses no more messages
+    _calm: bool = False  # whether the network has stopped losing messages
 
     def __post_init__(self) -> None:
         """Set up servers and workers, and schedule their faults."""
@@ -210,7 +209,7 @@ class World:
         return self._table_of[push_id]
 
     def unsubscribe(self, actor: SimulatedWorker, server: int, notice: Unsubscription) -> None:
-        """Carry to a server which rows a worker keeps no longer; nothing repeats that if it is lost."""
+        """Tell a server which rows a worker has dropped; a lost message is not repeated."""
         life = actor.worker, actor.incarnation
         link = (*life, server)
         epoch, subscribed = self._epoch.get(link, 0), self._servers[server].subscribed
@@ -223,7 +222,7 @@ class World:
             self._carry(f"worker {life[0]}.{life[1]}", f"server {server}", arrive)
 
     def members(self) -> dict[tuple[int, int], int]:
-        """Return the clock of every worker that takes part, independent of what servers believe."""
+        """Return the clock of every active worker, independently of the servers."""
         return {
             (worker, actor.incarnation): actor.core.clock
             for worker, actor in self.actors.items()
@@ -262,12 +261,12 @@ class World:
         return InvalidPush(message, "spoiled by the scenario")
 
     def hang_up(self, actor: SimulatedWorker) -> None:
-        """End all connections of a worker whose process has ended by itself."""
+        """End all connections of a worker whose process has ended."""
         for server in range(self.scenario.num_servers):
             self._lose(actor.worker, actor.incarnation, server, Disconnected(actor.worker, actor.incarnation))
 
     def cut(self, actor: SimulatedWorker, server: int) -> None:
-        """Cut one connection: messages under way are lost; it is restored a little later."""
+        """Cut one connection: messages in flight are lost, and it is restored soon."""
         worker, incarnation = actor.worker, actor.incarnation
         self.lives.disturbed.add((worker, incarnation))
         self._lose(worker, incarnation, server, Disconnected(worker, incarnation))
@@ -283,7 +282,7 @@ class World:
         actor.reconnected(server)
 
     def _lose(self, worker: int, incarnation: int, server: int, event: Disconnected | Died) -> None:
-        """End a connection; a server that only sees its end has handled all that arrived before."""
+        """End a connection; the server handles all earlier messages first."""
         if isinstance(event, Disconnected):
             link = (worker, incarnation, server)
             self._epoch[link] = self._epoch.get(link, 0) + 1
@@ -307,7 +306,7 @@ class World:
         self._work(server, entry)
 
     def _work(self, server: int, entry: _Server) -> None:
-        """Handle the events of a server's inbox in order, unless it is busy; then once it is free."""
+        """Handle the events of a server's inbox in order, once it is free."""
         while entry.inbox and entry.busy_until <= self.now:
             self._take_in(server, entry, entry.inbox.popleft())
         if entry.inbox and not entry.wakes:
@@ -336,7 +335,7 @@ class World:
         entry.alarm = alarm = max(self.now, deadline)
 
         def ring() -> None:
-            if entry.alarm == alarm:  # otherwise an earlier one has been set since
+            if entry.alarm == alarm:  # else an earlier one has replaced it
                 entry.alarm = None
                 self._ring(server, entry)
 
@@ -349,7 +348,7 @@ class World:
         else:
             self._set_alarm(server, entry)
 
-    # -- what servers ask for ----------------------------------------------------------------------------------------
+    # -- effects of servers ------------------------------------------------------------------------------------------
 
     def _perform(self, server: int, entry: _Server, effect: ServerEffect) -> None:
         match effect:
@@ -411,7 +410,7 @@ class World:
     def _between(self, source: int, target: int, message: BetweenServers) -> None:
         self._carry(f"server {source}", f"server {target}", lambda: self._to_server(target, message))
 
-    # -- fate --------------------------------------------------------------------------------------------------------
+    # -- faults ------------------------------------------------------------------------------------------------------
 
     def _draw_fates(self) -> None:
         s = self.scenario
@@ -470,14 +469,14 @@ class World:
             self._reconnect(actor, server)
 
     def _stop(self, worker: int) -> None:
-        """Stop a process for a while, maybe longer than its lease; its connections stay, so no server is told."""
+        """Stop a process, maybe for longer than its lease; its connections stay, so no server is told."""
         actor = self.actors.get(worker)
         if actor is not None and actor.alive and not actor.done:
             pause_s = self.rng.uniform(0.1, 4) * self.scenario.lease_s
             actor.paused_until = max(actor.paused_until, self.now + pause_s)
 
     def _stall(self, server: int) -> None:
-        """Stall a server for a while, maybe longer than the leases of workers that reconnect meanwhile."""
+        """Stall a server, maybe for longer than the leases of workers that reconnect meanwhile."""
         entry = self._servers[server]
         entry.busy_until = max(entry.busy_until, self.now + self.rng.uniform(0.1, 4) * self.scenario.lease_s)
 

@@ -83,9 +83,8 @@ class ReplicatedOptimizer(CollectiveOptimizer):
         """Step with the gradients that the last backward has combined.
 
         Args:
-            samples: how many samples they stand for. Backward weights them by the samples that loaders from `shard`
-            have
-                returned since the last step; set other numbers before, with `weigh`.
+            samples: number of samples behind them. Backward weights gradients by the samples that loaders from `shard`
+                have returned since the last step; set another number before it, with `weigh`.
 
         Raises:
             UsageError: backward has not combined gradients since the last step, or with another weight; or they are not

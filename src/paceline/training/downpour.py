@@ -348,7 +348,7 @@ class DownpourOptimizer(Distributed):
         segments = (Segment("clock", (1,)),)
         spec = TableSpec(f"{self._settings.name}.start", segments, "float32", Add(), "bsp", "sum", "reject")
         first = self._settings.first
-        shown = self._job.open_table(spec, (1,), Tensor.zero_, read_my_writes=False, live=False, first=first)
+        shown = self._job.tables.open_dense(spec, (1,), Tensor.zero_, read_my_writes=False, live=False, first=first)
         for _ in range(num_steps if self._job.rank != first else 0):
             self._job.clock(samples=None)
             shown.pull()

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paceline.errors import UsageError
+from paceline.model_parallel.arrangement import whole
 from paceline.model_parallel.mesh import Mesh
 from paceline.model_parallel.parallelize import Parallel
-from paceline.model_parallel.part import whole
 from paceline.model_parallel.sharded import gathered, shard_fully, sliced_like
 from paceline.training.buffers import floating_buffers
 from paceline.training.collective_optimizer import (
@@ -298,9 +298,7 @@ class ShardedOptimizer(CollectiveOptimizer):
         """Step this worker's slice with the gradients that the last backward has combined.
 
         Args:
-            samples: how many samples they stand for. Backward weights them by the samples that loaders from `shard`
-            have
-                returned since the last step; set other numbers before, with `weigh`.
+            samples: number of samples behind them; set a number other than that of the loaders with `weigh`.
 
         Raises:
             UsageError: no backward since the last step, or one with another weight; or gradients that are not finite

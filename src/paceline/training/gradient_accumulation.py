@@ -4,42 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from paceline.data.slicing import ClockSlices
 from paceline.training.embedding_gradients import EmbeddingLookups
-
-
-class SliceSums(Protocol):
-    """The slices that a worker is given in a clock."""
-
-    @property
-    def num_samples(self) -> int:
-        """Number of samples in the current slice; 0 where there is none."""
-        ...
-
-    @property
-    def weight(self) -> float:
-        """Weight of the current slice: its samples, scaled to the number of samples in the current clock."""
-        ...
-
-    @property
-    def num_expected(self) -> int:
-        """Expected number of samples of all workers in the current clock; 0 where it is not known."""
-        ...
-
-    def more(self) -> bool:
-        """Return whether this worker gets another slice in the current clock; blocks for one round trip."""
-        ...
 
 
 @dataclass(slots=True)
 class GradientAccumulator:
     """Sum of the gradients of parameters and embeddings over slices, each weighted by its samples."""
 
-    slices: SliceSums
+    slices: ClockSlices
     lookups: EmbeddingLookups
     # Sum of gradient * samples since the last mean, by parameter, and of samples.
     _sums: dict[Tensor, Tensor] = field(default_factory=dict[Tensor, Tensor])
@@ -47,7 +24,7 @@ class GradientAccumulator:
 
     def add_slice(self, parameters: Iterable[Tensor], samples: float | None) -> bool:
         """Add the gradients of a slice if another one follows in this clock; return whether one does."""
-        if not self.slices.more():
+        if not self.slices.claim_next():
             return False
         weight = self.slices.weight if samples is None else samples
         for parameter in parameters:

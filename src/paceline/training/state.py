@@ -1,22 +1,27 @@
-"""Optimizer state, gathered from the servers and loaded back, in the form of torch's own state dicts."""
+"""Optimizer state, gathered from the servers and loaded back, in the form of torch's own state dicts.
+
+Training continues under a plain `torch.optim` optimizer, or from one, bit for bit.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
 
+import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
 from paceline.core.partition import Range
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import PacelineError, ProtocolBug, UsageError
 from paceline.training.flat import FlatParameters
 from paceline.update.named_rules import granularity
 from paceline.update.placement import spans
-from paceline.update.state_dict import OptimizerState, gather_optimizer, split_optimizer
-from paceline.update.table import TableSpec
+from paceline.update.rules import Hyper
+from paceline.update.shard import VALUES
+from paceline.update.table import SegmentPiece, TableSpec, cut
 from paceline.wire.malformed import read_answer_of
 from paceline.wire.requests import LoadState, SaveState
 from paceline.worker.table import Table
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
     from paceline.training.strategy import TrainingJob
 
 StateOf = dict[int, dict[str, Tensor]]
+Part: TypeAlias = tuple[Range, Mapping[str, Tensor]]
 
 
 def fetch_state(table: Table) -> StateOf:
@@ -114,3 +120,119 @@ def _together(job: TrainingJob, place: str, first: int | None = None) -> Generat
             job.barrier_at(place, f"{type(error).__name__}: {error}")
         raise
     job.barrier_at(place, needs_first=first is not None, first=first or 0)
+
+
+class OptimizerState(TypedDict):
+    """What `torch.optim.Optimizer.state_dict()` returns, and `load_state_dict` takes."""
+
+    state: dict[int, dict[str, Tensor]]
+    param_groups: list[dict[str, object]]
+
+
+def gather_optimizer(spec: TableSpec, parts: Sequence[Part], hyper: Sequence[Hyper] = ()) -> OptimizerState:
+    """Return the `state_dict` of the plain torch optimizer from the `Shard.state` of every range.
+
+    Args:
+        spec: a table whose rule is a class of torch.optim.
+        parts: each range with the state of its shard.
+        hyper: the hyperparameters of each group by now (`Shard.hyper`); those of the table when left out.
+
+    Raises:
+        UsageError: the ranges do not cover the table.
+        ProtocolBug: the shards disagree about a state that a tensor has only once, its step count for example.
+    """
+    ordered = _in_order(spec, parts)
+    holders = Counter(piece.segment for span, _ in ordered for piece in cut(spec, span))
+    ids = _ids(spec)
+    gathered: dict[int, dict[str, Tensor]] = {}
+    for (segment, name), found in sorted(_by_segment(ordered).items()):
+        joined = _joined(found, holders[segment], spec, segment, name)
+        gathered.setdefault(ids[segment], {})[name] = joined
+    groups: list[dict[str, object]] = [
+        {**numbers, "params": [ids[i] for i, segment in enumerate(spec.segments) if segment.group == group]}
+        for group, numbers in enumerate(hyper or spec.rule.groups)
+    ]
+    return {"state": gathered, "param_groups": groups}
+
+
+def split_optimizer(spec: TableSpec, state_dict: OptimizerState, span: Range) -> dict[str, Tensor]:
+    """Return what one range needs of a plain torch optimizer's state: join with "values" for `Shard.load_state`.
+
+    Raises:
+        UsageError: a state is not a tensor, or fits neither its parameter nor a cut through it.
+    """
+    ids = _ids(spec)
+    return {
+        f"{piece.segment}.{name}": _cut_state(spec, piece, name, value)
+        for piece in cut(spec, span)
+        for name, value in cast("dict[str, object]", state_dict["state"].get(ids[piece.segment], {})).items()
+        if value is not None
+    }
+
+
+def _ids(spec: TableSpec) -> list[int]:
+    """Return the id that torch gives each segment: it counts group by group, in order within each."""
+    order = sorted(range(len(spec.segments)), key=lambda index: spec.segments[index].group)
+    ids = [0] * len(order)
+    for number, segment in enumerate(order):
+        ids[segment] = number
+    return ids
+
+
+def _in_order(spec: TableSpec, parts: Sequence[Part]) -> list[Part]:
+    """Return the parts that hold something, by their place in the table; they must cover it exactly."""
+    ordered = sorted((part for part in parts if part[0].length), key=lambda part: part[0].start)
+    reached = 0
+    for span, _ in ordered:
+        if span.start != reached:
+            break
+        reached = span.stop
+    if reached != spec.numel:
+        have = ", ".join(f"{span.start} to {span.stop}" for span, _ in ordered) or "nothing"
+        raise UsageError(
+            f"Table '{spec.name}': the shards hold elements {have}, expected 0 to {spec.numel} without gap or overlap. "
+            "Give the state of every server."
+        )
+    return ordered
+
+
+def _by_segment(parts: Sequence[Part]) -> dict[tuple[int, str], list[Tensor]]:
+    """Return the tensors of every state of every segment, in the order of the parts."""
+    found: dict[tuple[int, str], list[Tensor]] = {}
+    for _, state in parts:
+        for key, value in state.items():
+            if key != VALUES:
+                segment, _, name = key.partition(".")
+                found.setdefault((int(segment), name), []).append(value)
+    return found
+
+
+def _joined(found: Sequence[Tensor], num_holders: int, spec: TableSpec, segment: int, name: str) -> Tensor:
+    """Return one state of a whole segment, as a copy."""
+    if num_holders == len(found) == 1:
+        return found[0].clone()
+    if len(found) == num_holders and found[0].dim():
+        return torch.cat(list(found)).view(spec.segments[segment].shape)
+    if len(found) == num_holders and all(torch.equal(other, found[0]) for other in found):
+        return found[0].clone()
+    raise ProtocolBug(
+        f"Table '{spec.name}', parameter '{spec.segments[segment].name}': its {num_holders} shards disagree about "
+        f"'{name}', {len(found)} of them have it: {', '.join(map(str, found))}. Gather them at the same version."
+    )
+
+
+def _cut_state(spec: TableSpec, piece: SegmentPiece, name: str, value: object) -> Tensor:
+    segment = spec.segments[piece.segment]
+    where = f"Table '{spec.name}': optimizer state '{name}' of parameter '{segment.name}'"
+    if not isinstance(value, Tensor):
+        raise UsageError(f"{where} is a {type(value).__name__}, expected a tensor. Save it with a newer torch.")
+    if piece.whole or not value.dim():
+        return value.detach().cpu().contiguous()  # in the order of the shape, whatever that in memory was
+    if tuple(value.shape) != segment.shape:
+        raise UsageError(f"{where} has shape {tuple(value.shape)}, expected {segment.shape}, which can be cut.")
+    return _cut_out(value.detach(), piece).cpu()
+
+
+def _cut_out(whole: Tensor, piece: SegmentPiece) -> Tensor:
+    """Return the elements of a piece from its whole tensor, in the shape of the piece."""
+    return whole.reshape(-1)[piece.start : piece.stop].view(piece.shape)

@@ -14,20 +14,21 @@ from torch import Tensor, nn
 
 from paceline.collective.collectives import Collectives
 from paceline.core.consistency import Consistency
+from paceline.data.slicing import ClockSlices
 from paceline.errors import UsageError
-from paceline.model_parallel.arrangement import Arrangement
+from paceline.model_parallel.arrangement import Arrangement, ModelPart
 from paceline.model_parallel.mesh import Mesh
-from paceline.model_parallel.part import ModelPart
 from paceline.observe.notices import is_told
 from paceline.training.embedding_gradients import EmbeddingLookups
 from paceline.training.flat import FlatParameters
-from paceline.training.gradient_accumulation import GradientAccumulator, SliceSums
+from paceline.training.gradient_accumulation import GradientAccumulator
 from paceline.training.weights import Weights
 from paceline.update.table import NonFinite, Scale, TableSpec
 from paceline.update.torch_rule import granularity_of
 from paceline.worker.metrics import StepMetrics
 from paceline.worker.pushes import PushOutcome
 from paceline.worker.table import Table
+from paceline.worker.table_opener import TableOpener
 from paceline.worker.validation import as_count
 
 _OVERFLOW: Final = "a GradScaler has found gradients that are not finite: its scale is too high for this batch"
@@ -126,17 +127,9 @@ class TrainingJob(Protocol):
         """How the workers share models and data."""
         ...
 
-    def open_table(
-        self,
-        spec: TableSpec,
-        shape: tuple[int, ...],
-        write_first: Callable[[Tensor], object],
-        *,
-        read_my_writes: bool,
-        live: bool,
-        first: int = 0,
-    ) -> Table:
-        """Declare a table and wait for its initial values, which worker `first` writes."""
+    @property
+    def tables(self) -> TableOpener:
+        """Opens tables."""
         ...
 
     def detach_at_close(self, weights: Weights) -> None:
@@ -166,7 +159,7 @@ def open_flat(
     live: bool = False,
 ) -> Table:
     """Open the table of these tensors; blocks until it has the values of the first worker."""
-    return job.open_table(
+    return job.tables.open_dense(
         spec, (flat.numel,), flat.pack_values, read_my_writes=read_my_writes, live=live, first=settings.first
     )
 
@@ -243,7 +236,7 @@ class Distributed(torch.optim.Optimizer, ABC):
         ours = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         return any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
 
-    def accumulate_slices(self, slices: SliceSums) -> None:
+    def accumulate_slices(self, slices: ClockSlices) -> None:
         """Make `step` finish a clock only with this worker's last slice of that clock.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Updates in chunks that stay in the cache: every element of gradients, values and state is read from memory once."""
+"""Updates in chunks that stay in the cache: each element of gradients, values and state is read from memory once."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from paceline.update.torch_rule import require_count
 if TYPE_CHECKING:
     from torch import Tensor
 
-BLOCK: Final = 64  # elements: a multiple of what torch computes at a time, whatever the machine and the dtype
+BLOCK: Final = 64  # elements: a multiple of torch's vector length on every machine and for every dtype
 _WHOLE: Final = (0, 0)
 
 
 class Age(NamedTuple):
-    """What pieces must have in common to be stepped together.
+    """Key of pieces that one kernel call may step together.
 
     Args:
-        group: of hyperparameters.
-        step: how many steps they have taken.
+        group: hyperparameter group.
+        step: number of steps that they have taken.
         fresh: whether their state has never been written.
     """
 
@@ -42,13 +42,13 @@ class Age(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Elements of a piece that are stepped together.
+    """Elements of a piece that one kernel call steps.
 
     Args:
         start: first element, counted from the start of the range.
         stop: one past the last element.
         piece: index of the piece.
-        filling: elements of the same block that lie before and after it, outside of the range.
+        filling: numbers of elements of its block before and after it, outside of the range.
     """
 
     start: int
@@ -59,15 +59,15 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class UpdateCall:
-    """One call of a kernel: neighbouring or scattered slices of one group and age, on views made once.
+    """One call of a kernel: slices of one group and age, on views that are made once.
 
     Args:
-        age: of all slices before this step.
-        piece: index of one of their pieces.
-        spans: (start, stop) of each, counted from the start of the chunk.
-        values: views of them.
-        state: views of their state by name.
-        filling: see `Slice`; a call that fills up has one slice.
+        age: of all slices, before this step.
+        piece: index of the piece of one slice.
+        spans: (start, stop) of each slice, counted from the start of the chunk.
+        values: view of each slice.
+        state: by name, view of the state of each slice.
+        filling: see `Slice`; a call with filling has one slice.
     """
 
     age: Age
@@ -80,7 +80,7 @@ class UpdateCall:
     def run(
         self, kernel: Kernel, gradient: Tensor, spare: Tensor, step: float, numbers: Numbers, divisor: float
     ) -> None:
-        """Take one step with the gradient of the chunk, which is yet to be divided by `divisor`."""
+        """Take one step with the gradient of the chunk, divided by `divisor`."""
         gradients = [gradient[start:stop] for start, stop in self.spans]
         if self.filling == _WHOLE:
             kernel.step(Operands(self.values, gradients, self.state, step, self.age.fresh, spare, divisor), numbers)
@@ -95,13 +95,13 @@ class UpdateCall:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Neighbouring elements that one thread takes from gradients to values.
+    """Neighbouring elements that one thread updates.
 
     Args:
         start: first element, counted from the start of the range.
         stop: one past the last element.
-        sums: (start, stop) in the range with the indices of the contributions that have a gradient there.
-        calls: what to step, in any order.
+        sums: (start, stop) in the range, and the indices of the contributions with a gradient there.
+        calls: kernel calls, in any order.
     """
 
     start: int
@@ -117,9 +117,9 @@ def cut_into_chunks(
 
     Args:
         pieces: of the range.
-        taken: indices of the pieces that are stepped.
-        size: elements that a chunk spans at most; a multiple of a block.
-        in_lanes: whether elements must be computed as they would be in the whole tensor.
+        taken: indices of the pieces to step.
+        size: largest number of elements in a chunk; a multiple of a block.
+        in_lanes: whether elements must have the same vector lanes as in the whole tensor.
     """
     chunks: list[list[Slice]] = []
     for index in taken:
@@ -142,7 +142,7 @@ def cut_into_chunks(
 
 
 def _parts(piece: SegmentPiece) -> Iterator[tuple[int, int, tuple[int, int]]]:
-    """Return (start, stop, filling), counted in the segment: a block that is cut off at either end, and the middle."""
+    """Yield (start, stop, filling) in the segment: the middle, and the cut block at either end."""
     head = min(piece.stop, -(-piece.start // BLOCK) * BLOCK)
     tail = piece.stop if piece.stop == piece.total else max(head, piece.stop // BLOCK * BLOCK)
     for start, stop in ((piece.start, head), (head, tail), (tail, piece.stop)):
@@ -161,15 +161,15 @@ def make_chunk(
     *,
     in_lanes: bool,
 ) -> Chunk:
-    """Return what to do with the slices of one chunk.
+    """Return the sums and kernel calls of one chunk.
 
     Args:
-        slices: as `cut_into_chunks` made them.
-        having: of each piece of the range, the contributions that have a gradient for it.
+        slices: one chunk of `cut_into_chunks`.
+        having: for each piece of the range, the indices of the contributions with a gradient for it.
         ages: of each piece.
         memory: values of the range, and its state by name.
-        names: of the states of each group.
-        in_lanes: whether neighbours must stay apart.
+        names: states of each group.
+        in_lanes: whether neighbouring slices get separate kernel calls.
     """
     start = slices[0].start
     sums = [
@@ -199,8 +199,8 @@ def make_chunk(
 
 
 def _neighbours(slices: Sequence[Slice], keys: Sequence[object]) -> list[list[Slice]]:
-    """Return the slices in runs without a gap, of equal keys."""
-    shifts: list[int] = []  # rises at every gap
+    """Return the runs of slices with equal keys and without a gap."""
+    shifts: list[int] = []  # number of gaps before each slice
     reached = slices[0].start
     for each in slices:
         shifts.append((shifts[-1] if shifts else 0) + (each.start != reached))
@@ -214,12 +214,12 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The chunks of an update, and of the next ones as long as `key` stays and nothing in them is fresh.
+    """Chunks of an update; the next update takes them again if `key` is equal and no state in them is fresh.
 
     Args:
-        key: what they follow from, the ages of the pieces aside.
-        chunks: they name every piece that is stepped.
-        taken: (pieces,), 1 for those, else 0.
+        key: all that the chunks depend on, except the ages of the pieces.
+        chunks: with all pieces that are stepped.
+        taken: (pieces,), 1 for a piece that is stepped, else 0.
     """
 
     key: tuple[tuple[frozenset[int], ...], list[tuple[str, ...]], bool]
@@ -229,14 +229,14 @@ class _Plan:
 
 @final
 class Chunked:
-    """Runs a kernel over a range, chunk by chunk; owns the state of its elements.
+    """Runs a kernel over a range, chunk by chunk, and owns the state of its elements.
 
     Args:
         kernel: the rule.
         pieces: of the range.
         values: (elements of the range,), changed in place.
         policy: scale and treatment of non-finite elements, see `TableSpec`.
-        threads: do the work.
+        threads: pool that runs the chunks.
     """
 
     def __init__(
@@ -248,18 +248,18 @@ class Chunked:
         threads: ThreadPool,
     ) -> None:
         self._kernel, self._pieces, self._values, self._policy, self._threads = kernel, pieces, values, policy, threads
-        self._numbers: list[dict[str, Any]] = []  # of each group, complete, as of the last update
-        self._told: tuple[Hyper, ...] = ()  # what they were made of
+        self._numbers: list[dict[str, Any]] = []  # all hyperparameters of each group, as of the last update
+        self._told: tuple[Hyper, ...] = ()  # the argument that `_numbers` was made from
         self._plan: _Plan | None = None  # of the last update
         self._state: dict[str, Tensor] = {}  # by name, each as long as the range
-        self._held: list[tuple[str, ...]] = [()] * len(pieces)  # the states that each piece has
-        self._steps = torch.zeros(len(pieces))  # taken by each piece; float32, as torch counts
+        self._held: list[tuple[str, ...]] = [()] * len(pieces)  # states of each piece
+        self._steps = torch.zeros(len(pieces))  # number of steps of each piece; float32, as in torch
         self._begun = False
         size = min(CHUNK, max(values.numel(), BLOCK))
         self._scratch = [values.new_empty((3, size)) for _ in range(threads.num_threads)]
 
     def apply(self, contributions: Sequence[Contribution], hyper: tuple[Hyper, ...]) -> int:
-        """Update the values once; return how many elements of gradients were taken as 0."""
+        """Update the values once; return the number of gradient elements that were replaced by 0."""
         self._set_hyper(hyper)
         self._begin()
         chunks = self._planned(contributions)
@@ -280,7 +280,7 @@ class Chunked:
         """Replace the state by a copy of `state`; see `UpdateRule.load_state`.
 
         Raises:
-            UsageError: the state is one of another rule.
+            UsageError: the state belongs to another rule.
         """
         foreign = sorted(key for key in state if key.partition(".")[2] not in (*self._kernel.known, "step"))
         if foreign or (state and not self._kernel.known):
@@ -312,9 +312,9 @@ class Chunked:
             require_count(name, value)
 
     def _left_to_kernel(self, contributions: Sequence[Contribution]) -> float:
-        """Return what the kernel has to divide sums by: 1 where they are divided before, as their dtype rounds then."""
+        """Return the divisor that is left to the kernel; 1 if sums are divided before, as their dtype rounds then."""
         divisor = divisor_of([contribution.count for contribution in contributions], self._policy[0])
-        exact = divisor == torch.tensor(divisor).item()  # torch hands it on as a float32
+        exact = divisor == torch.tensor(divisor).item()  # torch passes the divisor as a float32
         plain = self._values.dtype not in _HALF and all(map(self._kernel.divides, self._numbers))
         return divisor if exact and plain and self._numbers else 1.0
 
@@ -326,7 +326,7 @@ class Chunked:
         thread: int,
         divisor: float,
     ) -> int:
-        """Take one chunk from gradients to values; return how many elements of its gradients were zeroed."""
+        """Update one chunk; return the number of gradient elements that were zeroed."""
         scratch, num_zeroed, divide = self._scratch[thread], 0, divisor == 1.0
         if len(contributions) == 1 and self._policy[1] != "zero":
             gradient = contributions[0].gradient[chunk.start : chunk.stop]
@@ -340,7 +340,7 @@ class Chunked:
         return num_zeroed
 
     def _set_hyper(self, hyper: tuple[Hyper, ...]) -> None:
-        """Take over the hyperparameters of an update; those that are left out stay as they are."""
+        """Set the hyperparameters of an update; omitted ones keep their value."""
         if hyper is self._told:
             return
         known = self._numbers or [_defaults(self._kernel.name)] * len(hyper)
@@ -348,7 +348,7 @@ class Chunked:
         self._told = hyper
 
     def _begin(self) -> None:
-        """Give every piece the state that it has before its first step, unless it was loaded."""
+        """Give every piece without loaded state its state before the first step."""
         if self._begun or not self._numbers:
             return
         for name, value in self._kernel.initial(self._numbers[0]).items():
@@ -365,7 +365,7 @@ class Chunked:
         self._held[index] = tuple(name for name in self._kernel.known if name in names or name in self._held[index])
 
     def _planned(self, contributions: Sequence[Contribution]) -> list[Chunk]:
-        """Return the chunks of an update, and count it as a step of its pieces."""
+        """Return the chunks of an update, and count a step of each of its pieces."""
         names = [self._kernel.names(numbers) for numbers in self._numbers]
         in_lanes = self._values.dtype in _HALF or any(bool(numbers.get("fused")) for numbers in self._numbers)
         absent = tuple(contribution.absent for contribution in contributions)
@@ -374,7 +374,7 @@ class Chunked:
         if plan is None or plan.key != key:
             plan = _Plan(key, *self._make_plan(absent, names, in_lanes=in_lanes))
         fresh = any(call.age.fresh for chunk in plan.chunks for call in chunk.calls)
-        self._plan = None if fresh else plan  # nothing is fresh the next time
+        self._plan = None if fresh else plan  # the next update has no fresh state here
         self._steps += plan.taken
         return plan.chunks
 
@@ -400,7 +400,7 @@ class Chunked:
 
 
 def _defaults(name: str) -> dict[str, Any]:
-    """Return the hyperparameters of a class of torch.optim where none are given; of "add" there are none."""
+    """Return the default hyperparameters of a class of torch.optim; {} for "add"."""
     cls = getattr(torch.optim, name.rpartition(".")[2], None)
     if cls is None:
         return {}

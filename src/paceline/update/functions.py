@@ -1,18 +1,18 @@
 """Functions that servers run over their part of a table, and the merging of their results.
 
-`table.call(name, **numbers)` has each server run the function of this name over its own part: one of those here, or one
-of yours by its import path, "package.module:function". Over a dense table it is called as::
+`table.call(name, **numbers)` runs a function on each server, over the server's part of the table. `name` is one of the
+functions below, or the import path of your own, "package.module:function". Over a dense table the call is::
 
-    function(values, start, **numbers)    values: (elements of the server's range,), a copy; start: of its first one
+    function(values, start, **numbers)    values: (elements of the server's range,), a copy; start: index of the first
 
-and over a row table as::
+and over a row table::
 
-    function(rows, **numbers)             rows: a `RowWalk`, which gives pieces and takes them back
+    function(rows, **numbers)             rows: a `RowWalk`, which yields pieces and stores changed ones
 
-without autograd. It may return a dict of tensors, which the caller gets: small ones, as they are sent whole. Over a
-dense table, what it changes in `values` is what the table has afterwards.
+Both run without autograd. A function may return a dict of small tensors, which the caller receives. A dense table takes
+over all changes of `values`.
 
-Here are "summary", "top" and "sample", which change nothing, "scale" and "soft_threshold".
+"summary", "top" and "sample" change nothing; "scale" and "soft_threshold" change values.
 
 Example:
     >>> import paceline
@@ -45,9 +45,9 @@ __all__ = ["Kind", "Tensors", "function_at", "merge", "total"]
 Kind = Literal["range", "rows"]
 Tensors = dict[str, Tensor]
 
-MAX_RESULT_BYTES = 1 << 26  # that a function may return on one server
+MAX_RESULT_BYTES = 1 << 26  # of one server
 ORDER = "order"  # the tensor by which `merge` sorts
-_ELEMENTS = 1 << 18  # of a dense table that are looked at together
+_ELEMENTS = 1 << 18  # of a dense table in one piece
 
 
 def function_at(name: str, kind: Kind, allowed: AbstractSet[str] | None) -> Callable[..., object]:
@@ -55,11 +55,11 @@ def function_at(name: str, kind: Kind, allowed: AbstractSet[str] | None) -> Call
 
     Args:
         name: "scale" for example, or "package.module:function".
-        kind: what it is to run over.
-        allowed: the import paths that may be loaded; None allows all, which is for code that you wrote yourself.
+        kind: "range" for dense tables, "rows" for row tables.
+        allowed: import paths that may be loaded; None allows all.
 
     Raises:
-        UsageError: the function does not exist, may not be loaded, or cannot be called.
+        UsageError: the function does not exist, may not be loaded, or is not callable.
     """
     known = _KNOWN[kind]
     if name in known:
@@ -76,11 +76,11 @@ def function_at(name: str, kind: Kind, allowed: AbstractSet[str] | None) -> Call
     return found
 
 
-# -- one answer of those of all servers ------------------------------------------------------------------------------
+# -- results of all servers, merged ----------------------------------------------------------------------------------
 
 
 def total(parts: Sequence[Mapping[str, Tensor]]) -> Tensors:
-    """Return the sum over the servers of each tensor, of "summary" for example.
+    """Return the sum of each tensor over the servers, for example of "summary".
 
     Example:
         >>> total([{"sum": torch.tensor(1.0)}, {"sum": torch.tensor(2.5)}])
@@ -90,7 +90,7 @@ def total(parts: Sequence[Mapping[str, Tensor]]) -> Tensors:
 
 
 def merge(parts: Sequence[Mapping[str, Tensor]], k: int) -> Tensors:
-    """Return the k results with the least "order" from all servers, of "top" and "sample" for example.
+    """Return the k results of least "order" from all servers, for example of "top" and "sample".
 
     The result does not depend on the number of servers.
 
@@ -105,11 +105,11 @@ def merge(parts: Sequence[Mapping[str, Tensor]], k: int) -> Tensors:
     return {name: tensor[first] for name, tensor in together.items()}
 
 
-# -- what does not change anything -----------------------------------------------------------------------------------
+# -- functions that change nothing -----------------------------------------------------------------------------------
 
 
 def _summary(values: Tensor) -> Tensors:
-    """Return the number of values, of those that are not 0, their sum, and the sum of their squares."""
+    """Return the number of values, the number of non-zero ones, their sum, and the sum of their squares."""
     exact = values.double()
     return {
         "count": torch.tensor(values.numel()),
@@ -130,7 +130,7 @@ def _summary_of_rows(rows: RowWalk) -> Tensors:
 
 
 def _top_of_range(values: Tensor, start: int, *, k: int) -> Tensors:
-    """Return the k elements of largest absolute value, with their places in the flat table as "ids"."""
+    """Return the k elements of largest absolute value, with their positions in the flat table as "ids"."""
     return _first_elements(values, start, k, lambda _, part: part.double().abs().neg())
 
 
@@ -151,12 +151,12 @@ def _sample_of_rows(rows: RowWalk, *, k: int, seed: int = 0) -> Tensors:
 
 
 def _chance(ids: Tensor, seed: int) -> Tensor:
-    """Return a pseudorandom number for each id: the k least are a random sample, however ids are sharded."""
+    """Return a pseudorandom number for each id. The ids of the k least are a random sample, for any sharding."""
     return first_rows(First("uniform", 1.0, seed), ids, 1, torch.float64).view(-1)
 
 
 def _first_elements(values: Tensor, start: int, k: int, order: Callable[[Tensor, Tensor], Tensor]) -> Tensors:
-    """Return the first k elements in the order that `order` computes of their places and values."""
+    """Return the k elements of least `order(positions, values)`."""
     none = {"ids": torch.empty(0, dtype=torch.int64), "values": values[:0], ORDER: torch.empty(0, dtype=torch.float64)}
 
     def parts() -> Iterator[Tensors]:
@@ -173,7 +173,7 @@ def _rows(rows: RowWalk) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _first_rows(rows: RowWalk, parts: Iterator[tuple[Tensor, Tensor, Tensor]], k: int) -> Tensors:
-    """Return the first k rows, holding no more than those and a piece."""
+    """Return the k rows of least order, with memory for those and one piece."""
     dtype: torch.dtype = getattr(torch, rows.spec.dtype)
     none: Tensors = {
         "ids": torch.empty(0, dtype=torch.int64),
@@ -185,7 +185,7 @@ def _first_rows(rows: RowWalk, parts: Iterator[tuple[Tensor, Tensor, Tensor]], k
 
 
 def _first(none: Tensors, parts: Iterable[Tensors], k: int, num: int) -> Tensors:
-    """Return the first k of all parts, of which there are `num`; what was found is sorted only when it has doubled."""
+    """Return the first k of `num` results; they are sorted each time that their number has doubled."""
     each_bytes = sum(tensor.element_size() * math.prod(tensor.shape[1:]) for tensor in none.values())
     most = MAX_RESULT_BYTES // each_bytes
     if k < 0:
@@ -202,11 +202,11 @@ def _first(none: Tensors, parts: Iterable[Tensors], k: int, num: int) -> Tensors
     return merge(found, k)
 
 
-# -- what changes values ---------------------------------------------------------------------------------------------
+# -- functions that change values ------------------------------------------------------------------------------------
 
 
 def _scale_range(values: Tensor, start: int, *, factor: float) -> None:
-    """Multiply the values: weight decay, for example."""
+    """Multiply the values, for example for weight decay."""
     del start
     values.mul_(factor)
 
@@ -216,7 +216,7 @@ def _scale_rows(rows: RowWalk, *, factor: float) -> None:
 
 
 def _threshold_range(values: Tensor, start: int, *, threshold: float) -> None:
-    """Move every value towards 0 by `threshold`, and no further."""
+    """Move every value by `threshold` towards 0, at most to 0."""
     del start
     values.copy_(_shrunk(values, threshold))
 

@@ -1,6 +1,6 @@
 """Kernels: element-wise update rules as steps on flat memory, bit-identical to torch.optim on a CPU.
 
-They use torch's operations in torch's order; only the memory of results differs, so that a chunk stays in the cache.
+Kernels call torch's operations in torch's order. Results go to reused memory, so that a chunk stays in the cache.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
@@ -19,7 +19,7 @@ from paceline.update.rules import Granularity, RuleSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-Numbers: TypeAlias = Mapping[str, Any]  # the hyperparameters of one group
+Numbers: TypeAlias = Mapping[str, Any]  # hyperparameters of one group
 
 # Torch has no public names for these.
 _FUSED_SGD: Callable[..., object] = torch._fused_sgd_
@@ -30,17 +30,16 @@ _FUSED_ADAGRAD: Callable[..., object] = torch._fused_adagrad_
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """What one step works on: flat tensors that lie together in a chunk, of one group and one age.
+    """Operands of one step: flat tensors of one chunk, one group and one age.
 
     Args:
         values: changed in place.
-        gradients: one each value; only read.
-        state: by name, one each value; changed in place.
-        step: which step of theirs this is, counted from 1.
-        fresh: whether their state has never been written.
-        spare: (2, elements of the longest tensor), to scribble on.
-        divisor: what the step divides gradients by; not 1 only if the kernel `divides`, and then they may be
-            overwritten.
+        gradients: one for each value; read only.
+        state: by name, one for each value; changed in place.
+        step: number of this step, from 1.
+        fresh: whether the state has never been written.
+        spare: (2, elements of the longest tensor), scratch memory.
+        divisor: divisor of the gradients; not 1 only if the kernel `divides`, which may overwrite gradients.
     """
 
     values: Sequence[Tensor]
@@ -59,15 +58,15 @@ class Operands:
         ]
 
     def steps(self) -> list[Tensor]:
-        """Return the step as torch's fused operations want it."""
+        """Return the step as an argument of torch's fused operations."""
         return [torch.tensor(self.step)] * len(self.values)
 
     def scaling(self) -> dict[str, Tensor]:
-        """Return the divisor as torch's fused operations want it."""
+        """Return the divisor as an argument of torch's fused operations."""
         return {} if self.divisor == 1.0 else {"grad_scale": torch.tensor(self.divisor)}
 
     def gradient_of(self, value: Tensor, gradient: Tensor, numbers: Numbers, decay: float) -> Tensor:
-        """Return the gradient in the right direction and with weight decay; in the first spare row if it changes."""
+        """Return the gradient to descend, with weight decay; a changed one is in the first spare row."""
         out = self.spare[0, : value.numel()]
         if numbers["maximize"]:
             gradient = torch.neg(gradient, out=out)
@@ -77,10 +76,10 @@ class Operands:
 
 
 class Kernel(ABC):
-    """One update rule without memory of its own: it gets the state of the elements as an argument."""
+    """One update rule. It keeps no state: the state of the elements is an argument."""
 
     granularity: ClassVar[Granularity] = "element"
-    known: ClassVar[tuple[str, ...]] = ()  # every state that an element may have
+    known: ClassVar[tuple[str, ...]] = ()  # all states that an element may have
     counts_steps: ClassVar[bool] = False
 
     def __init__(self, name: str) -> None:
@@ -92,12 +91,12 @@ class Kernel(ABC):
         return self.known
 
     def initial(self, numbers: Numbers) -> Mapping[str, float]:
-        """Return the states that every element has before its first step, with their value; others start at 0."""
+        """Return the states that elements have before the first step, and their values; other states start at 0."""
         del numbers
         return {}
 
     def divides(self, numbers: Numbers) -> bool:
-        """Return whether a step divides gradients itself: torch's fused operations do, at no cost."""
+        """Return whether a step divides the gradients, as torch's fused operations do at no cost."""
         return bool(numbers.get("fused"))
 
     @abstractmethod
@@ -107,7 +106,7 @@ class Kernel(ABC):
 
 @final
 class AddKernel(Kernel):
-    """Adds what is pushed."""
+    """Adds gradients to values."""
 
     def step(self, at: Operands, numbers: Numbers) -> None:
         """Add each gradient to its value."""
@@ -122,7 +121,7 @@ class SGDKernel(Kernel):
     known = ("momentum_buffer",)
 
     def names(self, numbers: Numbers) -> tuple[str, ...]:
-        """Return the momentum buffer, where there is momentum."""
+        """Return the momentum buffer, if momentum is not 0."""
         return self.known if numbers["momentum"] else ()
 
     def step(self, at: Operands, numbers: Numbers) -> None:
@@ -165,7 +164,7 @@ class AdamKernel(Kernel):
     counts_steps = True
 
     def names(self, numbers: Numbers) -> tuple[str, ...]:
-        """Return the two averages, and the greatest second one where it is wanted."""
+        """Return the two averages, and with amsgrad the maximum of the second one."""
         return self.known if numbers["amsgrad"] else self.known[:2]
 
     def step(self, at: Operands, numbers: Numbers) -> None:
@@ -219,7 +218,7 @@ class AdagradKernel(Kernel):
     counts_steps = True
 
     def initial(self, numbers: Numbers) -> Mapping[str, float]:
-        """Return what the sums of squares start with."""
+        """Return the initial sum of squares."""
         return {"sum": numbers["initial_accumulator_value"]}
 
     def step(self, at: Operands, numbers: Numbers) -> None:
@@ -237,9 +236,9 @@ class AdagradKernel(Kernel):
 
 @final
 class DelayedNesterovKernel(Kernel):
-    """Nesterov momentum once in `every` updates, on their mean; the others take their part of a plain step.
+    """Nesterov momentum once in `every` updates, on their mean; other updates take a part of a plain step.
 
-    `every` updates together make exactly one step of `torch.optim.SGD` with their mean.
+    `every` updates together are exactly one step of `torch.optim.SGD` with their mean.
     """
 
     known = ("momentum_buffer", "sum")
@@ -267,11 +266,11 @@ _KERNELS: dict[str, type[Kernel]] = {
     "torch.optim.Adagrad": AdagradKernel,
 }
 
-# The hyperparameters of the rules that torch.optim does not have.
+# Hyperparameters of the rules that are not in torch.optim.
 OWN_NUMBERS: Final[Mapping[str, tuple[str, ...]]] = {"add": (), "delayed_nesterov": ("lr", "momentum", "every")}
 
 
 def kernel_of(spec: RuleSpec) -> Kernel | None:
-    """Return the kernel of a rule, or None when it has to run as a whole, as torch's multi-tensor loops do."""
+    """Return the kernel of a rule; None for a rule that runs on whole tensors, as with torch's multi-tensor loops."""
     found = _KERNELS.get(spec.name)
     return None if found is None or any(group.get("foreach") for group in spec.groups) else found(spec.name)

@@ -1,22 +1,24 @@
-"""The shard of a dense table on one server: the values of its range and their update rule, without protocol."""
+"""Shard of a dense table on one server: the values of its range and their update rule, without protocol."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, final
 
 import torch
 
-from paceline.errors import ProtocolBug
+from paceline.errors import ProtocolBug, UsageError
 from paceline.update.chunked import Chunked
 from paceline.update.kernels import Kernel
 from paceline.update.rules import Hyper, Quorum, UpdateRule
-from paceline.update.summing import Contribution, num_missing, num_nonfinite
-from paceline.update.table import cut
-from paceline.update.thread_pool import ThreadPool
-from paceline.update.whole_tensors import WholeTensors
+from paceline.update.summing import CHUNK, Contribution, combine_stretch, num_missing, num_nonfinite
+from paceline.update.table import NonFinite, Scale, SegmentPiece, cut
+from paceline.update.thread_pool import ThreadPool, stretches
+from paceline.update.torch_rule import TorchRule
+from paceline.update.user_code import own_code
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,10 +30,10 @@ if TYPE_CHECKING:
 @final
 @dataclass(slots=True)
 class Merger:
-    """Collects contributions until a quorum is due; returns each exactly once. Used by one thread at a time.
+    """Collects contributions until a quorum is due, and returns each exactly once. For one thread at a time.
 
     Args:
-        quorum: when they are due.
+        quorum: when contributions are due.
         now: the time in seconds, from any start.
 
     Example:
@@ -51,13 +53,13 @@ class Merger:
     _reached_at: float | None = None  # when the kept contributions reached the quorum
 
     def keep(self, contributions: Sequence[Contribution]) -> None:
-        """Keep copies of contributions, as their memory is about to be reused."""
+        """Keep copies of contributions, because their memory is reused."""
         self._kept += [replace(each, gradient=each.gradient.clone()) for each in contributions]
         if self._reached_at is None and len(self._kept) >= self.quorum.num_pushes:
             self._reached_at = self.now()
 
     def pop_due(self) -> list[Contribution]:
-        """Remove and return the contributions that are due, in the order of arrival; empty before the quorum is due."""
+        """Remove and return the contributions that are due, in order of arrival; none before the quorum is due."""
         if self._reached_at is None:
             return []
         is_complete = len({each.worker for each in self._kept}) >= self.quorum.num_workers
@@ -79,10 +81,10 @@ class Shard:
 
     Args:
         spec: the whole table.
-        span: the range of it that lies here; may be empty.
-        rule: fresh, for this shard alone.
-        values: (elements of the range,), memory for the values, zeroed here; allocated if omitted.
-        num_threads: how many threads may work on an update; the shard starts those beyond 1, and `close` ends them.
+        span: range of this shard; may be empty.
+        rule: a new rule, for this shard alone.
+        values: (elements of the range,), memory of the values, which is zeroed; allocated if omitted.
+        num_threads: number of threads of an update; the shard starts those beyond 1, and `close` ends them.
         now: the time in seconds, for a rule that waits for a quorum.
 
     Raises:
@@ -118,8 +120,8 @@ class Shard:
         self.values.zero_()
         self.initialised = False
         self.version = 0  # number of updates so far
-        self.num_zeroed = 0  # non-finite gradient elements that were taken as 0, over all updates
-        self.hyper: tuple[Hyper, ...] = spec.rule.groups  # of each group, from the last push that had some
+        self.num_zeroed = 0  # non-finite gradient elements that were replaced by 0, in all updates
+        self.hyper: tuple[Hyper, ...] = spec.rule.groups  # of each group, from the last push with hyperparameters
         self._pieces = cut(spec, span)
         self._require_whole_tensors(rule)
         self._threads = ThreadPool(num_threads)
@@ -142,7 +144,7 @@ class Shard:
         out.copy_(self.values)
 
     def screen(self, gradient: Tensor, absent: frozenset[int] = frozenset()) -> int:
-        """Return how many elements of a pushed gradient are NaN or infinite, absent segments aside."""
+        """Return the number of elements of a pushed gradient that are NaN or infinite, without absent segments."""
         self._require_fit(gradient, "gradient")
         if not absent:
             return num_nonfinite(gradient, self._threads)
@@ -150,28 +152,28 @@ class Shard:
         return sum(num_nonfinite(view, self._threads) for view in views)
 
     def apply(self, contributions: Sequence[Contribution]) -> None:
-        """Update the values once with all contributions: added in the order given, scaled, then given to the rule.
+        """Update the values once: add the contributions in the order given, scale the sum, and apply the rule.
 
-        Samples that were expected and are missing count as zeros.
-        The hyperparameters of the first contribution win and stay until others arrive. A segment that is absent from
-        all contributions stays untouched; one that is absent from some counts as zeros there. Where the rule waits for
-        a quorum the contributions are kept for the update that they are due in.
+        Missing samples that were expected count as zeros.
+        The hyperparameters of the first contribution count, and stay until others arrive. A segment that is absent from
+        all contributions does not change; where it is absent from some, zeros are added. With a quorum, contributions
+        are kept until their update is due.
 
         Raises:
-            ProtocolBug: there is no contribution, or one does not fit this shard.
+            ProtocolBug: no contribution, or one that does not fit this shard.
         """
         self._require_contributions(contributions)
         if self._merger is None:
             self._update([*contributions, *self._missing(contributions)])
             return
-        self.settle()  # what was due before these came is without them
+        self.settle()  # an update that was due before these contributions does not include them
         self._merger.keep(contributions)
         self.settle()
 
     def settle(self, *, all_kept: bool = False) -> None:
-        """Make the update whose quorum has become due with time, if any; or one of all kept contributions.
+        """Make the update whose quorum is due by now, if any; or one of all kept contributions.
 
-        Every access to the values calls it first, so the update is visible from the time it was due.
+        Every access to the values calls it first, so that an update is visible from the time when it is due.
         """
         if self._merger is not None:
             due = self._merger.pop_all() if all_kept else self._merger.pop_due()
@@ -179,7 +181,7 @@ class Shard:
                 self._update(due)
 
     def _missing(self, contributions: Sequence[Contribution]) -> list[Contribution]:
-        """Return a contribution without gradients that stands for the missing samples, or nothing."""
+        """Return a contribution without gradients for the missing samples, if any."""
         counts, expected = [each.count for each in contributions], [each.expected for each in contributions]
         missing = num_missing(counts, expected, self.spec.scale)
         everything = frozenset(range(len(self.spec.segments)))
@@ -205,7 +207,7 @@ class Shard:
         return named
 
     def load_state(self, state: Mapping[str, Tensor], *, version: int = 0) -> None:
-        """Continue from a copy of what `state` of a shard with the same range returned after `version` updates."""
+        """Replace the state by a copy of the `state` of a shard with the same range after `version` updates."""
         index_of = {piece.segment: index for index, piece in enumerate(self._pieces)}
         named: dict[str, Tensor] = {}
         for key, value in state.items():
@@ -223,12 +225,12 @@ class Shard:
         self._require_fit(state[VALUES], "values")
         self._updates.load_state(named)
         if self._merger is not None:
-            self._merger.pop_all()  # they belong to the values of before
+            self._merger.pop_all()  # they belong to the earlier values
         self.store(state[VALUES])
         self.version = version
 
     def close(self) -> None:
-        """End the threads; no call may follow."""
+        """End the threads; the last call."""
         self._threads.close()
 
     def _require_whole_tensors(self, rule: UpdateRule | Kernel) -> None:
@@ -257,3 +259,95 @@ class Shard:
                 f"Table '{self.spec.name}', server {self.span.server}: got {what} of shape {tuple(tensor.shape)} and "
                 f"{tensor.dtype}, expected {(self.span.length,)} and {self._dtype}."
             )
+
+
+@final
+class WholeTensors:
+    """Combines the gradients of a range, then steps its whole tensors by a rule.
+
+    Args:
+        rule: a new rule, for this range alone.
+        pieces: of the range.
+        values: (elements of the range,), changed in place.
+        policy: scale and treatment of non-finite elements, see `TableSpec`.
+        threads: pool that adds the gradients.
+    """
+
+    def __init__(
+        self,
+        rule: UpdateRule,
+        pieces: Sequence[SegmentPiece],
+        values: Tensor,
+        policy: tuple[Scale, NonFinite],
+        threads: ThreadPool,
+    ) -> None:
+        self._rule, self._pieces, self._policy, self._threads = rule, pieces, policy, threads
+        self._values = values
+        self._views = [piece.view(values) for piece in pieces]
+        self._sum: Tensor | None = None  # allocated by the first update that adds; same shape as the values
+
+    def apply(self, contributions: Sequence[Contribution], hyper: tuple[Hyper, ...]) -> int:
+        """Update the values once; return the number of gradient elements that were replaced by 0."""
+        having = [
+            tuple(index for index, c in enumerate(contributions) if piece.segment not in c.absent)
+            for piece in self._pieces
+        ]
+        combined, num_zeroed = self._combine(contributions, having)
+        gradients = [piece.view(combined) if there else None for piece, there in zip(self._pieces, having, strict=True)]
+        if self._pieces:
+            with own_code("The update rule"):
+                self._rule.update(self._views, gradients, hyper, [piece.group for piece in self._pieces])
+        return num_zeroed
+
+    def state(self) -> Mapping[str, Tensor]:
+        """Return the live state of every piece; see `UpdateRule.state`."""
+        with own_code("The update rule"):
+            return self._rule.state()
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Replace the state by a copy of `state`; see `UpdateRule.load_state`.
+
+        Raises:
+            UsageError: a state has another shape than that of the rule.
+        """
+        if isinstance(self._rule, TorchRule):
+            self._rule.check_state(state, self._views)
+        elif self._rule.granularity == "element":
+            for key, value in state.items():
+                expected = self._views[int(key.partition(".")[0])].shape
+                if value.shape not in ((), expected):
+                    raise UsageError(
+                        f"State '{key}' has shape {tuple(value.shape)}, expected {tuple(expected)}, or () for one "
+                        "number."
+                    )
+        with own_code("The update rule"):
+            self._rule.load_state(state)
+
+    def _combine(self, contributions: Sequence[Contribution], having: Sequence[tuple[int, ...]]) -> tuple[Tensor, int]:
+        """Return the combined gradient of the range, uncopied if single, and the number of zeroed elements."""
+        if len(contributions) == 1 and self._policy[1] != "zero":
+            return contributions[0].gradient, 0
+        total = torch.empty_like(self._values) if self._sum is None else self._sum
+        self._sum = total
+        jobs = [
+            ((first + start, first + stop), there)
+            for first, length, there in _runs(self._pieces, having)
+            for start, stop in stretches(length, CHUNK)
+        ]
+
+        def add(job: tuple[tuple[int, int], tuple[int, ...]], thread: int) -> int:
+            del thread
+            span, there = job
+            return combine_stretch(total[slice(*span)], span, there, contributions, self._policy, divide=True)
+
+        return total, self._threads.total(jobs, add)
+
+
+def _runs(pieces: Sequence[SegmentPiece], having: Sequence[tuple[int, ...]]) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Return (start, length, contributions) for each run of pieces with gradients from the same contributions."""
+    found: list[tuple[int, int, tuple[int, ...]]] = []
+    for there, group in groupby(zip(pieces, having, strict=True), key=lambda pair: pair[1]):
+        members = [piece for piece, _ in group]
+        if there:
+            found.append((members[0].offset, sum(piece.numel for piece in members), there))
+    return found

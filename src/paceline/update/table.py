@@ -1,4 +1,4 @@
-"""Dense tables as declared, plain data that all processes of a job have equally, and the pieces of a range of one."""
+"""Declarations of dense tables, as plain data that is equal in all processes of a job; the pieces of a range."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TableSpec:
         scale: what one update applies of the gradients g_i with their sample counts n_i: "sum" is Σ g_i, "mean" is
             Σ g_i / number of contributions, "samples" is Σ n_i g_i / Σ n_i.
         nonfinite: what happens to a gradient with NaN or infinity: "reject" drops the push, "zero" zeroes those
-            elements, "halt" stops the job, "ignore" applies it as it is, without the time to look.
+            elements, "halt" stops the job, "ignore" applies it unchecked.
 
     Example:
         >>> spec = TableSpec(
@@ -89,7 +89,7 @@ class TableSpec:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where each segment starts in the flat table."""
+        """Start of each segment in the flat table."""
         return tuple(accumulate((segment.numel for segment in self.segments[:-1]), initial=0))
 
     def validate(self) -> None:
@@ -157,12 +157,12 @@ def consistency_problems(consistency: str) -> Iterator[str]:
 
 
 def positional_name(group: int, index: int) -> str:
-    """Return the name of a parameter of an optimizer that is known by its place in it only."""
+    """Return the name of a parameter that is known only by its position in an optimizer."""
     return f"group{group}.{index}"
 
 
 def position_hint(name: str) -> str:
-    """Return a sentence for messages on what the name of a parameter means, if it is but its place in an optimizer.
+    """Return a sentence for messages that explains a positional name of a parameter; "" for other names.
 
     >>> position_hint("group0.2")
     " ('group0.2' is parameter 2 of group 0 of the optimizer: with model=... messages use the names in the model.)"
@@ -187,10 +187,10 @@ def encode_table(spec: TableSpec) -> bytes:
 
 
 def decode_table(data: bytes | memoryview) -> TableSpec:
-    """Read a table that another process encoded, and validate it.
+    """Decode a table of another process, and validate it.
 
     Raises:
-        PeerError: it is not a table, or has invalid values.
+        PeerError: the data are not a table, or have invalid values.
     """
     try:
         spec = _decoder.decode(data)
@@ -201,7 +201,7 @@ def decode_table(data: bytes | memoryview) -> TableSpec:
 
 
 def differences(ours: TableSpec, theirs: TableSpec, limit: int = 3) -> list[str]:
-    """Return the first `limit` differences of `theirs` from `ours`, a sentence each; empty when equal."""
+    """Return the first `limit` differences of `theirs` from `ours`, one sentence each; empty if equal."""
     return list(islice(_differences(ours, theirs), limit))
 
 
@@ -252,8 +252,8 @@ class SegmentPiece:
         start: first element, counted from the start of the segment.
         stop: one past the last element, counted likewise.
         offset: first element, counted from the start of the range.
-        whole: whether this is all of the segment.
-        shape: of the segment when whole, else flat.
+        whole: whether the piece is all of the segment.
+        shape: of the segment if whole, else flat.
         group: hyperparameter group.
         total: number of elements of the segment.
     """
@@ -273,12 +273,12 @@ class SegmentPiece:
         return self.stop - self.start
 
     def view(self, flat: Tensor) -> Tensor:
-        """Return this piece of a flat tensor of the whole range, in its shape; a view, no copy."""
+        """Return a view of this piece of a flat tensor of the whole range, in its shape."""
         return flat[self.offset : self.offset + self.numel].view(self.shape)
 
 
 def cut(spec: TableSpec, span: Range) -> tuple[SegmentPiece, ...]:
-    """Return the pieces of the segments that lie in `span`, in order; none of them is empty."""
+    """Return the non-empty pieces of segments in `span`, in order."""
     found: list[SegmentPiece] = []
     for index, (segment, offset) in enumerate(zip(spec.segments, spec.offsets, strict=True)):
         numel = segment.numel

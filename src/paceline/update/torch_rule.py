@@ -1,4 +1,4 @@
-"""The update rules of torch.optim: to and from plain numbers, and running on the flat values of a shard."""
+"""Update rules of torch.optim: conversion to and from plain numbers, and their steps on the values of a shard."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from paceline.update.rules import Granularity, Hyper, Number, RuleSpec
 
 PREFIX = "torch.optim."
 
-# Their update of an element looks at that element alone, so a tensor may be cut anywhere. Every other class (Adafactor,
-# Muon, what comes next) is taken to need whole tensors.
+# Their update of an element depends on that element alone, so a tensor may be cut anywhere. All other classes, such as
+# Adafactor, Muon and future ones, get whole tensors.
 _ELEMENTWISE = frozenset(
     {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
 )
@@ -28,17 +28,17 @@ _REFUSED = {
     "Optimizer": "it is the abstract base of the others",
 }
 _NOT_HYPER = frozenset({"params", "param_names"})
-# Ways of running a step that make sense only where the autograd graph or a CUDA graph is.
+# Ways of running a step that need the autograd graph or a CUDA graph.
 _LOCAL_ONLY = ("differentiable", "capturable")
-# What says how a step is computed, not what it computes: settled when a table is declared, and never changed by a push.
+# How a step is computed, not what it computes: fixed when a table is declared, never changed by a push.
 SWITCHES: Final = ("fused", "foreach", *_LOCAL_ONLY)
-_NO_PARAMETERS: Final = "empty parameter list"  # what torch says of none
-# Each lets the optimizers that know it keep one state more.
+_NO_PARAMETERS: Final = "empty parameter list"  # in torch's error for an empty list
+# Each of these makes optimizers that have it keep one more state.
 _MORE_STATE: Final[Hyper] = {"momentum": 0.9, "amsgrad": True, "centered": True}
 
 
 def torch_optim(class_name: str, **numbers: Number | tuple[Number, ...]) -> RuleSpec:
-    """Return the rule of any class of torch.optim, by its name, with its own arguments.
+    """Return the rule of a class of torch.optim, by its name and its arguments.
 
     Raises:
         UsageError: the class does not exist, cannot run on a server, or refuses an argument.
@@ -60,8 +60,8 @@ def from_optimizer(optimizer: torch.optim.Optimizer) -> RuleSpec:
     """Return the rule of a torch optimizer: its class by name and the hyperparameters of each of its groups.
 
     Raises:
-        UsageError: the class is not one of torch.optim or cannot run on a server, or a hyperparameter is no plain
-            number (or tuple of them).
+        UsageError: the class is not in torch.optim or cannot run on a server, or a hyperparameter is not a plain
+            number or a tuple of them.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(3))
@@ -81,10 +81,10 @@ def from_optimizer(optimizer: torch.optim.Optimizer) -> RuleSpec:
 
 
 def hyper_of(group: Mapping[str, object], owner: str = "the optimizer") -> Hyper:
-    """Return the hyperparameters of one param group as plain numbers, ready to travel.
+    """Return the hyperparameters of one param group as plain numbers, for messages.
 
     Raises:
-        UsageError: one of them is not a plain number, or asks for a step that a server cannot do.
+        UsageError: one is not a plain number, or selects a step that servers do not support.
     """
     for key in _LOCAL_ONLY:
         if group.get(key):
@@ -109,8 +109,8 @@ def pushed_hyper(groups: Sequence[Mapping[str, object]], rule: RuleSpec) -> tupl
 def check_groups(rule: RuleSpec) -> None:
     """Raise UsageError for a hyperparameter that the class of torch.optim does not have, or an unsupported switch.
 
-    Other switches than `fused` and `foreach` stay off. `fused` and `foreach` choose which of our own ways of computing
-    an update a table has, so all groups of a table have to go the same way.
+    Switches other than `fused` and `foreach` stay off. These two select how a table computes its updates, so all groups
+    of a table need the same.
     """
     known = {*inspect.signature(optimizer_class(rule.name)).parameters, "decoupled_weight_decay"} - _NOT_HYPER
     for number, group in enumerate(rule.groups):
@@ -130,10 +130,10 @@ def check_groups(rule: RuleSpec) -> None:
 
 
 def numbers_problem(rule: str, numbers: Hyper) -> str:
-    """Return why a class of torch.optim does not take these hyperparameters, "" if it does.
+    """Return why a class of torch.optim refuses these hyperparameters, "" if it accepts them.
 
-    Its constructor checks their ranges, and a step trusts in them: with a beta of 1 it divides by zero. The step size
-    may be any number, as a scheduler changes it later.
+    Its constructor checks their ranges, and a step relies on them: with a beta of 1 it divides by zero. The step size
+    may be any number, because schedulers change it.
 
     >>> numbers_problem("torch.optim.Adam", {"lr": -1.0, "betas": (0.9, 1.0), "eps": 1e-8})
     'Invalid beta parameter at index 1: 1.0'
@@ -147,7 +147,7 @@ def numbers_problem(rule: str, numbers: Hyper) -> str:
 
 
 def _expected(rule: str, key: str, value: Number | tuple[Number, ...]) -> str:
-    """Return what a hyperparameter should be, "" if its type and the length of a tuple are right."""
+    """Return what is expected of a hyperparameter, "" if its type and length are right."""
     default = _defaults(rule).get(key)
     length = len(default) if isinstance(default, tuple) else 0
     if length and not (isinstance(value, tuple) and len(value) == length):
@@ -159,7 +159,7 @@ def _expected(rule: str, key: str, value: Number | tuple[Number, ...]) -> str:
 
 
 def lacks_state(given: Hyper, known: Hyper) -> list[str]:
-    """Return the hyperparameters that are switched on and need a state that the declared ones do not make.
+    """Return the hyperparameters that are switched on and need a state that the declared ones lack.
 
     >>> lacks_state({"lr": 0.1, "momentum": 0.9}, {"lr": 0.1, "momentum": 0})
     ['momentum']
@@ -169,7 +169,7 @@ def lacks_state(given: Hyper, known: Hyper) -> list[str]:
 
 @lru_cache(maxsize=256)
 def _refusal(rule: str, numbers: frozenset[tuple[str, Number | tuple[Number, ...]]]) -> str:
-    try:  # without parameters: a constructor checks its numbers first, and adding some imports much of torch
+    try:  # no parameters: a constructor checks its numbers first, and adding parameters imports much of torch
         _construct(optimizer_class(rule), [], dict(numbers))
     except (TypeError, ValueError, ArithmeticError) as error:
         return "" if _NO_PARAMETERS in str(error) else str(error)[:200]
@@ -196,7 +196,7 @@ def _defaults(rule: str) -> Mapping[str, object]:
 
 
 def _with_flags(rule: str, numbers: Hyper) -> Hyper:
-    """Return numbers with 0 and 1 in place of True and False, and the other way round, where the class expects that."""
+    """Return the numbers with bool and int converted into each other, as the class expects them."""
     flags = _flags(rule)
     return {
         key: bool(value) if key in flags else int(value) if isinstance(value, bool) and key not in SWITCHES else value
@@ -225,10 +225,10 @@ def _number(key: str, value: object, owner: str) -> Number:
 
 
 def granularity_of(optimizer: torch.optim.Optimizer) -> Granularity:
-    """Return "element" when the step of an element looks at that element alone, else "tensor".
+    """Return "element" if the step of an element depends on that element alone, else "tensor".
 
-    The classes of torch are known; another is tried out on a small tensor, once whole and once cut in two. One that
-    cannot be tried out, as its constructor takes more than parameters and its defaults, counts as "tensor".
+    The classes of torch are known. Other classes are tried on a small tensor, once whole and once cut in two. A class
+    whose constructor needs more than parameters and its defaults cannot be tried, and counts as "tensor".
 
     Example:
         >>> granularity_of(torch.optim.Adafactor([torch.nn.Parameter(torch.zeros(2, 2))]))
@@ -260,7 +260,7 @@ def _halves(values: Tensor, gradients: Sequence[Tensor], dim: int) -> list[tuple
 def _stepped(
     optimizer: torch.optim.Optimizer, group: Mapping[str, object], values: Tensor, gradients: Sequence[Tensor]
 ) -> Tensor:
-    """Return what an optimizer of the same class, with the numbers of this group, makes of values."""
+    """Return the values after steps of an optimizer of the same class, with the numbers of this group."""
     parameter = nn.Parameter(values.clone())
     numbers = {key: value for key, value in group.items() if key not in _NOT_HYPER}
     accepted = inspect.signature(type(optimizer)).parameters
@@ -299,16 +299,16 @@ class TorchRule:
     """
 
     def __init__(self, name: str) -> None:
-        # Building any torch optimizer imports this for about a second: better now than in the middle of a step.
+        # The first torch optimizer imports this, which takes about a second: import it before the first step.
         importlib.import_module("torch._dynamo")
         self._class = optimizer_class(name)
         self._optimizer: torch.optim.Optimizer | None = None
         self._parameters: list[nn.Parameter] = []
-        self._loaded: dict[str, Tensor] = {}  # waits for the next update; empty while there is an optimizer
+        self._loaded: dict[str, Tensor] = {}  # taken over by the next update; empty while there is an optimizer
 
     @property
     def granularity(self) -> Granularity:
-        """Return whether tensors may be cut."""
+        """Return "element" if tensors may be cut, else "tensor"."""
         return "element" if self._class.__name__ in _ELEMENTWISE else "tensor"
 
     def update(
@@ -328,14 +328,14 @@ class TorchRule:
         try:
             optimizer.step()
         finally:
-            optimizer.zero_grad(set_to_none=True)  # the gradients are the worker's memory; do not keep it alive
+            optimizer.zero_grad(set_to_none=True)  # gradients are the worker's memory, which must not stay alive
 
     def _build(self, values: Sequence[Tensor], hyper: Sequence[Hyper], groups: Sequence[int]) -> torch.optim.Optimizer:
         self._parameters = [nn.Parameter(value) for value in values]
         param_groups: list[dict[str, object]] = [{**_allowed(numbers), "params": []} for numbers in hyper]
         for parameter, group in zip(self._parameters, groups, strict=True):
             cast("list[nn.Parameter]", param_groups[group]["params"]).append(parameter)
-        # Some classes (Adagrad) read arguments of the constructor that they do not look up in the groups.
+        # Some classes, such as Adagrad, read arguments of the constructor, and not the groups.
         accepted = inspect.signature(self._class).parameters
         known = _allowed(hyper[0])
         arguments = {key: value for key, value in known.items() if key in accepted and key not in _NOT_HYPER}
@@ -360,7 +360,7 @@ class TorchRule:
         return named
 
     def check_state(self, state: Mapping[str, Tensor], values: Sequence[Tensor]) -> None:
-        """Raise UsageError unless every state has the name, shape and dtype that torch itself would give it.
+        """Validate the name, shape and dtype of every state against those that torch makes; raises UsageError.
 
         Torch does not check shapes before it computes, and some of its operations never do.
         """
@@ -385,7 +385,7 @@ class TorchRule:
             wanted, dtype = expected[name]
             if elementwise and wanted == shape:
                 wanted = tuple(value.shape)
-            # Torch has its numbers in its default dtype, and casts all but `step` to that of the parameter on a load.
+            # Torch keeps numbers in its default dtype. A load casts all but `step` to the dtype of the parameter.
             numbers = {torch.float32, torch.float64, value.dtype} if not wanted and dtype.is_floating_point else set()
             if tuple(found.shape) != wanted or found.dtype not in {dtype, *numbers}:
                 raise UsageError(
@@ -410,7 +410,7 @@ def require_count(name: str, found: Tensor) -> None:
 def _layouts(
     cls: type[torch.optim.Optimizer], shape: tuple[int, ...], dtype: torch.dtype, *, more: bool
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return shape and dtype of every state that a parameter has after a step, with `more` of those it may have too."""
+    """Return shape and dtype of each state of a parameter after a step; with `more`, also of optional states."""
     accepted = inspect.signature(cls).parameters
     stand_in = nn.Parameter(torch.zeros(shape, dtype=dtype))
     numbers = {key: value for key, value in _MORE_STATE.items() if more and key in accepted}
@@ -422,9 +422,9 @@ def _layouts(
 
 
 def _allowed(numbers: Hyper) -> Hyper:
-    """Return hyperparameters for torch, whose switches are a choice made here: never code that trusts in shapes.
+    """Return hyperparameters for torch, with switches that select no code that relies on shapes.
 
-    Of those that were declared only `foreach` counts, and for no more than which of torch's two loops runs.
+    Of the declared switches only `foreach` counts: it selects one of torch's two loops.
     """
     chosen: Hyper = {key: key == "foreach" and bool(numbers.get(key)) for key in SWITCHES}
     return {key: chosen.get(key, value) for key, value in numbers.items()}
@@ -437,5 +437,5 @@ def _construct(
 
 
 def _writes_to_gradients(hyper: Hyper, parameter: Tensor) -> bool:
-    """Return whether the step may run as torch's multi-tensor loop, which uses the gradients as scratch space."""
+    """Return whether torch's multi-tensor loop may run the step, which uses gradients as scratch memory."""
     return bool(hyper.get("foreach")) or parameter.device.type != "cpu"

@@ -19,7 +19,7 @@ from paceline.data.service.client import ReaderOptions, RemoteReader
 from paceline.data.service.server import DataServer
 from paceline.data.service.source_cache import RecipeOpener
 from paceline.data.sources.batch import Batch, BatchRequest, PreparedBatch, SkippedRecords, TensorColumn
-from paceline.data.sources.recipe import BatchRecipe
+from paceline.data.sources.declared import BatchRecipe
 from paceline.errors import DataError, RecordError
 from paceline.transport import FaultPlan, FaultyTransport, Transport
 from paceline.wire.messages import Hello

@@ -11,7 +11,7 @@ from tests.data.service.feeders import DEADLINE_S, RECIPE, Feeders, hello
 
 from paceline.data.service.messages import Message, OpenSource, ReadBatches, SourceOpened, decode, encode
 from paceline.data.sources.batch import BatchRequest
-from paceline.data.sources.recipe import BatchRecipe, encode_recipe
+from paceline.data.sources.declared import BatchRecipe, encode_recipe
 from paceline.errors import ConnectionLost, DeadlineExceeded
 from paceline.transport.base import EMPTY, Connection
 from paceline.wire.messages import Hello

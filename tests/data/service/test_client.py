@@ -27,10 +27,9 @@ from tests.data.service.feeders import (
 from tests.nodes.cluster import CARRIERS, counts_of
 
 from paceline import sources
-from paceline.data.service.client import ReaderOptions
-from paceline.data.service.connection import ServiceConnection
+from paceline.data.service.client import ReaderOptions, ServiceConnection
 from paceline.data.service.messages import MAX_RECIPE_BYTES
-from paceline.data.sources.recipe import BatchRecipe
+from paceline.data.sources.declared import BatchRecipe
 from paceline.errors import DataError, DeadlineExceeded, PeerError, RecordError, UsageError
 from paceline.transport import FaultPlan, MemoryTransport
 from paceline.transport.base import EMPTY, Connection

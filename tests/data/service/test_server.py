@@ -37,7 +37,7 @@ from paceline.data.service.messages import (
 from paceline.data.service.server import _place
 from paceline.data.service.source_cache import MAX_OPEN, MAX_OPEN_BY_WORKER, CachedSource, SourceCache
 from paceline.data.sources.batch import PreparedBatch
-from paceline.data.sources.recipe import BatchRecipe, encode_recipe
+from paceline.data.sources.declared import BatchRecipe, encode_recipe
 from paceline.errors import PeerError, UsageError
 from paceline.server.acceptor import Incoming
 from paceline.transport.base import EMPTY, Frame

@@ -12,8 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline import sources
-from paceline.data.sources.declared import Arrays, Lines, OwnDataset, Parquet, Tensors, WebDataset, check_source
-from paceline.data.sources.recipe import BatchRecipe, decode_recipe, encode_recipe
+from paceline.data.sources.declared import (
+    Arrays,
+    BatchRecipe,
+    Lines,
+    OwnDataset,
+    Parquet,
+    Tensors,
+    WebDataset,
+    check_source,
+    decode_recipe,
+    encode_recipe,
+)
 from paceline.errors import PeerError, UsageError
 
 MADE = (

@@ -12,8 +12,8 @@ import torch
 from tests.data.sources.made import read, same
 
 from paceline import sources
+from paceline.data.sources.declared import BatchRecipe
 from paceline.data.sources.parquet import TableRows
-from paceline.data.sources.recipe import BatchRecipe
 from paceline.data.sources.records import Records, open_recipe, open_source
 from paceline.errors import DataError, RecordError, UsageError
 

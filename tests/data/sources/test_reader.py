@@ -17,9 +17,9 @@ from tests.nodes.cluster import CARRIERS
 
 from paceline import sources
 from paceline.data.sources.batch import BatchRequest
-from paceline.data.sources.reader import LocalReader, Reader
-from paceline.data.sources.recipe import BatchRecipe
-from paceline.data.sources.records import open_recipe
+from paceline.data.sources.declared import BatchRecipe
+from paceline.data.sources.reader import Reader
+from paceline.data.sources.records import LocalReader, open_recipe
 from paceline.errors import DataError, RecordError, UsageError
 
 Readers: TypeAlias = "Callable[[BatchRecipe], Reader]"

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import sources
 from paceline.data.sources.batch import BatchRequest
-from paceline.data.sources.recipe import BatchRecipe
+from paceline.data.sources.declared import BatchRecipe
 from paceline.data.sources.records import Records, open_recipe
 from paceline.errors import DataError, RecordError, UsageError
 

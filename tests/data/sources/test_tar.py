@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.data.sources.made import read
 
 from paceline import sources
-from paceline.data.sources.recipe import BatchRecipe
+from paceline.data.sources.declared import BatchRecipe
 from paceline.data.sources.records import Records, open_recipe
 from paceline.errors import DataError, RecordError
 

@@ -26,11 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import UsageError
-from paceline.model_parallel.part import whole
+from paceline.model_parallel.arrangement import whole
 from paceline.model_parallel.sharded import gathered, shard_fully
 from paceline.model_parallel.split_layers import SplitLayer, leave
-from paceline.model_parallel.split_loss import plain
-from paceline.model_parallel.tensor import split_loss, split_over, squared_norm, whole_state
+from paceline.model_parallel.tensor import plain, split_loss, split_over, squared_norm, whole_state
 
 NUM_RANKS = 4
 others: list[DeviceMesh] = []  # of pairs of ranks, the one across those that checks are given

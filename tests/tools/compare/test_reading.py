@@ -7,8 +7,7 @@ import pytest
 
 from paceline.observe.runs import Run, gather
 from paceline.observe.trace import Evaluated, Record, Resources, Step
-from paceline.tools.compare.drawing import draw_comparison
-from paceline.tools.compare.results import RunTraffic, comparison_json, comparison_table, read_result
+from paceline.tools.compare.results import RunTraffic, comparison_json, comparison_table, draw_comparison, read_result
 from paceline.tools.compare.runs import ComparedEntry, RunEnded
 
 NUM_STEPS, BATCH = 40, 8

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from paceline.errors import UsageError
 from paceline.tools.plan.estimate import Estimate, PlannedTask, estimate, with_micro_batches
 from paceline.tools.plan.machine import Device, Machines, NetworkLink, parse_device, parse_link
-from paceline.tools.plan.model import Model, PlannedLayer, TrainingRecipe, plain_model
+from paceline.tools.plan.model import Model, PlannedLayer, TrainingRecipe, Transformer, plain_model
 from paceline.tools.plan.search import explain, recommend, survey
 from paceline.tools.plan.strategy import PlannedStrategy, parse_strategy
-from paceline.tools.plan.transformer import Transformer
 
 SHAPE = Transformer(num_layers=6, hidden=64, num_heads=4, vocabulary=100, sequence=16)
 TASK = PlannedTask(model=SHAPE.model("small", number_bytes=4), batch=16, recipe=TrainingRecipe("fp32", "adam"))

@@ -8,19 +8,29 @@ from hypothesis import strategies as st
 
 from paceline.core.partition import shares_over_hosts
 from paceline.tools.plan.estimate import (
+    Memory,
     alone_bytes,
     balanced_stages,
     bubble_share,
     colocated_bytes,
+    peak_in_flight,
     ring_bytes,
     ring_s,
+    server_memory,
     server_shares,
+    worker_memory,
 )
 from paceline.tools.plan.machine import NetworkLink
-from paceline.tools.plan.memory import Memory, peak_in_flight, server_memory, worker_memory
-from paceline.tools.plan.model import NUM_MOMENTS, OptimizerName, PlannedLayer, Precision, TrainingRecipe, plain_model
+from paceline.tools.plan.model import (
+    NUM_MOMENTS,
+    OptimizerName,
+    PlannedLayer,
+    Precision,
+    TrainingRecipe,
+    Transformer,
+    plain_model,
+)
 from paceline.tools.plan.strategy import Joint, PlannedStrategy
-from paceline.tools.plan.transformer import Transformer
 
 GB = 1e9
 SHAPE = Transformer(num_layers=2, hidden=8, num_heads=2, vocabulary=10, sequence=4)

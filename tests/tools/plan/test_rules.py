@@ -15,10 +15,9 @@ from paceline.model_parallel.tensor_plan import plan_for, require_splittable
 from paceline.tools.plan.estimate import PlannedTask, check_model, estimate, with_micro_batches
 from paceline.tools.plan.machine import Machines, parse_device, parse_link
 from paceline.tools.plan.measuring import Sample, measured_model
-from paceline.tools.plan.model import Model, TrainingRecipe
+from paceline.tools.plan.model import Model, TrainingRecipe, Transformer
 from paceline.tools.plan.search import survey
 from paceline.tools.plan.strategy import PlannedStrategy
-from paceline.tools.plan.transformer import Transformer
 
 
 class Scaled(nn.Linear):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from paceline.tools.tune.api import Tuned, run_search
 from paceline.tools.tune.driver import DriverOptions
-from paceline.tools.tune.folder import Folder, SearchTask
 from paceline.tools.tune.search_space import read_search
+from paceline.tools.tune.study import Folder, SearchTask
 
 PRETENDED = (sys.executable, "-S", "-E", str(Path(__file__).with_name("scripts") / "pretended_run.py"))
 

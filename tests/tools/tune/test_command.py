@@ -15,8 +15,7 @@ from paceline.launch.config import RunConfig, read_config
 from paceline.tools.tune import api
 from paceline.tools.tune.api import Tuned, describe_task
 from paceline.tools.tune.driver import DriverOptions
-from paceline.tools.tune.folder import Folder
-from paceline.tools.tune.study import Study
+from paceline.tools.tune.study import Folder, Study
 
 SCRIPT = Path(__file__).with_name("scripts") / "line.py"
 TWO = {"method": "grid", "metric": "loss", "pruning": "halving", "parameters": {"x": [1.0, 2.0]}}

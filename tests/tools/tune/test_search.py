@@ -19,8 +19,7 @@ from tests.tools.tune.searching import begin, pretend, pretended_task
 import paceline
 from paceline.errors import UsageError
 from paceline.launch.config import read_config
-from paceline.tools.tune.folder import Folder
-from paceline.tools.tune.study import Study, Trial
+from paceline.tools.tune.study import Folder, Study, Trial
 
 ENDINGS = {"method": "grid", "parameters": {"do": ["good", "crash", "silent", "diverge"], "x": [3.0, 2.0]}}
 
@@ -80,7 +79,7 @@ DRIVE = """
 import sys
 from pathlib import Path
 from tests.tools.tune.searching import pretend
-from paceline.tools.tune.folder import Folder
+from paceline.tools.tune.study import Folder
 pretend(Folder.reopen(Path(sys.argv[1])), jobs=2, progress=True)
 """
 WAITING = {"method": "random", "trials": 6, "parameters": {"x": {"low": 1.0, "high": 2.0}, "do": ["good", "wait"]}}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import UsageError
-from paceline.tools.tune.drawing import draw_search
+from paceline.tools.tune.display import draw_search
 from paceline.tools.tune.search_space import Search, read_search
 from paceline.tools.tune.study import Study, Trial
 

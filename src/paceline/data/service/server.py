@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 
-from paceline.data.service.batch_builder import BatchBuilder, FairQueue, Indices, QueuedRead
-from paceline.data.service.buffer_pool import BatchBuffers, LendingLimit
+from paceline.data.service.buffer_pool import BatchBuffers, LendingLimit, LentPiece
 from paceline.data.service.messages import (
     INDEX_BYTES,
     MAX_RECIPE_BYTES,
     MAX_SAMPLES,
+    MAX_UNANSWERED,
+    BatchAnswer,
     BatchFailed,
     OpenSource,
     ReadBatches,
@@ -24,15 +27,321 @@ from paceline.data.service.messages import (
     decode,
     encode,
 )
-from paceline.data.service.reader_connection import ReaderConnection, ServiceAnswer, accept_reader
-from paceline.data.service.source_cache import MAX_OPEN_BY_WORKER, CachedSource, RecipeOpener, SourceCache
+from paceline.data.service.source_cache import (
+    MAX_OPEN_BY_WORKER,
+    USER_CODE_ERRORS,
+    CachedSource,
+    RecipeOpener,
+    SourceCache,
+)
+from paceline.data.sources.batch import BatchRequest, require_served
 from paceline.data.sources.records import open_recipe
-from paceline.errors import PeerError, ProtocolBug, UsageError
-from paceline.observe.trace import Refusal, Trace
+from paceline.errors import DataError, PeerError, ProtocolBug, UsageError
+from paceline.observe.trace import Fed, Refusal, Trace
 from paceline.server.acceptor import Acceptor, Expel, Incoming, Stop
-from paceline.transport.base import Connection, Listener, Transport
+from paceline.transport.base import EMPTY, Connection, Limits, Listener, Transport
 from paceline.transport.deadline import Deadline
 from paceline.wire.malformed import describe_error
+from paceline.wire.messages import Hello
+from paceline.wire.messages import decode as decode_hello
+from paceline.wire.permissions import check_caller
+
+_TIMEOUT_S: Final = 60.0
+_LEAST_BYTES_PER_S: Final = 1e6  # a worker that receives batches more slowly than this is disconnected
+_MOST_WAITING: Final = 2  # one that is being sent, and the next one
+_JOIN_TIMEOUT_S: Final = 5.0
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceAnswer:
+    """A frame; `on_sent` is called by the sending thread once the transport has taken it."""
+
+    header: bytes
+    body: memoryview = EMPTY
+    on_sent: Callable[[], None] = _nothing
+
+
+@dataclass(slots=True)
+class ServiceSendQueue:
+    """Sends answers over one connection, in order. Any thread may call it.
+
+    Args:
+        on_room: called by the sending thread whenever an answer has been sent.
+    """
+
+    connection: Connection
+    on_room: Callable[[], None]
+    num_sent: int = 0  # written by the sending thread alone
+    # Invariant: the answer being sent stays the first until it is sent.
+    _waiting: deque[ServiceAnswer] = field(default_factory=deque[ServiceAnswer])
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _closed: bool = False
+    _thread: threading.Thread = field(init=False)
+
+    def open(self) -> None:
+        """Start the sending thread.
+
+        Raises:
+            PeerError: the system refuses another thread; the worker may connect again later.
+        """
+        name = f"paceline-send-{self.connection.peer}"
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            raise PeerError("the system refuses a thread to answer it") from None
+
+    @property
+    def has_room(self) -> bool:
+        """Return whether there is room for another batch of this worker."""
+        return len(self._waiting) < _MOST_WAITING
+
+    def put(self, answer: ServiceAnswer) -> None:
+        """Append an answer; dropped once closed. Does not block."""
+        with self._changed:
+            if not self._closed:
+                self._waiting.append(answer)
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the connection and the thread; unsent answers are lost."""
+        with self._changed:
+            self._closed = True
+            self._waiting.clear()
+            self._changed.notify_all()
+        self.connection.close()
+        self._thread.join(_JOIN_TIMEOUT_S)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if self._closed:
+                    return
+                answer = self._waiting[0]
+            if not self._send(answer):
+                self.connection.close()
+                return
+            with self._changed:
+                if not self._closed:
+                    self._waiting.popleft()
+            self.num_sent += 1
+            answer.on_sent()
+            del answer  # do not hold its memory while waiting for the next one
+            self.on_room()
+
+    def _send(self, answer: ServiceAnswer) -> bool:
+        """Send one answer; return False when the connection has ended or has to end."""
+        timeout_s = _TIMEOUT_S + answer.body.nbytes / _LEAST_BYTES_PER_S
+        try:
+            self.connection.send(answer.header, answer.body, timeout_s=timeout_s)
+        except (PeerError, UsageError):  # gone, too slow, or the answer exceeds the limits of a frame
+            return False
+        return True
+
+
+@dataclass(slots=True, eq=False)
+class ReaderConnection:
+    """State of one worker's connection; it ends with the connection."""
+
+    hello: Hello
+    send_queue: ServiceSendQueue
+    batch_buffers: BatchBuffers
+    sources: dict[int, CachedSource] = field(default_factory=dict[int, CachedSource])  # by number
+    num_asked: int = 0
+
+    def count_request(self) -> None:
+        """Count a request; raises PeerError when too many are unanswered."""
+        self.num_asked += 1  # each gets exactly one answer
+        if self.num_asked - self.send_queue.num_sent > MAX_UNANSWERED:
+            raise PeerError(f"a worker has more than {MAX_UNANSWERED} unanswered requests")
+
+    def close(self) -> None:
+        """End the connection and its thread, and free its buffers."""
+        self.send_queue.close()
+        self.batch_buffers.clear()
+
+
+def accept_reader(
+    connection: Connection,
+    generation: int,
+    num_workers: int | None,
+    on_room: Callable[[], None],
+    batch_buffers: BatchBuffers,
+) -> ReaderConnection:
+    """Return the state of a new connection; raises PeerError unless it is from a worker of this job."""
+    hello = check_caller(decode_hello(connection.identity), connection)
+    if hello.role != "worker":
+        raise PeerError(f"a {hello.role} may not read from a data server")
+    if hello.generation != generation:
+        raise PeerError(f"worker {hello.rank} is of generation {hello.generation} of the job, expected {generation}")
+    if hello.rank < 0 or (num_workers is not None and hello.rank >= num_workers):
+        raise PeerError(f"worker {hello.rank} is not in this job, which has {num_workers} workers")
+    reader = ReaderConnection(hello, ServiceSendQueue(connection, on_room), batch_buffers)
+    reader.send_queue.open()
+    return reader
+
+
+MAX_WAITING: Final = 1 << 24  # samples in the waiting requests of one worker
+
+Indices: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int64]]"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QueuedRead:
+    """A worker's request for a batch."""
+
+    reader: ReaderConnection
+    number: int
+    source: CachedSource
+    epoch: int
+    indices: Indices
+
+    def batch_request(self) -> BatchRequest:
+        """Return the batch request; made on demand, as it takes more memory than the indices."""
+        return BatchRequest(self.epoch, tuple(self.indices.tolist()))
+
+
+@dataclass(slots=True)
+class FairQueue:
+    """Batch requests by worker, served in turn. Safe to use from several threads."""
+
+    # By rank, the longest-waiting worker first. Invariant: no queue is empty.
+    _waiting: dict[int, deque[QueuedRead]] = field(default_factory=dict[int, deque[QueuedRead]])
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _closed: bool = False
+
+    def put(self, queued: QueuedRead, *, urgent: bool) -> None:
+        """Add a request; an urgent one goes before the others of its worker.
+
+        Raises:
+            PeerError: the worker has more requests waiting than the queue holds.
+        """
+        with self._changed:
+            queue = self._waiting.setdefault(queued.reader.hello.rank, deque())
+            if sum(other.indices.size for other in queue) > MAX_WAITING:
+                raise PeerError(f"a worker waits for more than {MAX_WAITING} samples")
+            queue.appendleft(queued) if urgent else queue.append(queued)
+            self._changed.notify_all()
+
+    def get(self) -> QueuedRead | None:
+        """Wait for the next request whose worker has room in its send queue; None once closed."""
+        with self._changed:
+            while not self._closed:
+                queued = self._next()
+                if queued is not None:
+                    return queued
+                self._changed.wait()
+            return None
+
+    def wake(self) -> None:
+        """Wake `get`, because a send queue may have room."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def forget(self, reader: ReaderConnection) -> None:
+        """Drop the requests of a connection that has ended."""
+        with self._changed:
+            rank = reader.hello.rank
+            left = deque(queued for queued in self._waiting.pop(rank, ()) if queued.reader is not reader)
+            if left:
+                self._waiting[rank] = left
+
+    def close(self) -> None:
+        """Drop all requests and wake `get`."""
+        with self._changed:
+            self._closed = True
+            self._waiting.clear()
+            self._changed.notify_all()
+
+    def _next(self) -> QueuedRead | None:
+        for rank, queue in self._waiting.items():
+            queued = next((queued for queued in queue if queued.reader.send_queue.has_room), None)
+            if queued is not None:
+                queue.remove(queued)
+                del self._waiting[rank]
+                if queue:
+                    self._waiting[rank] = queue  # at the end, behind the other workers
+                return queued
+        return None
+
+
+_MAX_HEADER_BYTES: Final = Limits().max_header_bytes
+
+
+@dataclass(slots=True)
+class BatchBuilder:
+    """Makes the batches that are next in the queue, straight into their send buffers.
+
+    An error in a batch is the answer to its request, and affects no other.
+    """
+
+    queue: FairQueue
+    max_batch_bytes: int
+    now: Callable[[], float] = time.monotonic
+    num_batches: int = 0
+    num_samples: int = 0
+    num_skipped: int = 0
+    num_bytes: int = 0
+    busy_s: float = 0.0
+
+    def run(self) -> None:
+        """Make batches until the queue is closed."""
+        while self._serve_next():
+            pass
+
+    def record(self, server: int) -> Fed:
+        """Return the totals so far."""
+        counts = self.num_batches, self.num_samples, self.num_skipped, self.num_bytes
+        return Fed(self.now(), server, *counts, self.busy_s)
+
+    def _serve_next(self) -> bool:
+        queued = self.queue.get()
+        if queued is None:
+            return False
+        began_t = self.now()
+        queued.reader.send_queue.put(self._answer(queued))
+        self.busy_s += self.now() - began_t
+        return True
+
+    def _answer(self, queued: QueuedRead) -> ServiceAnswer:
+        batch_buffers = queued.reader.batch_buffers
+        pieces: list[LentPiece] = []
+        try:
+            with queued.source.lock:
+                answer = self._make(queued, pieces)
+            header = encode(answer)
+            if len(header) > _MAX_HEADER_BYTES:
+                raise UsageError("a batch is of too many parts to be described in one message")
+        except USER_CODE_ERRORS as error:
+            for piece in pieces:
+                batch_buffers.drop(piece)
+            return ServiceAnswer(encode(BatchFailed.of(queued.number, error, describe_error(error))))
+        self._count(answer, pieces[0])
+        return ServiceAnswer(header, pieces[0].memory, partial(batch_buffers.on_sent, pieces[0]))
+
+    def _make(self, queued: QueuedRead, pieces: list[LentPiece]) -> BatchAnswer:
+        """Make a batch in a buffer, which is appended to `pieces`."""
+        records = queued.source.records
+        if records is None:
+            raise DataError("the source was closed here in the meantime")
+        prepared = records.prepare(queued.batch_request(), self.max_batch_bytes)
+        require_served(queued.indices.size, prepared.size_bytes, self.max_batch_bytes)
+        pieces.append(queued.reader.batch_buffers.allocate(prepared.size_bytes))
+        prepared.fill(pieces[0].memory)
+        reasons = records.skipped().reasons if prepared.layout.num_skipped else ()
+        return BatchAnswer(queued.number, pieces[0].lent_buffer, prepared.layout, reasons)
+
+    def _count(self, answer: BatchAnswer, piece: LentPiece) -> None:
+        self.num_batches += 1
+        self.num_samples += answer.layout.num_samples
+        self.num_skipped += answer.layout.num_skipped
+        self.num_bytes += piece.memory.nbytes
+
 
 _MAX_CONNECTIONS: Final = 64  # of one worker
 _SMALL_BYTES: Final = 64 << 10

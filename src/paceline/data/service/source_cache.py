@@ -10,7 +10,7 @@ from functools import partial
 from hashlib import blake2b
 from typing import Final, TypeAlias
 
-from paceline.data.sources.recipe import BatchRecipe, decode_recipe
+from paceline.data.sources.declared import BatchRecipe, decode_recipe
 from paceline.data.sources.records import Records
 from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.transport.deadline import Deadline

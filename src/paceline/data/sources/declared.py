@@ -1,9 +1,9 @@
-"""Where training examples come from, as plain data. Nothing is opened here: that happens where batches are made.
+"""Declared sources of training examples, and batch recipes, as plain data. They are opened where batches are made.
 
-Paths are relative to the folder in which the job runs, which all its processes share; where data servers are used, the
-files have to be theirs to read. A pattern, `shards/*.tar`, stands for the files that match it, sorted by name.
+Paths are relative to the working folder of the job, which all its processes share. With data servers, the data servers
+read the files. A pattern such as `shards/*.tar` stands for the files that match it, sorted by name.
 
-What a record is depends on the source; batches of records are made as torch's `default_collate` makes them.
+Each source defines its records. Records are collated into batches as by torch's `default_collate`.
 
 Example:
     >>> import paceline
@@ -18,11 +18,11 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike, fspath
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, Literal, TypeAlias, cast
 
 import msgspec
 
-from paceline.errors import UsageError
+from paceline.errors import PeerError, UsageError
 from paceline.update.user_code import split_path
 
 __all__ = ["Source", "arrays", "dataset", "lines", "parquet", "tensors", "webdataset"]
@@ -33,6 +33,7 @@ _SHOWN: Final = 50  # characters of a field in a message
 Path: TypeAlias = str | PathLike[str]
 Paths: TypeAlias = Path | Sequence[Path]
 Plain: TypeAlias = "bool | int | float | str | Sequence[Plain] | Mapping[str, Plain] | None"
+OnError: TypeAlias = Literal["raise", "skip"]
 
 
 class ArrayFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,7 +44,7 @@ class ArrayFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Listed(msgspec.Struct, frozen=True):
-    """Files to read, of which there may be many: their `repr` counts them."""
+    """Base of sources with many files: `repr` shows their number."""
 
     def __repr__(self) -> str:
         told = (f"{name}={_counted(getattr(self, name))}" for name in self.__struct_fields__)
@@ -58,28 +59,28 @@ def _counted(value: object) -> str:
 
 
 class Arrays(_Listed, frozen=True, forbid_unknown_fields=True, tag="arrays"):
-    """Arrays of numpy; with names a record is a dict, else a tuple, or the one tensor."""
+    """NumPy arrays. A record is a dict with `names`, else a tuple of tensors, or a single tensor."""
 
     arrays: tuple[ArrayFile, ...]
     names: tuple[str, ...] | None = None
 
 
 class Tensors(_Listed, frozen=True, forbid_unknown_fields=True, tag="tensors"):
-    """Tensors of a safetensors file; a record is a tuple, or the one tensor."""
+    """Tensors of a safetensors file. A record is a tuple of tensors, or a single tensor."""
 
     path: str
     names: tuple[str, ...]
 
 
 class Lines(_Listed, frozen=True, forbid_unknown_fields=True, tag="lines"):
-    """Lines of text files; without an encoding they stay bytes."""
+    """Lines of text files: bytes if `encoding` is None."""
 
     paths: tuple[str, ...]
     encoding: str | None
 
 
 class Parquet(_Listed, frozen=True, forbid_unknown_fields=True, tag="parquet"):
-    """Rows of Parquet files; without columns, all of them."""
+    """Rows of Parquet files, with all columns if `columns` is None."""
 
     paths: tuple[str, ...]
     columns: tuple[str, ...] | None
@@ -92,7 +93,7 @@ class WebDataset(_Listed, frozen=True, forbid_unknown_fields=True, tag="webdatas
 
 
 class OwnDataset(_Listed, frozen=True, forbid_unknown_fields=True, tag="dataset"):
-    """A dataset of the user's, and what it is built with."""
+    """A dataset of the user, and the arguments that build it."""
 
     path: str
     arguments: dict[str, Any]
@@ -102,18 +103,17 @@ Source: TypeAlias = Arrays | Tensors | Lines | Parquet | WebDataset | OwnDataset
 
 
 def arrays(file: Path | None = None, /, *members: str, **named: Path) -> Arrays:
-    """Return the source of arrays of numpy whose first dimension counts the samples.
+    """Return the source of NumPy arrays whose first dimension counts the samples.
 
-    The files are mapped into memory, not read; only compressed members of an .npz file are read when it is opened.
+    Files are mapped into memory. Compressed members of an .npz file are read when the source is opened.
 
     Args:
-        file: an .npz file with these members, or a single .npy file.
-        members: the arrays of the .npz file that make up a record, a tuple of tensors in this order; one member alone
-            gives that tensor.
-        named: .npy files instead, and a record is a dict of tensors of these names.
+        file: an .npz file, or a single .npy file.
+        members: arrays of the .npz file. A record is a tuple of tensors in this order, or one tensor for one member.
+        named: .npy files by name, in place of `file`. A record is a dict of tensors.
 
     Raises:
-        UsageError: neither a file nor names, both, or an .npz file without members.
+        UsageError: both or neither of file and names are given, or an .npz file without members.
 
     Example:
         >>> len(arrays("digits.npz", "images", "labels").arrays)
@@ -143,11 +143,10 @@ def arrays(file: Path | None = None, /, *members: str, **named: Path) -> Arrays:
 def tensors(file: Path, *names: str) -> Tensors:
     """Return the source of tensors of a safetensors file whose first dimension counts the samples.
 
-    The file is mapped into memory, not read. A record is a tuple of tensors in the order of the names; one name alone
-    gives that tensor.
+    The file is mapped into memory. A record is a tuple of tensors in the order of names, or one tensor for one name.
 
     Raises:
-        UsageError: no names.
+        UsageError: no name is given.
 
     Example:
         >>> tensors("digits.safetensors", "images", "labels").names
@@ -159,18 +158,18 @@ def tensors(file: Path, *names: str) -> Tensors:
 
 
 def lines(files: Paths, *, encoding: str = "utf-8", binary: bool = False) -> Lines:
-    r"""Return the source of the lines of text files, each a record: a str without the end of the line.
+    r"""Return the source of the lines of text files. A record is a str without its line feed.
 
-    Where each line begins is found once, when the files are opened: 8 bytes of memory a line.
+    Opening the files finds the start of each line once, and keeps 8 bytes of memory a line.
 
     Args:
         files: one path or pattern, or several.
-        encoding: of the text; one in which the line feed is a byte of its own, as in UTF-8. With "utf-8-sig" a byte
-            order mark at the beginning of a file is left out, else it is part of its first line.
-        binary: lines are bytes, whatever the encoding.
+        encoding: of the text, with a line feed of one byte, as in UTF-8. "utf-8-sig" removes a byte order mark at the
+            beginning of a file; with other encodings the mark is part of the first line.
+        binary: return lines as bytes and ignore the encoding.
 
     Raises:
-        UsageError: no files, or an encoding that is not known, or in which a line feed is not one byte.
+        UsageError: no files, an unknown encoding, or one in which a line feed is not one byte.
 
     Example:
         >>> lines("books/*.txt", encoding="latin-1")
@@ -180,14 +179,14 @@ def lines(files: Paths, *, encoding: str = "utf-8", binary: bool = False) -> Lin
 
 
 def parquet(files: Paths, *, columns: Sequence[str] | None = None) -> Parquet:
-    """Return the source of the rows of Parquet files, each a record: a dict of numbers, arrays, str and bytes.
+    """Return the source of the rows of Parquet files. A record is a dict of numbers, arrays, str and bytes.
 
-    Needs `pip install 'paceline[data]'` where batches are made. A row group is decoded as a whole when a row of it is
-    wanted, and those used last are kept: where samples are shuffled, write small row groups.
+    Processes that make batches need `pip install 'paceline[data]'`. A read of one row decodes its row group, and the
+    latest groups are kept. For shuffled samples, write small row groups.
 
     Args:
-        files: one path or pattern, or several, all with the same columns.
-        columns: those that are wanted, in this order; None for all.
+        files: one path or pattern, or several; all files have the same columns.
+        columns: names of columns in the order of the record; None for all.
 
     Raises:
         UsageError: no files, or an empty list of columns.
@@ -202,11 +201,11 @@ def parquet(files: Paths, *, columns: Sequence[str] | None = None) -> Parquet:
 
 
 def webdataset(files: Paths) -> WebDataset:
-    """Return the source of the samples of tar files as WebDataset has them.
+    """Return the source of the samples of tar files in WebDataset format.
 
-    Consecutive files of one name up to the first dot are a sample. A record is a dict: what comes after that dot to
-    the content as bytes, and "__key__" to the name. Decode them by a transform. The tar files must not be compressed;
-    where each file lies is found once, when they are opened.
+    A sample is a run of files whose names are equal up to the first dot. A record is a dict from the rest of each name
+    to the content as bytes, and from "__key__" to the common part. Decode the bytes by a transform. The tar files must
+    not be compressed. Opening them finds the position of each file once.
 
     Raises:
         UsageError: no files.
@@ -219,15 +218,15 @@ def webdataset(files: Paths) -> WebDataset:
 
 
 def dataset(path: str, /, **arguments: Plain) -> OwnDataset:
-    """Return the source of a dataset of your own, which is built where batches are made.
+    """Return the source of your own dataset. Processes that make batches build it.
 
     Args:
-        path: "module:name" of a function or class that returns an object with `__len__` and `__getitem__`, a
-            `torch.utils.data.Dataset` or a list for example. What it gives for an index has to depend on that alone.
-        arguments: it is called with these: plain data.
+        path: "module:name" of a function or class that returns an object with `__len__` and `__getitem__`, for example
+            a `torch.utils.data.Dataset` or a list. An item must depend on its index alone.
+        arguments: keyword arguments of the call, as plain data.
 
     Raises:
-        UsageError: the path is none, or an argument is not plain data.
+        UsageError: the path is not valid, or an argument is not plain data.
 
     Example:
         >>> dataset("my_package.data:Images", folder="train", size=224).arguments
@@ -240,7 +239,7 @@ def dataset(path: str, /, **arguments: Plain) -> OwnDataset:
 
 
 def check_source(source: Source) -> None:
-    """Raise UsageError for a description that none of these functions gives, but another process may."""
+    """Validate a source from another process; raises UsageError."""
     match source:
         case Arrays():
             if not source.arrays or (source.names is not None and len(source.names) != len(source.arrays)):
@@ -317,3 +316,40 @@ def _check_plain(value: object, where: str, depth: int = 0) -> None:
             f"{where} has a {type(value).__name__}, expected plain data, which can travel: None, bool, int, float, "
             "str, lists and dicts of these."
         )
+
+
+class BatchRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A source, and the transform of each of its records.
+
+    Args:
+        source: made by a function of `paceline.sources`.
+        transform: "module:function" from a record to a record; None for none. A parameter named `generator` gets a
+            `torch.Generator` that depends on seed, epoch and index alone.
+        on_error: "raise" fails the batch of a record that cannot be decoded, "skip" leaves the record out.
+        seed: of the generators.
+    """
+
+    source: Source
+    transform: str | None = None
+    on_error: OnError = "raise"
+    seed: int = 0
+
+
+_DECODER = msgspec.msgpack.Decoder(BatchRecipe)
+
+
+def encode_recipe(recipe: BatchRecipe) -> bytes:
+    """Return the recipe as msgpack, with the same bytes for equal recipes."""
+    return msgspec.msgpack.encode(recipe, order="sorted")
+
+
+def decode_recipe(data: bytes | memoryview) -> BatchRecipe:
+    """Decode the recipe of another process. It is validated when it is opened.
+
+    Raises:
+        PeerError: the data are not a recipe.
+    """
+    try:
+        return _DECODER.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise PeerError(f"a peer sent a recipe that cannot be read (do both run the same version?): {error}") from error

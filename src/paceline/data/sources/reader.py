@@ -1,16 +1,14 @@
-"""Interface through which a loader gets its batches, locally or from data servers."""
+"""Readers: how a loader gets its batches, locally or from data servers, and the readers of a session."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-import torch
-
-from paceline.data.sources.batch import Batch, BatchRequest, unpack
-from paceline.data.sources.recipe import BatchRecipe
-from paceline.data.sources.records import SkippedRecords, open_recipe
-from paceline.errors import UsageError
+if TYPE_CHECKING:
+    from paceline.data.sources.batch import Batch, BatchRequest, SkippedRecords
+    from paceline.data.sources.declared import BatchRecipe
 
 
 class Reader(Protocol):
@@ -47,51 +45,33 @@ class Reader(Protocol):
         ...
 
 
-class LocalReader:
-    r"""Makes the batches of a recipe in this process, when they are read: bit for bit those of a data server.
+# Opens a recipe, with the number of batches to make ahead. The modules that read are imported when the first reader is
+# opened, so that processes without one start faster.
+OpenReader: TypeAlias = "Callable[[BatchRecipe, int], Reader]"
 
-    Raises:
-        UsageError: the recipe is not valid, or code that it names cannot be imported.
-        DataError: a file that it names cannot be read.
 
-    Example:
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> import paceline
-        >>> path = Path(tempfile.mkdtemp()) / "poem.txt"
-        >>> _ = path.write_text("so much depends\nupon\n")
-        >>> reader = LocalReader(BatchRecipe(paceline.sources.lines(path)))
-        >>> reader.read(BatchRequest(epoch=0, indices=(1, 0))).content
-        ['upon', 'so much depends']
-        >>> reader.close()
-    """
+def read_here(recipe: BatchRecipe, _prefetch: int) -> Reader:
+    """Return a reader in this process, which makes a batch when it is read."""
+    from paceline.data.sources.records import LocalReader
 
-    def __init__(self, recipe: BatchRecipe) -> None:
-        self._records = open_recipe(recipe, None)
-        self._closed = False
+    return LocalReader(recipe)
 
-    @property
-    def num_samples(self) -> int:
-        """Number of samples of the source."""
-        return self._records.num_samples
 
-    def expect(self, requests: Sequence[BatchRequest]) -> None:
-        """Do nothing: a batch is made when it is read."""
+@dataclass(slots=True)
+class SessionReaders:
+    """The readers of a session, closed with it."""
 
-    def read(self, request: BatchRequest) -> Batch:
-        """Make this batch; see `Reader.read`."""
-        if self._closed:
-            raise UsageError("a reader of training examples is closed and cannot be read")
-        prepared = self._records.prepare(request)
-        memory = torch.empty(prepared.size_bytes, dtype=torch.uint8).numpy().data
-        prepared.fill(memory)
-        return unpack(prepared.layout, memory)
+    open_reader: OpenReader = read_here
+    _opened: list[Reader] = field(default_factory=list["Reader"])
 
-    def skipped(self) -> SkippedRecords:
-        """Return the number of records skipped so far, and the reasons for the first ones."""
-        return self._records.skipped()
+    def open(self, recipe: BatchRecipe, prefetch: int) -> Reader:
+        """Open a reader; raises as opening the recipe does."""
+        reader = self.open_reader(recipe, prefetch)
+        self._opened.append(reader)
+        return reader
 
     def close(self) -> None:
-        """Close the files."""
-        self._closed = True
-        self._records.close()
+        """Close all that were opened."""
+        opened, self._opened = self._opened, []
+        for reader in opened:
+            reader.close()

@@ -12,11 +12,21 @@ from typing import Final, Protocol, get_args
 import torch
 
 from paceline.data.sources.arrays import open_arrays, open_tensors
-from paceline.data.sources.batch import BatchRequest, Column, PreparedBatch, SkippedRecords, require_served
+from paceline.data.sources.batch import (
+    Batch,
+    BatchRequest,
+    Column,
+    PreparedBatch,
+    SkippedRecords,
+    require_served,
+    unpack,
+)
 from paceline.data.sources.collating import FlatRecord, UnfitRecord, collate, describe, flatten
 from paceline.data.sources.declared import (
     Arrays,
+    BatchRecipe,
     Lines,
+    OnError,
     OwnDataset,
     Parquet,
     Source,
@@ -25,7 +35,6 @@ from paceline.data.sources.declared import (
     check_source,
 )
 from paceline.data.sources.parquet import TableRows
-from paceline.data.sources.recipe import BatchRecipe, OnError
 from paceline.data.sources.tar import TarSamples
 from paceline.data.sources.text import TextLines
 from paceline.data.sources.user_dataset import DatasetSamples, transform_at
@@ -248,3 +257,53 @@ class OpenRecords:
         self._num_skipped += 1
         if len(self._reasons) < _MOST_REASONS:
             self._reasons.append(describe_error(fault))
+
+
+class LocalReader:
+    r"""Makes the batches of a recipe in this process, when they are read: bit for bit those of a data server.
+
+    Raises:
+        UsageError: the recipe is not valid, or code that it names cannot be imported.
+        DataError: a file that it names cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import paceline
+        >>> path = Path(tempfile.mkdtemp()) / "poem.txt"
+        >>> _ = path.write_text("so much depends\nupon\n")
+        >>> reader = LocalReader(BatchRecipe(paceline.sources.lines(path)))
+        >>> reader.read(BatchRequest(epoch=0, indices=(1, 0))).content
+        ['upon', 'so much depends']
+        >>> reader.close()
+    """
+
+    def __init__(self, recipe: BatchRecipe) -> None:
+        self._records = open_recipe(recipe, None)
+        self._closed = False
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples of the source."""
+        return self._records.num_samples
+
+    def expect(self, requests: Sequence[BatchRequest]) -> None:
+        """Do nothing: a batch is made when it is read."""
+
+    def read(self, request: BatchRequest) -> Batch:
+        """Make this batch; see `Reader.read`."""
+        if self._closed:
+            raise UsageError("a reader of training examples is closed and cannot be read")
+        prepared = self._records.prepare(request)
+        memory = torch.empty(prepared.size_bytes, dtype=torch.uint8).numpy().data
+        prepared.fill(memory)
+        return unpack(prepared.layout, memory)
+
+    def skipped(self) -> SkippedRecords:
+        """Return the number of records skipped so far, and the reasons for the first ones."""
+        return self._records.skipped()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._closed = True
+        self._records.close()

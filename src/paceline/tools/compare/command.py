@@ -15,8 +15,7 @@ from paceline.job.choices import ProcessTransport
 from paceline.launch.local import prepare_run_dir
 from paceline.launch.script import check_script
 from paceline.observe.runs import read_run
-from paceline.tools.compare.drawing import draw_comparison
-from paceline.tools.compare.results import Result, comparison_json, comparison_table, read_result
+from paceline.tools.compare.results import Result, comparison_json, comparison_table, draw_comparison, read_result
 from paceline.tools.compare.runs import RunEnded, RunPlan, parse_entries, run_entry
 
 if TYPE_CHECKING:

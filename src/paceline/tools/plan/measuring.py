@@ -39,14 +39,14 @@ _IDS: Final = "ids"
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The shape of one input without its batch, and whether it holds the ids of tokens instead of numbers."""
+    """Shape of one input without its batch, and whether its elements are ids of tokens."""
 
     shape: tuple[int, ...]
     is_ids: bool = False
 
     @staticmethod
     def parse(text: str) -> Sample:
-        """Read `3,224,224`, or `128:ids` for the tokens of a text.
+        """Parse `3,224,224`, or `128:ids` for tokens.
 
         Raises:
             UsageError: the text is not a shape.
@@ -77,7 +77,7 @@ def load_module(place: str) -> Module:
         place: "file.py:function".
 
     Raises:
-        UsageError: the file cannot be loaded, it has no such function, the function fails or returns something else.
+        UsageError: the file cannot be loaded or lacks the function, or the function fails or returns another type.
     """
     path, _, name = place.rpartition(":")
     if not path or not name:
@@ -95,7 +95,7 @@ def load_module(place: str) -> Module:
 
 
 def attempt(what: str, call: Callable[[], _T]) -> _T:
-    """Call code of the user; raise any error of it as a UsageError that begins with `what`."""
+    """Call the user's code; raise its errors as a UsageError that begins with `what`."""
     try:
         return call()
     except (Exception, SystemExit) as error:  # user code may raise any of them
@@ -116,7 +116,7 @@ def _load(path: Path) -> ModuleType:
 
 
 def rules_of(module: Module, units: Sequence[Module]) -> Rules:
-    """Return where a module can be cut into stages, and over how many ranks split.
+    """Return where a module can be cut into stages, and over how many ranks it can be split.
 
     Args:
         module: the whole module, which may wrap the model to add the loss.
@@ -142,7 +142,7 @@ def rules_of(module: Module, units: Sequence[Module]) -> Rules:
 
 
 def _model_of(module: Module) -> Module:
-    """Return the module that a script gives to `parallelize`: without a wrapper that only adds the loss."""
+    """Return the module that a script passes to `parallelize`: without a wrapper that adds the loss."""
     own = set(module.parameters())
     inner = [child for child in module.children() if own and set(child.parameters()) == own]
     try:
@@ -229,7 +229,7 @@ class _Recorder:
         self._rest = _Cost("between the layers")
         self._running = [self._rest]
         held = (*module.parameters(), *module.buffers())
-        # Invariant: holds every storage that was counted, so that none of them can be mistaken for a later one.
+        # Invariant: holds every counted storage, so that a later one cannot get its address.
         self._known: set[UntypedStorage] = {tensor.untyped_storage() for tensor in held}
 
     def run(self, given: Tensor) -> None:
@@ -245,7 +245,7 @@ class _Recorder:
         self._rest.flops = self._counter.get_total_flops() - sum(cost.flops for cost in self._costs.values())
 
     def costs(self) -> Iterator[tuple[Module, _Cost]]:
-        """Yield the layers in the order of the run, then the rest, if parameters or activations belong to no layer."""
+        """Yield the layers in the order of the run, then the parameters and activations outside of layers, if any."""
         for unit in (*self._ran, *(unit for unit in self._costs if unit not in self._ran)):
             yield unit, self._costs[unit]
         inside = {parameter for unit in self._costs for parameter in unit.parameters()}
@@ -253,7 +253,7 @@ class _Recorder:
             yield self._module, self._rest
 
     def bytes_of(self, tensor: Tensor) -> float:
-        """Return the bytes of the storage of a tensor, with elements of the size that they have in training."""
+        """Return the bytes of the storage of a tensor, with elements of the size in training."""
         size = tensor.element_size()
         held = tensor.untyped_storage().nbytes() / size
         return held * (self._number_bytes if tensor.is_floating_point() else size)
@@ -305,9 +305,9 @@ def _layer(cost: _Cost, unit: Module, seen: set[Tensor], batch: int) -> PlannedL
 
 
 def _copies(unit: Module) -> int:
-    """Return how many tensors as large as its largest the backward pass works on: gradients of output and input.
+    """Return the number of tensors of the largest size in the backward pass: gradients of output and input.
 
-    Convolutions copy both into another layout, which makes it twice as many.
+    Convolutions copy both into another layout, which doubles the number.
     """
     return 4 if any(isinstance(part, Conv1d | Conv2d | Conv3d) for part in unit.modules()) else 2
 
@@ -322,9 +322,9 @@ def _matrices(unit: Module) -> Iterator[Tensor]:
 
 
 class FusedAttention(TorchFunctionMode):
-    """Within it, `scaled_dot_product_attention` keeps queries, keys, values and its result, and nothing else.
+    """Mode in which `scaled_dot_product_attention` keeps only queries, keys, values and its result.
 
-    On the meta device torch takes the path of separate operations, which keeps more than the kernels of real devices.
+    On the meta device torch runs separate operations, which keep more than the kernels of real devices.
     """
 
     def __torch_function__(

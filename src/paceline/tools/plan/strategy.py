@@ -30,13 +30,13 @@ class PlannedStrategy:
         data: replicas, each with its share of the batch.
         pipeline: stages that the layers are cut into.
         tensor: ranks that split each layer.
-        joint: what keeps the replicas the same: all-reduce; servers on machines of their own (parameter-server) or also
-            beside the workers, in the shares that are fastest (colocated-server); all-reduce with optimizer state
-            (zero-1), gradients too (zero-2) or weights too (fsdp) in shards.
-        num_servers: machines with servers alone.
-        recompute: whether only the input of each layer is kept, and the rest computed again for the backward pass.
-        schedule: of a pipeline: all forward passes first (gpipe), or each backward pass as soon as it can be (1f1b).
-        num_micro_batches: of a replica's batch, one after another.
+        joint: how replicas are kept equal: all-reduce; servers on machines of their own (parameter-server), or also
+            beside the workers, in the fastest shares (colocated-server); all-reduce with sharded optimizer state
+            (zero-1), also gradients (zero-2) and weights (fsdp).
+        num_servers: number of machines with only a server.
+        recompute: whether layers keep only their input, and run again for the backward pass.
+        schedule: of a pipeline: all forward passes first (gpipe), or each backward pass as early as possible (1f1b).
+        num_micro_batches: number of micro-batches of a replica's batch.
     """
 
     data: int = 1
@@ -50,31 +50,31 @@ class PlannedStrategy:
 
     @property
     def num_devices(self) -> int:
-        """Devices of the mesh, without those of servers."""
+        """Number of devices of the mesh, without servers."""
         return self.data * self.pipeline * self.tensor
 
     @property
     def sharding(self) -> int:
-        """The stage of ZeRO: 0 none, 1 optimizer state, 2 gradients too, 3 weights too."""
+        """Stage of ZeRO: 0 for none, 1 for optimizer state, 2 also for gradients, 3 also for weights."""
         return SHARDING.get(self.joint, 0)
 
     @property
     def has_servers(self) -> bool:
-        """Whether values are kept by servers."""
+        """Whether servers keep the values."""
         return self.joint in SERVED
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether the memory of gradients stays theirs between steps, for buckets, servers or micro-batches."""
+        """Whether gradients keep their memory between steps, for buckets, servers or micro-batches."""
         return self.joint != "none" or self.pipeline > 1 or self.num_micro_batches > 1
 
     @property
     def num_axes(self) -> int:
-        """How many kinds of parallelism it mixes."""
+        """Number of kinds of parallelism."""
         return sum(size > 1 for size in (self.data, self.pipeline, self.tensor))
 
     def __str__(self) -> str:
-        """Write it as it is read.
+        """Return the text that `parse_strategy` reads.
 
         >>> str(PlannedStrategy(data=4, pipeline=2, joint="parameter-server", num_servers=2, recompute=True))
         'pipeline:2+parameter-server:2+recompute'
@@ -86,12 +86,12 @@ class PlannedStrategy:
 
 
 def parse_strategy(text: str, num_devices: int) -> PlannedStrategy:
-    """Read a strategy for this many devices, such as `pipeline:4+tensor:2+all-reduce`.
+    """Parse a strategy for a number of devices, such as `pipeline:4+tensor:2+all-reduce`.
 
-    What joins replicas (all-reduce, servers, ZeRO) takes the devices that pipeline and tensor leave.
+    Replicas (all-reduce, servers, ZeRO) get the devices that pipeline and tensor leave.
 
     Raises:
-        UsageError: a word is not known or comes twice, or the mesh is not the devices.
+        UsageError: a word is unknown or repeated, or the mesh does not match the devices.
 
     Example:
         >>> parse_strategy("tensor:2+all-reduce", 8).data
@@ -111,7 +111,7 @@ def parse_strategy(text: str, num_devices: int) -> PlannedStrategy:
 
 
 def _on_mesh(text: str, strategy: PlannedStrategy, num_devices: int) -> PlannedStrategy:
-    """Give the replicas the devices that are left; `single` takes one and leaves the others alone."""
+    """Give the replicas the remaining devices; `single` takes one device."""
     used = strategy.pipeline * strategy.tensor
     if strategy.joint == "none":
         if used not in (1, num_devices):
@@ -129,7 +129,7 @@ def _on_mesh(text: str, strategy: PlannedStrategy, num_devices: int) -> PlannedS
 
 
 def _number(text: str, name: str, number: str) -> int:
-    """Read what stands behind the colon, where something has to."""
+    """Parse the number after the colon, which some words need."""
     if name not in _NUMBERED:
         if number:
             raise UsageError(f"strategy '{text}': {name} takes no number, got '{number}'.")

@@ -20,12 +20,10 @@ from paceline.launch.plan import LocalRun
 from paceline.launch.policy import Policy
 from paceline.launch.script import check_script
 from paceline.tools.run import run
-from paceline.tools.tune.display import NullDisplay, open_display
-from paceline.tools.tune.drawing import draw_search
+from paceline.tools.tune.display import NullDisplay, draw_search, open_display
 from paceline.tools.tune.driver import DriverOptions, TrialDriver
-from paceline.tools.tune.folder import Folder, SearchTask
 from paceline.tools.tune.search_space import OF_THE_RUN, Span, read_search
-from paceline.tools.tune.study import Study, Trial
+from paceline.tools.tune.study import Folder, SearchTask, Study, Trial
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,7 +12,7 @@ from paceline.job.choices import Engine
 from paceline.tools.tune.api import check_needed, describe_task, run_search
 from paceline.tools.tune.display import describe
 from paceline.tools.tune.driver import DriverOptions
-from paceline.tools.tune.folder import Folder
+from paceline.tools.tune.study import Folder
 
 if TYPE_CHECKING:
     from paceline.tools.tune.api import Tuned

@@ -35,9 +35,8 @@ if TYPE_CHECKING:
 
     from paceline.launch.config import Choice
     from paceline.observe.trace import Record
-    from paceline.tools.tune.folder import Folder
     from paceline.tools.tune.search_space import Metric
-    from paceline.tools.tune.study import State, Study, Trial
+    from paceline.tools.tune.study import Folder, State, Study, Trial
 
 _NO_NUMBER: Final = math.nan
 

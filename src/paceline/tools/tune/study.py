@@ -1,4 +1,4 @@
-"""The trials of a search: their parameters and results. Optuna suggests them, and keeps them in a journal.
+"""The trials of a search, suggested by Optuna and kept in a journal, and the folder of the search.
 
 Rules: (1) A change is in the journal before the call returns. (2) A trial that was running when its search was killed
 is interrupted: it does not count, and its parameters come again before new ones.
@@ -6,6 +6,7 @@ is interrupted: it does not count, and its parameters come again before new ones
 
 from __future__ import annotations
 
+import fcntl
 import json
 from dataclasses import dataclass
 from hashlib import sha256
@@ -13,14 +14,17 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, final
 
+import msgspec
 from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
 from paceline.errors import UsageError
-from paceline.tools.tune.search_space import Span
+from paceline.launch.local import prepare_run_dir
+from paceline.tools.tune.search_space import Search, Span
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
+    from types import TracebackType
 
     import optuna
     from optuna.pruners import BasePruner
@@ -28,9 +32,11 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
     from paceline.launch.config import Choice
-    from paceline.tools.tune.search_space import Parameters, Search
+    from paceline.tools.tune.search_space import Parameters
 
 _NEW_TRIAL: Final = 4  # the operation of a line that begins a trial; the number of the trial is how many came before
+_TASK: Final = "search.json"
+_LOCK: Final = "lock"
 
 
 @final
@@ -172,7 +178,7 @@ class Study:
             raise UsageError("a search needs Optuna, not installed here: pip install 'paceline[tune]'.") from error
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(
-            storage=None if journal is None else _open_storage(journal),
+            storage=None if journal is None else open_journal(journal),
             study_name=_STUDY,
             load_if_exists=True,
             direction="minimize" if search.minimizes else "maximize",
@@ -319,12 +325,6 @@ class Study:
         return trial.suggest_float(name, spec.low, spec.high, log=spec.log)
 
 
-def _open_storage(journal: Path) -> BaseStorage:
-    from paceline.tools.tune.study import open_journal
-
-    return open_journal(journal)
-
-
 def _sampler(search: Search, num_before: int) -> BaseSampler:
     from optuna.samplers import RandomSampler, TPESampler
 
@@ -367,3 +367,82 @@ def _as_trial(frozen: FrozenTrial) -> Trial:
         tuple(value for _, value in sorted(frozen.intermediate_values.items())),
         frozen.user_attrs.get(_REASON, ""),
     )
+
+
+class SearchTask(msgspec.Struct, frozen=True, kw_only=True):
+    """Task of a search, which resuming needs: the script with its arguments, and the working folder."""
+
+    name: str
+    search: Search
+    script: str
+    args: tuple[str, ...]
+    working_folder: str
+
+
+@final
+class Folder:
+    """The folder of one search; a context manager that locks it, for one process at a time."""
+
+    def __init__(self, path: Path, task: SearchTask) -> None:
+        self.path = path
+        self.task = task
+
+    @classmethod
+    def create(cls, path: Path, task: SearchTask) -> Self:
+        """Make a folder for a new search.
+
+        Raises:
+            UsageError: the folder is not empty.
+        """
+        if (path / _TASK).exists():
+            raise UsageError(f"{path} holds a search already: continue it with --resume {path}, or name another --out")
+        made = prepare_run_dir(path)
+        (made / _TASK).write_bytes(msgspec.json.format(msgspec.json.encode(task)) + b"\n")
+        return cls(made, task)
+
+    @classmethod
+    def reopen(cls, path: Path) -> Self:
+        """Open the folder of a search that was started before.
+
+        Raises:
+            UsageError: it is not the folder of a search.
+        """
+        try:
+            return cls(path.absolute(), msgspec.json.decode((path / _TASK).read_bytes(), type=SearchTask))
+        except OSError as error:
+            raise UsageError(f"{path} is not the folder of a search: cannot read {_TASK}: {error.strerror}") from error
+        except msgspec.MsgspecError as error:
+            raise UsageError(f"{path / _TASK} is damaged, or of another version: {error}") from error
+
+    def __enter__(self) -> Self:
+        self._lock = (self.path / _LOCK).open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._lock.close()
+            raise UsageError(f"another process runs this search: {self.path}") from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._lock.close()
+
+    @property
+    def journal(self) -> Path:
+        """Journal of all trials."""
+        return self.path / "journal.log"
+
+    @property
+    def picture(self) -> Path:
+        """Figure of the trials."""
+        return self.path / "trials.png"
+
+    @property
+    def best(self) -> Path:
+        """Configuration of the best trial, for `paceline run --config`."""
+        return self.path / "best.toml"
+
+    def trial(self, number: int) -> Path:
+        """Folder of the traces and output of a trial."""
+        return self.path / "trials" / f"{number:04d}"

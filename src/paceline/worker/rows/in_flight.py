@@ -13,7 +13,7 @@ from paceline.core.effects import Install, ReadDone, Release
 from paceline.core.events import WantRows
 from paceline.core.messages import Push, PushId
 from paceline.errors import PacelineError
-from paceline.update.filters.error_feedback import KeptChange
+from paceline.update.filters.pipeline import KeptChange
 from paceline.update.filters.traffic import RowTraffic, WireBytes
 from paceline.update.rows.sharding import RowSharding
 from paceline.update.table import Hyper

@@ -4,10 +4,10 @@ from tests.update.tables import SEGMENTS, shards_of, start_values, store, with_r
 
 from paceline.core.partition import Range
 from paceline.errors import ProtocolBug, UsageError
+from paceline.training.state import gather_optimizer, split_optimizer
 from paceline.update.named_rules import Adam
 from paceline.update.rules import RuleSpec
 from paceline.update.shard import Contribution, Shard
-from paceline.update.state_dict import gather_optimizer, split_optimizer
 from paceline.update.table import Segment
 
 RULE = RuleSpec("torch.optim.Adam", Adam(lr=0.1).groups * 2)

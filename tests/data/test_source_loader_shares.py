@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.data.fed import FedLoader, FeedPlan
 from paceline.data.order import EpochOrder
 from paceline.data.partition import Sharding
 from paceline.data.slicing import Slicing
+from paceline.data.source_loader import FedLoader, FeedPlan
 from paceline.data.sources.batch import Batch, BatchRequest, SkippedRecords
 from paceline.observe.trace import Trace
 

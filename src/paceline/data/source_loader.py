@@ -11,9 +11,8 @@ from typing import Any, Final
 
 import torch
 
-from paceline.data.order import Batches, EpochOrder, EpochRounds, num_slices
+from paceline.data.order import Batches, EpochOrder, EpochRounds, PositionTracker, num_slices, terms_of
 from paceline.data.partition import Sharding
-from paceline.data.position import PositionTracker, terms_of
 from paceline.data.service.client import MAX_PREFETCH
 from paceline.data.service.messages import MAX_SAMPLES
 from paceline.data.slicing import SliceWalk, Slicing
@@ -67,8 +66,8 @@ class SampleTally:
 class SlicedBatches:
     """The batches of a loop over slices, and what optimizers need to know of them; a `ClockSlices`.
 
-    A slice without a decodable record is left out. So the slice after the current one is read before `more` returns:
-    the step has to know whether it is the last one of its clock.
+    A slice without a decodable record is left out. So `claim_next` reads the slice after the current one, because the
+    step has to know whether it is the last of its clock.
     """
 
     walk: SliceWalk
@@ -79,7 +78,7 @@ class SlicedBatches:
     skips: bool  # whether records that cannot be decoded are left out
     num_samples: int = 0  # in the current batch
     _rescale: float = 1.0  # of the current batch, see `SliceWalk.rescale`
-    _held: tuple[Batch, float] | None = None  # the next batch, once `more` has read it
+    _held: tuple[Batch, float] | None = None  # the next batch, once `claim_next` has read it
     _pieces: Iterator[list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -97,11 +96,11 @@ class SlicedBatches:
         """Number of samples of all workers in the current clock; 0 if records may be left out."""
         return 0 if self.skips or not self.num_samples else self.walk.num_expected
 
-    def more(self) -> bool:
-        """Return whether this worker gets another batch in the current clock; blocks until that batch is read."""
+    def claim_next(self) -> bool:
+        """Claim the next batch of the current clock; return whether this worker gets one. Blocks until it is read."""
         if not self.num_samples:
             return False
-        while self._held is None and self.walk.more():
+        while self._held is None and self.walk.claim_next():
             batch = self._read(next(self._pieces))
             self._held = (batch, self.walk.rescale) if batch.num_samples else None
         return self._held is not None

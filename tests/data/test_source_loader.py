@@ -20,11 +20,11 @@ import paceline
 from paceline import sources
 from paceline.api.script import bind
 from paceline.api.session import Session
-from paceline.data.readers import SessionReaders
 from paceline.data.slicing import SliceQueue
 from paceline.data.sources.batch import Batch, BatchRequest
-from paceline.data.sources.reader import LocalReader
-from paceline.data.sources.recipe import BatchRecipe
+from paceline.data.sources.declared import BatchRecipe
+from paceline.data.sources.reader import SessionReaders
+from paceline.data.sources.records import LocalReader
 from paceline.errors import RecordError
 from paceline.observe.trace import Epoch, Trace
 
