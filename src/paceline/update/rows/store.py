@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 import torch
 
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from paceline.update.rows.rules import RowRule
     from paceline.update.rows.spec import RowTableSpec
     from paceline.update.rules import Hyper
+
+
+_NONE: Final = torch.empty(0, dtype=torch.int64)
 
 
 @final
@@ -150,6 +153,8 @@ class RowStore:
         First those last used more than `expire_after` clocks ago, as long as `floor` rows are left; then the least used
         ones in excess of `max_rows`.
         """
+        if not self._usage.limits:
+            return _NONE
         num_slots = self._memory.num_slots
         self._usage.fade(len(self), num_slots)
         expired = self._remove(self._usage.expired(clock, len(self), num_slots))

@@ -441,11 +441,13 @@ class RowClient:
         """Wait until few enough pushes are in flight, without those held until this worker finishes its clock."""
         name, core = self.name, self.context.core
         num_held = self._pushes.num_held(core.clock)
-        self.context.lock.wait(
-            lambda: may_push(core, name) and len(self._pushes) - num_held < MAX_UNDER_WAY,
-            f"servers to apply earlier pushes of table '{name}'",
-            About(f"push {name}", name, core.oldest_push(name) + 1),
-        )
+
+        def has_room() -> bool:
+            return may_push(core, name) and len(self._pushes) - num_held < MAX_UNDER_WAY
+
+        if not has_room():  # what the wait is about takes a look at all pushes
+            about = About(f"push {name}", name, core.oldest_push(name) + 1)
+            self.context.lock.wait(has_room, f"servers to apply earlier pushes of table '{name}'", about)
 
     def _make_budgeted(self, settings: Managed) -> BudgetedRows:
         """Create the queue of pushes that wait for a budget."""

@@ -186,7 +186,7 @@ class RowPush:
             return
         keys = self.state.keys(server, part.ids, sent=with_ids)
         body = self.state.up.pack(part.ids if keys.sent else None, part.encoded, part.echo)
-        key_bytes = ID_BYTES * len(part.ids) if keys.sent else 0
+        key_bytes = ID_BYTES * keys.num if keys.sent else 0
         self.state.traffic += RowTraffic(pushed=WireBytes(1, key_bytes, len(keys.digest), len(body) - key_bytes))
         send(server, RowPushFrame(self.push, self.count, part.hyper, keys, self.expected), body)
 
