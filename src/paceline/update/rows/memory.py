@@ -216,14 +216,14 @@ class RowMemory:
         return same_index and self._slots_with(num_new) <= self.columns.num_rows
 
     def make_room(self, num_new: int) -> bool:
-        """Make room for so many rows if that costs nothing until they are there; return whether there is room.
-
-        Raises UsageError and changes nothing if memory is full.
-        """
-        if not self._spilled:
+        """Make room for so many rows if that costs nothing until they are there; return whether there is room."""
+        if self._spilled:
+            return self.has_room(num_new)
+        try:
             self.columns.grow(self._slots_with(num_new))
-            return True
-        return self.has_room(num_new)
+        except UsageError:  # the system promises no more than it has: then it matters how many are new
+            return False
+        return True
 
     def reserve(self, ids: Tensor) -> None:
         """Make room for the rows of distinct new ids; raises UsageError and changes nothing if memory is full."""
