@@ -7,6 +7,8 @@ often as words of a text are (Zipf). The core seconds are those of both processe
 pushes a gradient for each; `module` is `paceline.EmbeddingBag` with bags of 10, forward and backward; `local` is
 `torch.nn.EmbeddingBag(sparse=True)` with `torch.optim.SGD` on the same ids. They take turns, and a number is the
 median of the rounds. Then the store alone: the library and torch by turns, and the memory of a row by the formula.
+Last a knowledge graph of the size of FB15k, see `rows_graph.py`: the triples that four workers and two servers train in
+a second, as a multiple of those of one process of torch with two threads, with dense gradients and with sparse ones.
 """
 
 import sys
@@ -33,6 +35,8 @@ from paceline.update.rows.store import RowStore
 
 STEPS: Final = 10  # a turn
 WAYS: Final = ("raw", "module", "local")
+NUM_GRAPH_WORKERS: Final = 4
+GRAPH_STEPS: Final = 100  # a turn
 
 app = App(name="rows.py", help="Measure row tables.", help_format="plaintext")
 
@@ -79,6 +83,12 @@ def rows(
     core_ratio = costs["module"].core_ms.median / costs["local"].core_ms.median
     progress("the store alone, with the library and with torch")
     native_ms, torch_ms, bytes_per_row = store(rows, ids, rounds)
+    try:
+        graph_ms = graph(rounds, transport)
+    except PlayFailed as failure:
+        print(failure, file=sys.stderr)
+        return 1
+    over_dense, over_sparse = (graph_ms[each].median / graph_ms["paceline"].median for each in ("dense", "sparse"))
     spec = table_spec()
     formula = row_bytes(spec, row_rule(spec.rule, None)) + index_bytes(rows) / rows
     if not json:
@@ -89,6 +99,9 @@ def rows(
         print(f"module against local: {ratio:.2f} times the time, {core_ratio:.2f} times the cores (target 2)")
         print(f"store: {native_ms.text(' ms')} a step with the library, {torch_ms.text(' ms')} with torch")
         print(f"memory: {bytes_per_row:.1f} bytes a row, {formula:.1f} by the formula")
+        for name, each in graph_ms.items():
+            print(f"knowledge graph, {name:8} {each.text(' ms')} for 256 triples")
+        print(f"knowledge graph: {over_dense:.2f} times the triples of torch, {over_sparse:.2f} with sparse gradients")
     print_json(
         {
             "name": "rows",
@@ -98,6 +111,9 @@ def rows(
             "native_over_torch": torch_ms.median / native_ms.median,
             "bytes_per_row": bytes_per_row,
             "bytes_per_row_by_formula": formula,
+            "graph_ms": graph_ms["paceline"].median,
+            "graph_over_torch": over_dense,
+            "graph_over_sparse_torch": over_sparse,
         }
     )
     return 0
@@ -128,6 +144,27 @@ def turn(side: Side, server: psutil.Process, way: str) -> tuple[float, float]:
     after = server.cpu_times()
     core_s = answer["cpu"] + after.user + after.system - before.user - before.system
     return 1e3 * answer["seconds"] / STEPS, 1e3 * core_s / STEPS
+
+
+def graph(rounds: int, transport: str) -> dict[str, Sample]:
+    """Let workers and torch step on a knowledge graph by turns; return the milliseconds of 256 triples, by side."""
+    script = str(BENCHMARKS / "rows_graph.py")
+    job = [sys.executable, "-m", "paceline", "run", "-n", str(NUM_GRAPH_WORKERS), "--servers", "2", "--quiet"]
+    times: dict[str, list[float]] = {"paceline": [], "dense": [], "sparse": []}
+    with Stage() as stage:
+        sides = {
+            name: stage.start(name, [sys.executable, script, "{stage}", name], 1, {}) for name in ("dense", "sparse")
+        }
+        command = [*job, "--transport", transport, script, "{stage}", "paceline"]
+        sides["paceline"] = stage.start("paceline", command, NUM_GRAPH_WORKERS, {})
+        for number in range(rounds + 1):
+            for name, side in sides.items():
+                seconds = max(side.ask("step", GRAPH_STEPS).answers)
+                times[name].append(1e3 * seconds / GRAPH_STEPS / len(side.lines))
+            progress(
+                f"graph, round {number} of {rounds}: " + ", ".join(f"{name} {times[name][-1]:.2f} ms" for name in times)
+            )
+    return {name: Sample.of(each[1:]) for name, each in times.items()}
 
 
 def table_spec() -> RowTableSpec:

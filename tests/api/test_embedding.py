@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -14,7 +14,10 @@ from torch import Tensor, nn
 import paceline
 from paceline.api.session import Session
 from paceline.errors import IdOutOfRange, NoWeight, UsageError
+from paceline.transport.memory import MemoryConnection
 from paceline.update.rules import RuleSpec
+from paceline.wire.messages import RowPushFrame, decode
+from paceline.worker.rows.client import MAX_UNDER_WAY
 
 NUM, WIDTH = 20, 3
 SGD = paceline.update.SGD(lr=0.5)
@@ -439,3 +442,27 @@ def test_a_model_does_not_see_the_rows_and_says_where_they_are(ps: Session) -> N
     assert list(model.parameters()) == []
     assert model.state_dict() == {}
     assert "Embedding(None, 2, padding_idx=0, table='users', ssp:2)" in str(model)
+
+
+def test_the_pushes_of_all_layers_of_a_clock_leave_together(ps: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [paceline.Embedding(None, WIDTH, update=SGD, init=0.0, ps=ps) for _ in range(12)]
+    torch.stack([layer(torch.tensor([7, 7])) for layer in layers]).sum().backward()
+    sent: list[int] = []
+    try_send = MemoryConnection.try_send
+
+    def counted(self: MemoryConnection, frames: Sequence[tuple[bytes, memoryview]], *, timeout_s: float) -> bool:
+        sent.append(sum(isinstance(decode(header), RowPushFrame) for header, _ in frames))
+        return try_send(self, frames, timeout_s=timeout_s)
+
+    monkeypatch.setattr(MemoryConnection, "try_send", counted)
+    ps.clock()
+    assert [num for num in sent if num] == [len(layers)]
+    assert all(layer(torch.tensor([7])).eq(-1.0).all() for layer in layers)
+
+
+def test_a_wait_among_calls_that_send_together_sends_what_it_may_wait_for(ps: Session) -> None:
+    table = ps.table("r", rows=1, update=paceline.update.Add(), consistency="asynchronous")
+    with ps.node.together():  # more pushes than may be unanswered at a time
+        pushed = [table.push([7], [[1.0]]) for _ in range(3 * MAX_UNDER_WAY)]
+        assert table.pull([7]).tolist() == [[3.0 * MAX_UNDER_WAY]]
+    assert all(each.result(timeout=30).applied for each in pushed)

@@ -164,8 +164,8 @@ class RowStage(Stage):
     def open(self, consistency: str) -> TableClient:
         spec = rows_of("t", consistency, width=1)
         state = RowTableState.make(spec, CacheOptions(keep=True, reads_own_writes=False), self.node.row_sharding, 0)
-        order, counts = self.node.row_sharding.split(torch.arange(64))
-        self.ids = torch.cat([places[: self.part] for places in order.split(counts)])  # of each server
+        parts = self.node.row_sharding.split(torch.arange(64))
+        self.ids = torch.cat([places[: self.part] for places in parts])  # of each server
         return RowClient(state, self.node.row_sharding, self.node._throttle, self.node._context)
 
     def push(self) -> Future[PushOutcome]:

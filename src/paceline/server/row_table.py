@@ -254,7 +254,7 @@ class ServedRowTable:
             ids, content.rows, frame.count, frame.hyper, content.echo, frame.push.clock, frame.expected
         )
         try:
-            require_memory(f"rows of table '{self.spec.name}'", len(ids) * self.store.row_bytes)
+            require_memory(f"rows of table '{self.spec.name}'", ids.numel() * self.store.row_bytes)
             self._reserve(ids)
         except UsageError as error:
             return Acceptance(str(error))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -253,8 +253,10 @@ class EmbeddingLookups:
     def push(self, samples: float | None) -> None:
         """Push the gradients of each lookup, in the clock that is about to end; see `EmbeddingLookup.push`."""
         expected, self.expected = self.expected, 0.0
-        for lookup in self._all:
-            lookup.push(samples, expected)
+        together = self._all[0].table.node.together() if len(self._all) > 1 else nullcontext()
+        with together:
+            for lookup in self._all:
+                lookup.push(samples, expected)
 
     def zero_grad(self) -> None:
         """Drop the collected gradients of each lookup."""

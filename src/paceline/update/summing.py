@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -149,6 +150,6 @@ def num_nonfinite(tensor: Tensor, threads: ThreadPool | None = None) -> int:
 
 def _num_nonfinite(tensor: Tensor) -> int:
     # NaN and infinity survive every sum, so a finite sum proves all elements finite; the converse may overflow.
-    if tensor.sum().isfinite():
+    if isfinite(tensor.sum().item()):
         return 0
     return tensor.numel() - int(tensor.isfinite().sum())

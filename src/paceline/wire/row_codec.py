@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -70,13 +71,14 @@ class RowBodyLayout:
     def pack(self, ids: Tensor | None, encoded: Tensor, echo: Tensor | None = None) -> memoryview:
         """Return a body; `encoded` is what the codec made of the rows."""
         parts = [_as_bytes(part) for part in (ids, encoded, echo) if part is not None]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts).data
+        return parts[0].data if len(parts) == 1 else np.concatenate(parts).data
 
     def pack_rows(self, ids: Tensor | None, rows: Tensor) -> memoryview:
         """Return a body of rows that have their echoes beside them, as a store reads them: (n, width + echo width)."""
-        values = rows[:, : self.width]
-        echo = rows[:, self.width :].contiguous() if self.echo_width else None
-        return self.pack(ids, self.codec.encode(values.contiguous()), echo)
+        if not self.echo_width:
+            return self.pack(ids, self.codec.encode(rows))
+        values, echo = rows[:, : self.width], rows[:, self.width :]
+        return self.pack(ids, self.codec.encode(values.contiguous()), echo.contiguous())
 
     def unpack(self, body: memoryview, num: int, *, with_ids: bool) -> RowBody:
         """Read a body of `num` rows; the tensors may be views of it.
@@ -109,11 +111,14 @@ def ids_of(body: memoryview) -> Tensor:
 
 def ids_body(ids: Tensor) -> memoryview:
     """Return a body of ids alone."""
-    return _as_bytes(ids)
+    return _as_bytes(ids).data
 
 
-def _as_bytes(part: Tensor) -> memoryview:
-    return part.contiguous().view(-1).view(torch.uint8).numpy().data
+def _as_bytes(part: Tensor) -> npt.NDArray[np.uint8]:
+    flat = part.contiguous().view(-1)
+    if part.dtype is torch.bfloat16:  # which numpy does not have
+        flat = flat.view(torch.uint8)
+    return flat.numpy().view(np.uint8)
 
 
 def _from_bytes(body: memoryview, dtype: torch.dtype) -> Tensor:

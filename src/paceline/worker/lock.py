@@ -11,6 +11,7 @@ from paceline.core.settings import WAIT_TIMEOUT_S
 from paceline.errors import DeadlineExceeded, PeerError, ServerLost
 from paceline.stopwatch import Stopwatch
 from paceline.transport.deadline import seconds
+from paceline.wire.send_queue import SendHold
 from paceline.worker.waits import ADVICE, PERIOD_S, About, OpenWait, Waits, print_lines
 
 _LAST_ANSWER_S: Final = 1.0  # deadline of server 0 to explain a wait that has timed out
@@ -47,11 +48,13 @@ class WorkerLock:
         worker: its rank, for messages.
         waits: measures and reports waits.
         clock: returns the worker's clock, for messages.
+        hold: gathers frames that are sent under the lock; a wait sends them first, as it may be for their answers.
     """
 
     worker: int
     waits: Waits
     clock: Callable[[], int]
+    hold: SendHold = field(default_factory=SendHold)
     changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))
     failure: str = ""
     failed_as: type[PeerError] = PeerError
@@ -66,7 +69,7 @@ class WorkerLock:
         """Wait under the lock until `done()`; raises DeadlineExceeded, or PeerError if the worker fails."""
         if done():
             return
-        with self.waits.during(what, about) as wait:
+        with self.waits.during(what, about) as wait, self.hold.suspended():
             watch = Stopwatch(PERIOD_S)
             while not done():
                 self.check()

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from torch import Tensor
-
 from paceline.core.commit import is_late
 from paceline.core.consistency import Consistency
 from paceline.observe import trace as records
@@ -93,12 +91,9 @@ class StepMetrics:
         )
         self.trace.record(read)
 
-    def note_row_read(self, table: str, clock: int, value_clocks: Tensor, waited_s: float) -> None:
-        """Record a read of rows, each with the clock below which it contains every update; count what it waited."""
+    def note_row_read(self, table: str, clock: int, num_rows: dict[int, int], waited_s: float) -> None:
+        """Record a read of rows, counted by the clock below which they contain every update; count what it waited."""
         self.wait_s += waited_s
-        first = int(value_clocks.min()) if len(value_clocks) else 0
-        counts = (value_clocks - first).bincount().tolist()
-        num_rows = {first + more: count for more, count in enumerate(counts) if count}
         self.trace.record(records.RowRead(self.now(), self.worker, table, clock, num_rows, waited_s))
 
     def finish_clock(self, clock: int) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -144,7 +145,7 @@ class WorkerNode:
         self._core = WorkerCore(self.settings)
         rank = self.settings.sender.worker
         self.waits = Waits(rank, self.options.wait_timeout_s, lambda make: self.rpc.start_call(0, make))
-        self._lock = WorkerLock(rank, self.waits, lambda: self._core.clock)
+        self._lock = WorkerLock(rank, self.waits, lambda: self._core.clock, self._hold)
         self._changed = self._lock.changed
         self.rpc = Rpc(self._send_frame, self._lock, len(self.addresses), self.settings.retry_s)
         self._context = ClientContext(self._core, self._lock, self._send_frame, self._handle)
@@ -262,6 +263,12 @@ class WorkerNode:
             self._lock.check()
             self._handle(WantClock())
             self.waits.note_clock()
+
+    @contextmanager
+    def together(self) -> Generator[None]:
+        """Send the small frames of the calls inside this block together, at its end; for calls that follow at once."""
+        with self._changed, self._hold:
+            yield
 
     def settle(self) -> None:
         """Block until every push made so far is applied or refused by every server.

@@ -80,10 +80,9 @@ class TableCalls:
 
     def write(self, piece: RowPiece) -> None:
         """Overwrite rows on their servers, after all updates of earlier clocks."""
-        order, counts = self.node.row_sharding.split(piece.ids)
         bodies = [
             memoryview(save({IDS: piece.ids[at], **{name: column[at] for name, column in piece.columns.items()}}))
-            for at in order.split(counts)
+            for at in self.node.row_sharding.split(piece.ids)
         ]
         self.node.rpc.call_all(
             lambda number: WriteRows(self._table_call(number, exact=True)),

@@ -13,7 +13,7 @@ from paceline.errors import ProtocolBug, UsageError
 from paceline.update.named_rules import FTRL, SGD, Adagrad, Adam, AdaptiveRevision, Add, RowwiseAdagrad
 from paceline.update.rows.contribution import RowContribution
 from paceline.update.rows.layout import RowStatistics, index_bytes, row_bytes
-from paceline.update.rows.memory import PIECE_ROWS
+from paceline.update.rows.memory import PIECE_ROWS, RowColumns
 from paceline.update.rows.native_ops import load_library
 from paceline.update.rows.rules import row_rule
 
@@ -213,3 +213,23 @@ def test_statistics_follow_the_formula() -> None:
     assert found.index_bytes == index_bytes(5000) == 8 * 8192
     assert found.memory_bytes == found.column_bytes + found.index_bytes
     assert (found + found).num_rows == 10_000
+
+
+def test_where_the_system_gives_no_more_memory_only_new_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_of(rows_of(Add()))
+    capacity = store._memory.columns.num_rows
+    known = torch.arange(capacity)
+    store.apply([RowContribution(known, torch.ones(capacity, store.spec.width))], 0)
+    num_rows = store._memory.columns.num_rows
+
+    def refuse(self: RowColumns, num: int) -> None:
+        if num > num_rows:
+            raise UsageError("no memory")
+
+    monkeypatch.setattr(RowColumns, "grow", refuse)
+    store.reserve([known] * (1 + num_rows // capacity))
+    with pytest.raises(UsageError, match="no memory"):
+        store.reserve([torch.arange(num_rows + 1)])
+    store.apply([RowContribution(known, torch.ones(capacity, store.spec.width))], 1)
+    assert store.read(known).eq(2).all()
+    store.close()

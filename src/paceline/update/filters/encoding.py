@@ -121,7 +121,7 @@ def _bytes_of(rows: Tensor) -> Tensor:
 
 def _numbers(data: Tensor, dtype: torch.dtype) -> Tensor:
     """Return bytes as numbers, (n,); a copy if they are not aligned."""
-    flat = data.reshape(-1)
+    flat = data.view(-1) if data.is_contiguous() else data.reshape(-1)
     if flat.storage_offset() % dtype.itemsize or flat.data_ptr() % dtype.itemsize:
         flat = flat.clone()
     return flat.view(dtype)

@@ -220,7 +220,7 @@ class FilterPipeline:
             clock: of the push; never lower than that of the push before.
             values: returns the current values [k, width] of rows, with NaN for unknown ones; called only for `KKT`.
         """
-        self.counts.given += len(ids)
+        self.counts.given += ids.numel()
         ids, rows = self._drop(ids, rows, clock, values)
         if self._lets_all_pass():
             return self._pack(ids, rows)
@@ -336,8 +336,9 @@ class FilterPipeline:
 
     def _pack(self, ids: Tensor, rows: Tensor) -> FilteredPush:
         encoded = self._codec.encode(rows)
-        self.counts.sent += len(ids)
-        return FilteredPush(ids, encoded, self._codec.decode(encoded, self._width, self._dtype))
+        self.counts.sent += ids.numel()
+        is_plain = isinstance(self._codec, Plain)
+        return FilteredPush(ids, encoded, rows if is_plain else self._codec.decode(encoded, self._width, self._dtype))
 
 
 def _joined(first: FilteredPush, second: FilteredPush) -> FilteredPush:

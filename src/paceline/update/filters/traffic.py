@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,16 @@ class WireBytes:
     plain_value_bytes: int = 0
 
     def __add__(self, other: WireBytes) -> WireBytes:
-        return WireBytes(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(WireBytes)))
+        if other is _NOTHING:
+            return self
+        return WireBytes(
+            self.frames + other.frames,
+            self.key_bytes + other.key_bytes,
+            self.digest_bytes + other.digest_bytes,
+            self.value_bytes + other.value_bytes,
+            self.plain_key_bytes + other.plain_key_bytes,
+            self.plain_value_bytes + other.plain_value_bytes,
+        )
 
     @property
     def total_bytes(self) -> int:
@@ -58,6 +68,9 @@ class WireBytes:
         return _saved(self.value_bytes, self.plain_value_bytes)
 
 
+_NOTHING: Final = WireBytes()
+
+
 @dataclass(frozen=True, slots=True)
 class RowTraffic:
     """Traffic of one table in all directions.
@@ -74,9 +87,9 @@ class RowTraffic:
         (3, 6)
     """
 
-    pushed: WireBytes = WireBytes()
-    pulled: WireBytes = WireBytes()
-    delivered: WireBytes = WireBytes()
+    pushed: WireBytes = _NOTHING
+    pulled: WireBytes = _NOTHING
+    delivered: WireBytes = _NOTHING
 
     def __add__(self, other: RowTraffic) -> RowTraffic:
         return RowTraffic(self.pushed + other.pushed, self.pulled + other.pulled, self.delivered + other.delivered)

@@ -73,7 +73,8 @@ class Combined:
 
     def part(self, piece: slice) -> Combined:
         """Return some of the rows."""
-        return Combined(self.ids[piece], self.gradient[piece], None if self.echo is None else self.echo[piece])
+        echo = None if self.echo is None else part_of(self.echo, piece)
+        return Combined(part_of(self.ids, piece), part_of(self.gradient, piece), echo)
 
 
 def combine(contributions: Sequence[RowContribution], scale: Scale, ops: RowOps, echo_width: int) -> Combined:
@@ -97,11 +98,16 @@ def combine(contributions: Sequence[RowContribution], scale: Scale, ops: RowOps,
     ids, inverse = ops.unique(_joined([contribution.ids for contribution in contributions]))
     gradient = _joined(gradients)
     echo = _joined([contribution.echo_rows(echo_width) for contribution in contributions]) if echo_width else None
-    if len(ids) < len(inverse):
-        gradient = ops.sum_rows(gradient, inverse, len(ids))
+    if ids.numel() < inverse.numel():
+        gradient = ops.sum_rows(gradient, inverse, ids.numel())
         echo = None if echo is None else echo[_first_positions(inverse)]
     divisor = divisor_of(everyone, scale)
     return Combined(ids, gradient if divisor == 1.0 else gradient / divisor, echo)
+
+
+def part_of(tensor: Tensor, piece: slice) -> Tensor:
+    """Return a slice of a tensor: itself where that is all of it."""
+    return tensor if piece.stop - piece.start == tensor.shape[0] else tensor[piece]
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
+import os
+import struct
 from typing import TYPE_CHECKING, Final, TypeAlias, final
 
 import torch
@@ -18,11 +19,13 @@ if TYPE_CHECKING:
 Seed: TypeAlias = tuple[int, int]  # two unsigned numbers of 64 bits
 
 NO_SEED: Final[Seed] = (0, 0)
+_SEED: Final = struct.Struct("=QQ")
 
 
 def fresh_seed() -> Seed:
     """Return a seed that cannot be guessed."""
-    return secrets.randbits(64), secrets.randbits(64)
+    first, second = _SEED.unpack(os.urandom(_SEED.size))
+    return first, second
 
 
 MAX_ROWS: Final = (1 << 32) - 2  # slot + 1 has 32 bits in an entry, and 0 is empty

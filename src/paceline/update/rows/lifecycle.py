@@ -181,6 +181,7 @@ class RowUsage:
         self._columns = columns
         names = use_columns(life)
         self._by_clock, self._by_count = LAST_USED in names, NUM_USES in names
+        self.limits = bool(names)  # whether rows are ever to go
         self._oldest = 0  # invariant: no row was last used before this clock
         self._num_uses = 0  # since counts were halved
 

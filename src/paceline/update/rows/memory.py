@@ -183,6 +183,8 @@ class RowMemory:
 
     def find(self, ids: Tensor) -> Tensor:
         """Return the slots of ids, (n,), -1 for those without a row."""
+        if not self._spilled:
+            return self._index.find(ids)
         slots = torch.empty_like(ids)
         for piece in self.pieces(len(ids)):
             slots[piece] = self._index.find(ids[piece])
@@ -213,9 +215,19 @@ class RowMemory:
         same_index = index_bytes(len(self) + num_new) <= self._entry_bytes
         return same_index and self._slots_with(num_new) <= self.columns.num_rows
 
+    def make_room(self, num_new: int) -> bool:
+        """Make room for so many rows if that costs nothing until they are there; return whether there is room."""
+        if self._spilled:
+            return self.has_room(num_new)
+        try:
+            self.columns.grow(self._slots_with(num_new))
+        except UsageError:  # the system promises no more than it has: then it matters how many are new
+            return False
+        return True
+
     def reserve(self, ids: Tensor) -> None:
         """Make room for the rows of distinct new ids; raises UsageError and changes nothing if memory is full."""
-        if not self.has_room(len(ids)):
+        if not self.make_room(ids.numel()):
             num_new = int((self.find(ids) < 0).sum())
             self._require_index(num_new)
             self.columns.grow(self._slots_with(num_new))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from ctypes import CDLL, c_int64, c_uint32, c_uint64, c_void_p
+from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar, Final, final
 
@@ -73,7 +74,7 @@ class NativeOps:
     def find(self, entries: Tensor, ids: Tensor, keys: Tensor, seed: Seed = NO_SEED) -> Tensor:
         """See `RowOps.find`."""
         slots = torch.empty_like(keys)
-        self._library.paceline_find(*_index(entries, ids, seed), *_vector(keys), *_vector(slots)[:1])
+        self._library.paceline_find(*_index(entries, ids, seed), *_vector(keys), slots.data_ptr())
         return slots
 
     def insert(
@@ -117,10 +118,15 @@ class NativeOps:
     def unique(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """See `RowOps.unique`."""
         # Inserted into an empty index, the distinct keys are its ids, and `inverse` is the slots.
-        entries = keys.new_zeros(num_entries(keys.numel()))
-        distinct = torch.empty_like(keys)
-        inverse, added = self.insert(entries, distinct, keys, 0, keys.new_empty(0), fresh_seed())
-        return distinct[: added.numel()], inverse
+        pointer, num = _vector(keys)
+        size = num_entries(num)
+        entries = torch.zeros(size, dtype=torch.int64)
+        distinct, inverse, added = torch.empty_like(keys), torch.empty_like(keys), torch.empty_like(keys)
+        num_distinct: int = self._library.paceline_insert(
+            *(entries.data_ptr(), size - 1, distinct.data_ptr(), num, *fresh_seed()),
+            *(pointer, num, 0, None, 0, inverse.data_ptr(), added.data_ptr()),
+        )
+        return distinct[:num_distinct], inverse
 
     def sum_rows(self, rows: Tensor, inverse: Tensor, num: int) -> Tensor:
         """See `RowOps.sum_rows`."""
@@ -138,12 +144,12 @@ class NativeOps:
 
     def split(self, keys: Tensor, num_servers: int) -> tuple[Tensor, list[int]]:
         """See `RowOps.split`."""
-        order, ends = torch.empty_like(keys), keys.new_zeros(num_servers)
         if not 0 < num_servers < 1 << 32:
             raise ProtocolBug(f"ids are split among {num_servers} servers")
+        order, ends = torch.empty_like(keys), torch.zeros(num_servers, dtype=torch.int64)
         self._library.paceline_split(*_vector(keys), num_servers, order.data_ptr(), ends.data_ptr())
-        counts: list[int] = ends.diff(prepend=ends.new_zeros(1)).tolist()
-        return order, counts
+        reached: list[int] = ends.tolist()
+        return order, [stop - start for start, stop in pairwise((0, *reached))]
 
 
 def _index(entries: Tensor, ids: Tensor, seed: Seed) -> tuple[int, ...]:
@@ -155,7 +161,7 @@ def _index(entries: Tensor, ids: Tensor, seed: Seed) -> tuple[int, ...]:
 
 def _vector(tensor: Tensor, dtype: torch.dtype = torch.int64) -> tuple[int, int]:
     """Return address and number of elements; the caller keeps the tensor while the library reads it."""
-    if tensor.dtype != dtype or not tensor.is_contiguous() or tensor.device.type != "cpu" or tensor.dim() != 1:
+    if tensor.dtype is not dtype or not tensor.is_contiguous() or not tensor.is_cpu or tensor.dim() != 1:
         raise ProtocolBug(
             f"row operations got {tensor.dtype} {tuple(tensor.shape)} by {tensor.stride()} on {tensor.device}, "
             f"expected one contiguous dimension of {dtype} on cpu"
@@ -165,7 +171,7 @@ def _vector(tensor: Tensor, dtype: torch.dtype = torch.int64) -> tuple[int, int]
 
 def _row_stride(rows: Tensor) -> int:
     """Return the distance between the starts of rows, in elements."""
-    if rows.dim() != 2 or rows.device.type != "cpu" or (rows.shape[1] > 1 and rows.stride(1) != 1):
+    if rows.dim() != 2 or not rows.is_cpu or (rows.shape[1] > 1 and rows.stride(1) != 1):
         raise ProtocolBug(f"rows of {tuple(rows.shape)} by {rows.stride()} on {rows.device} are not contiguous on cpu")
     return rows.stride(0)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from paceline.update.rows.ops import RowOps
@@ -32,13 +33,17 @@ class RowSharding:
         reached = list(accumulate(self.shares)) if len(set(self.shares)) > 1 else []
         object.__setattr__(self, "_ends", tuple(round(NUM_PIECES * each / reached[-1]) for each in reached))
 
-    def split(self, ids: Tensor) -> tuple[Tensor, list[int]]:
-        """Return the positions of ids by the server that owns them, and how many each has.
+    def split(self, ids: Tensor) -> tuple[Tensor, ...]:
+        """Return by server the positions of the ids that it owns.
 
-        With equal parts those of each server are in the order given.
+        Those of a server that owns all are in the order given, and with equal parts those of each server.
         """
+        if self.num_servers == 1:
+            return (torch.arange(ids.numel()),)
         if not self._ends:
-            return self.ops.split(ids, self.num_servers)
-        order, counts = self.ops.split(ids, NUM_PIECES)
-        before = [0, *accumulate(counts)]
-        return order, [before[stop] - before[start] for start, stop in pairwise((0, *self._ends))]
+            order, counts = self.ops.split(ids, self.num_servers)
+            return order.split_with_sizes(counts)
+        order, pieces = self.ops.split(ids, NUM_PIECES)
+        before = [0, *accumulate(pieces)]
+        counts = [before[stop] - before[start] for start, stop in pairwise((0, *self._ends))]
+        return (torch.arange(ids.numel()) if ids.numel() in counts else order).split_with_sizes(counts)

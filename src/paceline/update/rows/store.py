@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 import torch
 
 from paceline.errors import ProtocolBug
-from paceline.update.rows.contribution import Combined, RowContribution, combine
+from paceline.update.rows.contribution import Combined, RowContribution, combine, part_of
 from paceline.update.rows.initializers import first_rows
 from paceline.update.rows.layout import (
     IDS,
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from paceline.update.rows.rules import RowRule
     from paceline.update.rows.spec import RowTableSpec
     from paceline.update.rules import Hyper
+
+
+_NONE: Final = torch.empty(0, dtype=torch.int64)
 
 
 @final
@@ -68,6 +71,7 @@ class RowStore:
         self._ops = ops
         self._dtype: torch.dtype = getattr(torch, spec.dtype)
         self._layouts = layouts(spec, rule)
+        self.row_bytes = sum(layout.row_bytes for layout in self._layouts.values())  # of memory, state included
         self._memory = RowMemory(spec, rule, ops)
         self._usage = RowUsage(spec.life, self._memory.columns)
         self._candidates = Candidates(ops, spec.life) if spec.life.admit_after > 1 else None
@@ -83,20 +87,15 @@ class RowStore:
         """Numbers per row of a read: its values, then its echo if the rule has one."""
         return self.spec.width + self._echo_width
 
-    @property
-    def row_bytes(self) -> int:
-        """How much memory one row takes, its state included."""
-        return sum(layout.row_bytes for layout in self._layouts.values())
-
     def read(self, ids: Tensor, clock: int | None = None) -> Tensor:
         """Return (n, read_width) for ids (n,), int64, which may repeat; with a clock, this is a use of those rows.
 
         Ids without a row, candidates among them, read as the first values; reading makes no row.
         """
         self._require_ids(ids)
-        out = torch.empty((len(ids), self.read_width), dtype=self._dtype)
-        for piece in self._memory.pieces(len(ids)):
-            self._read(ids[piece].contiguous(), out[piece], clock)
+        out = torch.empty((ids.numel(), self.read_width), dtype=self._dtype)
+        for piece in self._memory.pieces(ids.numel()):
+            self._read(part_of(ids, piece).contiguous(), part_of(out, piece), clock)
         return out
 
     def use(self, ids: Tensor, clock: int) -> None:
@@ -112,7 +111,7 @@ class RowStore:
         Raises:
             UsageError: the memory budget or the disk does not suffice; nothing has changed.
         """
-        if not self._memory.has_room(sum(len(each) for each in ids)):
+        if not self._memory.make_room(sum(each.numel() for each in ids)):
             self._memory.reserve(self._ops.unique(torch.cat(list(ids)))[0])
 
     @torch.no_grad()
@@ -138,16 +137,14 @@ class RowStore:
         hyper = next((each.hyper for each in reversed(contributions) if each.hyper), self.hyper)
         num_rows = len(self)
         used_at = max(clock, *(each.clock for each in contributions))
-        for piece in self._memory.pieces(len(update.ids)):
+        for piece in self._memory.pieces(update.ids.numel()):
             self._update(update.part(piece), hyper[0], used_at)
         self.hyper = hyper
         if self._candidates is not None and admitted is not None:
             self._candidates.count(admitted)
-        self._done += RowStatistics(
-            num_admitted=len(self) - num_rows,
-            num_dropped=0 if admitted is None else admitted.num_dropped,
-            num_zeroed=num_zeroed,
-        )
+        num_admitted, num_dropped = len(self) - num_rows, 0 if admitted is None else admitted.num_dropped
+        if num_admitted or num_dropped or num_zeroed:
+            self._done += RowStatistics(num_admitted=num_admitted, num_dropped=num_dropped, num_zeroed=num_zeroed)
         return update.ids
 
     def advance(self, clock: int) -> Tensor:
@@ -156,10 +153,14 @@ class RowStore:
         First those last used more than `expire_after` clocks ago, as long as `floor` rows are left; then the least used
         ones in excess of `max_rows`.
         """
+        if not self._usage.limits:
+            return _NONE
         num_slots = self._memory.num_slots
         self._usage.fade(len(self), num_slots)
         expired = self._remove(self._usage.expired(clock, len(self), num_slots))
         evicted = self._remove(self._usage.surplus(len(self), num_slots))
+        if not expired.numel() + evicted.numel():
+            return expired
         self._done += RowStatistics(num_expired=len(expired), num_evicted=len(evicted))
         return torch.cat((expired, evicted))
 
@@ -219,11 +220,11 @@ class RowStore:
 
     def _read(self, ids: Tensor, out: Tensor, clock: int | None) -> None:
         slots = self._memory.find(ids)
-        self._memory.read_column(VALUES, slots, out[:, : self.spec.width])
+        self._memory.read_column(VALUES, slots, out[:, : self.spec.width] if self._echo else out)
         if self._echo:
             self._memory.read_column(state_name(self._echo.name), slots, out[:, self.spec.width :])
-        absent = (slots < 0).nonzero().view(-1)
-        if len(absent):
+        absent = _absent(slots)
+        if absent.numel():
             first = first_rows(self.spec.first, ids[absent], self.spec.width, self._dtype)
             echo = first.new_full((len(absent), self._echo_width), self._echo.fill if self._echo else 0.0)
             out[absent] = torch.cat((first, echo), 1)
@@ -234,17 +235,17 @@ class RowStore:
     def _update(self, update: Combined, hyper: Hyper, clock: int) -> None:
         """Update distinct rows; a rule that refuses leaves them as they were."""
         slots = self._memory.find(update.ids)
-        absent = (slots < 0).nonzero().view(-1)
+        absent = _absent(slots)
         values = torch.empty_like(update.gradient)
         self._memory.read_column(VALUES, slots, values)
-        if len(absent):
+        if absent.numel():
             values[absent] = first_rows(self.spec.first, update.ids[absent], self.spec.width, self._dtype)
         state: dict[str, Tensor] = {}
         for column in self._rule.columns:
-            state[column.name] = values.new_full((len(slots), column.elements(self.spec.width)), column.fill)
+            state[column.name] = values.new_full((slots.numel(), column.elements(self.spec.width)), column.fill)
             self._memory.read_column(state_name(column.name), slots, state[column.name])
         self._rule.update(values, update.gradient, state, hyper, update.echo)
-        if len(absent):
+        if absent.numel():
             slots[absent] = self._memory.add(update.ids[absent])
             self._usage.note_new(slots[absent], clock)
         self._memory.write_column(VALUES, slots, values)
@@ -255,6 +256,8 @@ class RowStore:
     def _remove(self, slots: Tensor) -> Tensor:
         """Remove rows, and return their ids."""
         ids = torch.empty_like(slots)
+        if not slots.numel():
+            return ids
         for piece in self._memory.pieces(len(slots)):
             ids[piece] = self._memory.ids_of(slots[piece])
             self._usage.note_removed(slots[piece])
@@ -272,7 +275,7 @@ class RowStore:
         self._require(bool(contributions), "got an update without contributions, expected at least one")
         for contribution in contributions:
             self._require_ids(contribution.ids)
-            num = len(contribution.ids)
+            num = contribution.ids.numel()
             self._require_rows("a gradient", contribution.gradient, num, self.spec.width)
             if contribution.echo is not None:
                 self._require_rows("an echo", contribution.echo, num, self._echo_width)
@@ -280,15 +283,21 @@ class RowStore:
             self._require(num_groups < 2, f"a push carries hyperparameters of {num_groups} groups, expected 1")
 
     def _require_ids(self, ids: Tensor) -> None:
-        fits = ids.dtype == torch.int64 and ids.dim() == 1
-        self._require(fits, f"got ids of shape {tuple(ids.shape)} and {ids.dtype}, expected (n,) and torch.int64")
+        if ids.dtype is not torch.int64 or ids.dim() != 1:
+            self._require(False, f"got ids of shape {tuple(ids.shape)} and {ids.dtype}, expected (n,) and torch.int64")
 
     def _require_rows(self, what: str, rows: Tensor, num: int, width: int) -> None:
-        self._require(
-            rows.shape == (num, width) and rows.dtype == self._dtype,
-            f"got {what} of shape {tuple(rows.shape)} and {rows.dtype}, expected {(num, width)} and {self._dtype}",
-        )
+        if rows.shape != (num, width) or rows.dtype is not self._dtype:
+            wanted = f"{(num, width)} and {self._dtype}"
+            self._require(False, f"got {what} of shape {tuple(rows.shape)} and {rows.dtype}, expected {wanted}")
 
     def _require(self, fits: bool, problem: str) -> None:
         if not fits:
             raise ProtocolBug(f"Row table '{self.spec.name}': {problem}.")
+
+
+def _absent(slots: Tensor) -> Tensor:
+    """Return the positions of slots that are -1."""
+    if slots.numel() and int(slots.min()) >= 0:  # mostly, and found out faster than where
+        return slots[:0]
+    return (slots < 0).nonzero().view(-1)

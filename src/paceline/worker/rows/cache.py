@@ -39,8 +39,7 @@ class CacheUses:
     def end_clock(self, clock: int) -> None:
         """Make the reports of a clock; a row is in them once, however often it was read."""
         ids, self._read = self._distinct(), []
-        order, counts = self.sharding.split(ids)
-        for server, places in enumerate(order.split(counts)):
+        for server, places in enumerate(self.sharding.split(ids)):
             if len(places):
                 self._reports.setdefault(server, []).append((clock, ids[places]))
 

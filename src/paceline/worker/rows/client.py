@@ -142,13 +142,13 @@ class RowClient:
             self.context.lock.check()
             if self._budgeted is not None:
                 state.refuse_hyper(hyper)
-                self._note_pushed(len(ids))
+                self._note_pushed(ids.numel())
                 pushed = self._budgeted.push(ids, rows)
                 self.throttle.wake()
                 return pushed
             self._wait_for_room()
             filtered = state.pipeline.sift(ids, rows, self.context.core.clock, self._values())
-            self._note_pushed(len(ids))
+            self._note_pushed(ids.numel())
             state.give_hyper(hyper)
             return self._send(filtered, count, expected)
 
@@ -181,7 +181,7 @@ class RowClient:
         keys = state.keys(server, ids, sent=with_ids)
         body = ids_body(ids) if keys.sent else EMPTY
         plain = state.spec.width * state.down.dtype.itemsize
-        requested = WireBytes(1, len(body), len(keys.digest), 0, ID_BYTES * len(ids), plain * len(ids))
+        requested = WireBytes(1, len(body), len(keys.digest), 0, ID_BYTES * keys.num, plain * keys.num)
         state.traffic += RowTraffic(pulled=requested)
         self.context.send(server, RowPullFrame(pull, keys), body)
 
@@ -193,11 +193,12 @@ class RowClient:
         reading, state = self._reads.get(effect.request), self.state
         if reading is None:
             return
-        unpacked = state.down.unpack(body, len(reading.requested[effect.server]), with_ids=False)
+        unpacked = state.down.unpack(body, reading.requested[effect.server].numel(), with_ids=False)
         state.traffic += RowTraffic(pulled=WireBytes(value_bytes=len(body)))
-        ids = self._reads.install(effect, unpacked)
+        self._reads.install(effect, unpacked)
         if state.cache is not None:
-            state.cache.install(effect.server, ids, unpacked.together, effect.clock, effect.settled, effect.includes)
+            ids, rows = reading.ids_for(effect.server), unpacked.together
+            state.cache.install(effect.server, ids, rows, effect.clock, effect.settled, effect.includes)
 
     def forget(self, effect: Forget) -> None:
         """Drop all cached rows."""
@@ -340,8 +341,7 @@ class RowClient:
         """Return the clock that the deliveries of each id's server have reached."""
         clocks = torch.full((len(ids),), -1)
         if self.state.is_delivered:
-            order, counts = self.sharding.split(ids)
-            for server, places in enumerate(order.split(counts)):
+            for server, places in enumerate(self.sharding.split(ids)):
                 clocks[places] = self._core_reads.reached(server)
         return clocks
 
@@ -351,8 +351,7 @@ class RowClient:
             return
         ids = ids[~torch.isin(ids, self._reads.ids())]  # those were requested again
         core = self.context.core
-        order, counts = self.sharding.split(ids)
-        for server, places in enumerate(order.split(counts)):
+        for server, places in enumerate(self.sharding.split(ids)):
             for part in places.split(MAX_IDS) if len(places) else ():
                 unsubscribe = Unsubscribe(core.settings.sender, self.name, core.next_request)
                 self.context.send(server, unsubscribe, ids_body(ids[part]))
@@ -390,17 +389,25 @@ class RowClient:
         state, echo = self.state, self._echo(filtered.ids)
         everywhere = state.counts_everyone
         if self.sharding.num_servers == 1:
-            if not (everywhere or len(filtered.ids)):
+            if not (everywhere or filtered.ids.numel()):
                 return {}
             return {0: RowPushPart(filtered.ids, filtered.encoded, echo, state.hyper_for(0))}
-        order, counts = self.sharding.split(filtered.ids)
         return {
             server: RowPushPart(
-                filtered.ids[at], filtered.encoded[at], None if echo is None else echo[at], state.hyper_for(server)
+                filtered.ids.index_select(0, at),
+                self._rows_at(filtered.encoded, at),
+                None if echo is None else self._rows_at(echo, at),
+                state.hyper_for(server),
             )
-            for server, at in enumerate(order.split(counts))
-            if everywhere or len(at)
+            for server, at in enumerate(self.sharding.split(filtered.ids))
+            if everywhere or at.numel()
         }
+
+    def _rows_at(self, rows: Tensor, places: Tensor) -> Tensor:
+        """Return copies of some rows of a matrix."""
+        out = rows.new_empty((places.numel(), rows.shape[1]))
+        self.ops.gather(rows, places, out)
+        return out
 
     def _echo(self, ids: Tensor) -> Tensor | None:
         """Return the echoes of these rows as the user read them, NaN for rows that were not read."""
@@ -420,8 +427,7 @@ class RowClient:
         if push.change is None:
             return
         refused = torch.ones(len(push.change.ids), dtype=torch.bool)
-        order, counts = self.sharding.split(push.change.ids)
-        for server, places in enumerate(order.split(counts)):
+        for server, places in enumerate(self.sharding.split(push.change.ids)):
             refused[places] = server not in push.answers.applied_on
         self.state.pipeline.undo(push.change.part(refused))
 
@@ -435,11 +441,13 @@ class RowClient:
         """Wait until few enough pushes are in flight, without those held until this worker finishes its clock."""
         name, core = self.name, self.context.core
         num_held = self._pushes.num_held(core.clock)
-        self.context.lock.wait(
-            lambda: may_push(core, name) and len(self._pushes) - num_held < MAX_UNDER_WAY,
-            f"servers to apply earlier pushes of table '{name}'",
-            About(f"push {name}", name, core.oldest_push(name) + 1),
-        )
+
+        def has_room() -> bool:
+            return may_push(core, name) and len(self._pushes) - num_held < MAX_UNDER_WAY
+
+        if not has_room():  # what the wait is about takes a look at all pushes
+            about = About(f"push {name}", name, core.oldest_push(name) + 1)
+            self.context.lock.wait(has_room, f"servers to apply earlier pushes of table '{name}'", about)
 
     def _make_budgeted(self, settings: Managed) -> BudgetedRows:
         """Create the queue of pushes that wait for a budget."""

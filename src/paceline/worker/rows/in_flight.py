@@ -50,7 +50,8 @@ class RowReadInFlight:
 
     def ids_for(self, server: int) -> Tensor:
         """Return the ids requested from a server."""
-        return self.ids[self.requested[server]]
+        places = self.requested[server]
+        return self.ids if is_all(places, self.ids) else self.ids.index_select(0, places)
 
     def holds(self, rows: Tensor) -> bool:
         """Return whether these rows share the memory of this read."""
@@ -62,6 +63,11 @@ class RowReadInFlight:
         for server in servers:
             kept[self.requested[server]] = False
         return self.ids[kept]
+
+
+def is_all(places: Tensor, ids: Tensor) -> bool:
+    """Return whether these positions in `ids`, of the ids of a server, are all there are, in their order."""
+    return places.numel() == ids.numel()
 
 
 @dataclass(slots=True)
@@ -87,23 +93,22 @@ class RowReadsInFlight:
         """
         cache = state.cache
         rows: Tensor | None = None
-        clocks = torch.full((len(ids),), UNKNOWN)
+        clocks = torch.full((ids.numel(),), UNKNOWN)
         if state.reads_are_fixed and cache is not None:
             rows, clocks = cache.read(ids)[0], cache.clocks(ids)
         elif cache is None:
-            rows = torch.empty((len(ids), state.down.full_width), dtype=state.down.dtype)
+            rows = torch.empty((ids.numel(), state.down.full_width), dtype=state.down.dtype)
         reading = RowReadInFlight(state.spec.name, needs, ids, rows, clocks)
-        order, counts = self.sharding.split(ids)
         fetch: list[int] = []
         deliver: list[int] = []
-        for server, places in enumerate(order.split(counts)):
+        for server, places in enumerate(self.sharding.split(ids)):
             brought = False
             if cache is not None and not refresh:
                 clocks = cache.clocks(ids[places])
                 lacking = clocks < (needs if delivered[server] < needs else 0)
                 places = places[lacking]
                 brought = state.is_delivered and bool((clocks[lacking] > UNKNOWN).all())
-            if len(places):
+            if places.numel():
                 reading.requested[server] = places
                 (deliver if brought else fetch).append(server)
         return reading, WantRows(state.spec.name, needs, tuple(fetch), tuple(deliver))
@@ -124,16 +129,15 @@ class RowReadsInFlight:
         """Return a read in flight, None if it has ended."""
         return self._under_way.get(request)
 
-    def install(self, effect: Install, unpacked: RowBody) -> Tensor:
-        """Store the answer of a server to a read; return the ids that it contains."""
+    def install(self, effect: Install, unpacked: RowBody) -> None:
+        """Store the answer of a server to a read."""
         reading = self._under_way[effect.request]
         places = reading.requested[effect.server]
-        reading.clocks[places] = effect.clock
-        if reading.rows is not None and len(places) == len(reading.ids) and self.sharding.num_servers == 1:
-            reading.rows = unpacked.together  # all of them, in the order of the ids
+        reading.clocks.index_fill_(0, places, effect.clock)
+        if reading.rows is not None and is_all(places, reading.ids):
+            reading.rows = unpacked.together
         elif reading.rows is not None:
             self.sharding.ops.scatter(reading.rows, places, unpacked.together)
-        return reading.ids[places]
 
     def finish(self, done: ReadDone) -> None:
         """End a read."""
@@ -182,7 +186,7 @@ class RowPush:
             return
         keys = self.state.keys(server, part.ids, sent=with_ids)
         body = self.state.up.pack(part.ids if keys.sent else None, part.encoded, part.echo)
-        key_bytes = ID_BYTES * len(part.ids) if keys.sent else 0
+        key_bytes = ID_BYTES * keys.num if keys.sent else 0
         self.state.traffic += RowTraffic(pushed=WireBytes(1, key_bytes, len(keys.digest), len(body) - key_bytes))
         send(server, RowPushFrame(self.push, self.count, part.hyper, keys, self.expected), body)
 

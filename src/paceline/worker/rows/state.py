@@ -113,9 +113,9 @@ class RowTableState:
 
     def keys(self, server: int, ids: Tensor, *, sent: bool = False) -> Keys:
         """Return how ids travel: as a digest where the server keeps the list, unless they must be `sent`."""
-        lists = self._lists.get(server) or key_lists_of(self.spec.filters)
+        lists = self._lists.get(server) or (key_lists_of(self.spec.filters) if self.spec.filters else None)
         if lists is None:
-            return Keys(len(ids), b"", sent=True)
+            return Keys(ids.numel(), b"", sent=True)
         self._lists[server] = lists
         name = digest(self.spec.name, server, ids)
         if not sent and lists.get(name) is not None:

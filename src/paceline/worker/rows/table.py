@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -134,11 +135,12 @@ class RowTable:
             DeadlineExceeded: the rows did not become fresh enough in time.
             PeerError: a server is gone, or this worker was given up.
         """
-        with torch.inference_mode(mode=False):
+        with torch.inference_mode(mode=False):  # see `pull_later`
             keys, most = self.keys(ids), self._most_together
-        started = (self._start(part, refresh=refresh, exact=exact, ahead=0) for part in keys.view(-1).split(most))
-        parts = [self.finish(future) for future in started]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(*keys.shape, self.width)
+            if keys.numel() <= most:
+                return self.finish(self._start(keys, refresh=refresh, exact=exact, ahead=0))
+            started = (self._start(part, refresh=refresh, exact=exact, ahead=0) for part in keys.view(-1).split(most))
+            return torch.cat([self.finish(future) for future in started]).view(*keys.shape, self.width)
 
     def pull_later(self, ids: Ids, *, refresh: bool | None = None, ahead: int = 0) -> RowFuture:
         """Request rows without blocking.
@@ -151,7 +153,9 @@ class RowTable:
                 in between where servers wait for those (bsp), and where this worker adds them itself (cache=True with
                 addition or plain SGD).
         """
-        return self._start(ids, refresh=refresh, exact=False, ahead=ahead)
+        # Other threads write to tensors made here, which torch forbids for those made in inference mode.
+        with torch.inference_mode(mode=False):
+            return self._start(self.keys(ids), refresh=refresh, exact=False, ahead=ahead)
 
     def push(
         self, ids: Ids, rows: Rows, *, samples: float = 1.0, hyper: tuple[Hyper, ...] = (), expected: float = 0.0
@@ -178,20 +182,22 @@ class RowTable:
         """
         with self.meter.communicating():
             keys = self.keys(ids)
+            num = keys.numel()
             values = self._values(rows, keys)
             if self.spec.nonfinite == "zero":
                 values = values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
             distinct, inverse = self.client.ops.unique(keys.view(-1))
-            if len(distinct) < len(inverse):
-                values = self.client.ops.sum_rows(values, inverse, len(distinct))
+            num_rows = distinct.numel()
+            if num_rows < num:
+                values = self.client.ops.sum_rows(values, inverse, num_rows)
             # Of sums: there are fewer, and none of NaN or infinity is finite.
             problem = self._objection(distinct, values)
             if problem:
                 return self._watched(finished_push(PushOutcome(applied=False, reason=problem)))
-            self._require_bounded(len(distinct))
-            if len(distinct) == len(inverse):
+            self._require_bounded(num_rows)
+            if num_rows == num:
                 values = values.clone()  # the caller's memory may have other numbers when it is sent again
-            count = as_count(samples, self._here())
+            count = samples if type(samples) is float and 0 <= samples < inf else as_count(samples, self._here())
             return self._watched(self.client.push(distinct, values, count=count, hyper=hyper, expected=expected))
 
     def flush(self) -> Future[PushOutcome]:
@@ -330,32 +336,44 @@ class RowTable:
         rows, clocks = found[0] if len(found) == 1 else tuple(torch.cat(parts) for parts in zip(*found, strict=True))
         waited_s = time.monotonic() - began
         if future.clock >= 0:
-            contained = (clocks - self.client.state.deferral.hold).clamp(min=0)  # as `Deferral.contained`, for each
-            self.meter.note_row_read(self.name, future.clock, contained, waited_s)
-        values = rows[:, : self.width].contiguous()
+            self.meter.note_row_read(self.name, future.clock, self._contained(clocks), waited_s)
+        values = rows if rows.shape[1] == self.width else rows[:, : self.width].contiguous()
         if future.inverse is not None:
-            distinct, values = values, values.new_empty((len(future.inverse), self.width))
+            distinct, values = values, values.new_empty((future.inverse.numel(), self.width))
             self.client.ops.gather(distinct, future.inverse, values)
         return values.view(*future.shape, self.width)
 
-    def _start(self, ids: Ids, *, refresh: bool | None, exact: bool, ahead: int) -> RowFuture:
-        # Other threads write to tensors made here, which torch forbids for those made in inference mode.
-        with self.meter.communicating(), torch.inference_mode(mode=False):
-            keys = self.keys(ids)
+    def _contained(self, clocks: Tensor) -> dict[int, int]:
+        """Count rows by the clock below which they contain every update."""
+        if not clocks.numel():
+            return {}
+        contained = self.client.state.deferral.contained
+        lowest, highest = (int(bound) for bound in clocks.aminmax())
+        if contained(highest) == contained(lowest):  # mostly, and found out faster than by counting
+            return {contained(lowest): clocks.numel()}
+        nums: dict[int, int] = {}
+        for more, num in enumerate((clocks - lowest).bincount().tolist()):
+            if num:
+                nums[contained(lowest + more)] = nums.get(contained(lowest + more), 0) + num
+        return nums
+
+    def _start(self, keys: Tensor, *, refresh: bool | None, exact: bool, ahead: int) -> RowFuture:
+        with self.meter.communicating():
             distinct, inverse = self.client.ops.unique(keys.view(-1))
+            num, most = distinct.numel(), self._most_a_read
             clock = self.node.clock + ahead
             needs = clock if exact else self.client.state.deferral.needs(clock)
             # Pushes that other workers held back until a barrier are of clocks that cached rows need not contain.
             late = exact and self.client.has_budget
             asks = (late or not self.client.state.is_lazy) if refresh is None else refresh
-            if len(distinct) > self._most_together:
+            if num > _MOST_READS * most:
                 raise UsageError(
-                    f"{self._here()}: {len(distinct)} rows are asked for at once, expected at most "
-                    f"{self._most_together}: ask for some at a time."
+                    f"{self._here()}: {num} rows are asked for at once, expected at most {_MOST_READS * most}: "
+                    "ask for some at a time."
                 )
-            parts = distinct.split(self._most_a_read)
+            parts = distinct.split(most) if num > most else (distinct,)
             reading, *further = [self.client.start_read(part, needs, refresh=asks) for part in parts]
-        repeats = inverse if len(distinct) < len(inverse) else None
+        repeats = inverse if num < keys.numel() else None
         return RowFuture(self, tuple(keys.shape), repeats, reading, -1 if exact else clock, tuple(further))
 
     @property
@@ -369,13 +387,15 @@ class RowTable:
 
     def keys(self, ids: Ids) -> Tensor:
         """Return ids as a contiguous tensor of int64 in main memory; raises UsageError for invalid ids."""
+        if type(ids) is Tensor and ids.dtype is torch.int64 and ids.is_cpu and ids.layout is torch.strided:
+            return ids.contiguous()
         return row_ids(ids, self._here())
 
     def _values(self, rows: Rows, keys: Tensor) -> Tensor:
         """Return rows as a flat tensor of the table's dtype, one row an id."""
         values = as_values(rows, torch_dtype(self.spec), self._here(), "a push of rows")
         expected = (*keys.shape, self.width)
-        if tuple(values.shape) != expected and (keys.numel() or values.numel()):
+        if values.shape != expected and (keys.numel() or values.numel()):
             raise UsageError(
                 f"{self._here()}: rows have shape {tuple(values.shape)}, expected {expected}, which is that of the ids "
                 f"and {self.width} numbers a row."
