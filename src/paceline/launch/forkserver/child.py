@@ -24,6 +24,7 @@ from typing import Final
 
 from paceline.job.environment import find_launcher, import_folders, replace_all
 from paceline.launch.entry import EXIT_CODE, die_with_launcher
+from paceline.launch.forkserver.ending import QuickEnd
 from paceline.launch.forkserver.subreaper import wait_adopted
 
 KNOWN_MODULES: Final = {"numpy", "paceline", "torch", *sys.stdlib_module_names}
@@ -201,14 +202,16 @@ class ForkedProcess:
 def main() -> None:
     """Fork processes until the launcher wants no more; returns in each of them when it has run its module."""
     die_with_launcher()
+    ending = QuickEnd()
     with socket.socket(fileno=os.dup(sys.stdin.fileno())) as requests:
         preload(sys.argv[-2], Path(sys.argv[-1]))
+        ending.prepare()
         if not may_fork():
             return
         requests.sendall(READY)
         forked = serve_requests(requests)
     if forked is not None:
-        forked.run_command()
+        ending.run(forked.run_command)
 
 
 def preload(module: str, script: Path) -> None:
