@@ -408,6 +408,7 @@ class Supervisor:
         self._since_start = Stopwatch(now=self._now)
         for launch in launches:
             self._start(launch)
+            self._met = self._met or self._rendezvous.poll()  # the first workers join while the last are started
 
     def _start_left_s(self) -> float:
         """Return for how long servers may still be starting; time in which the job was stopped does not count."""
