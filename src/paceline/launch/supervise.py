@@ -217,6 +217,7 @@ class SupervisionConfig:
     start_timeout_s: float
     grace_s: float
     run_dir: Path  # where workers are told that they are to end at once, or that a server is lost
+    meets_early: bool = False  # the first workers join while the last are started, which find the addresses themselves
 
 
 @final
@@ -408,7 +409,8 @@ class Supervisor:
         self._since_start = Stopwatch(now=self._now)
         for launch in launches:
             self._start(launch)
-            self._met = self._met or self._rendezvous.poll()  # the first workers join while the last are started
+            if self._config.meets_early:
+                self._met = self._met or self._rendezvous.poll()
 
     def _start_left_s(self) -> float:
         """Return for how long servers may still be starting; time in which the job was stopped does not count."""
