@@ -149,6 +149,20 @@ def test_it_ends_as_its_script_does(
         assert stderr.splitlines()[-1] == "ValueError: boom"
 
 
+def test_what_a_script_leaves_to_the_end_of_python_is_done(fork_server: ForkServer, tmp_path: Path) -> None:
+    text = """
+import os, sys
+class Ends:
+    def __del__(self, write=os.write): write(1, b"ended\\n")
+sys.kept = Ends(), open(sys.argv[1], "w")
+sys.kept[1].write("all")
+"""
+    written = tmp_path / "file"
+
+    assert end(fork_server.start(plan(write_script(tmp_path, text), str(written)))) == (0, "ended\n", "")
+    assert written.read_text() == "all"
+
+
 def test_the_folders_of_a_server_are_those_of_python_m(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/scripts:/ours")
     monkeypatch.setattr(sys, "path", ["/scripts", "/ours", "/lib", "/lib/site"])

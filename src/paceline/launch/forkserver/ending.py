@@ -5,6 +5,7 @@ others, so that the kernel copies them first: a fifth of a second of a core for 
 """
 
 import atexit
+import ctypes
 import gc
 import io
 import os
@@ -20,7 +21,7 @@ class QuickEnd:
     """Ends a forked process when all that Python calls at exit was called, unless something is left to Python's end."""
 
     def __init__(self) -> None:
-        """Plan it; to be called before others register what is called at exit, as the first registered is called last."""
+        """Plan it; to be called before others register calls for the exit, as the first registered is called last."""
         self._code: int | None = None
         self._shared: set[str] = set()
         atexit.register(self._end)
@@ -48,6 +49,7 @@ class QuickEnd:
         try:
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
+            ctypes.CDLL(None).fflush(None)  # what libraries have written
         except (OSError, ValueError, AttributeError):  # full, closed, or none: Python knows what to do and to say
             return
         os._exit(self._code)
@@ -59,9 +61,10 @@ def _exit_code(code: object) -> int:
 
 
 def _libraries() -> set[str]:
-    """Return the modules of this process that are compiled."""
+    """Return the compiled modules of this process, but for Python's own."""
     loaders = {name: getattr(getattr(module, "__spec__", None), "loader", None) for name, module in sys.modules.items()}
-    return {name for name, loader in loaders.items() if isinstance(loader, ExtensionFileLoader)}
+    compiled = {name for name, loader in loaders.items() if isinstance(loader, ExtensionFileLoader)}
+    return compiled - sys.stdlib_module_names
 
 
 def _something_ends(objects: Sequence[object]) -> bool:
@@ -75,4 +78,4 @@ def _has_end(kind: type) -> bool:
 
 
 def _is_ours(kind: type) -> bool:
-    return kind.__module__.startswith("paceline.") or issubclass(kind, socket.socket)  # the kernel closes sockets
+    return str(kind.__module__).startswith("paceline.") or issubclass(kind, socket.socket)  # the kernel closes sockets
