@@ -32,7 +32,7 @@ ENVIRONMENT = child_environment(2, 2)
 def open_fork_server(folder: Path) -> tuple[ForkServer, Process]:
     """A fork server for the script in this folder, which need not exist, and its process."""
     fork_server = ForkServer(
-        fork_server_environment(ENVIRONMENT, folder), folder, "paceline.api.script", folder / "script.py"
+        fork_server_environment(ENVIRONMENT, folder), folder, "paceline.api.preloaded", folder / "script.py"
     )
     return fork_server, fork_server.start_server(fork_server.launch)
 

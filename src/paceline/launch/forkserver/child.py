@@ -218,13 +218,14 @@ def preload(module: str, script: Path) -> None:
     """Import what workers and servers do, from where a script would: its folder is on PYTHONPATH, ours is left out."""
     if not sys.flags.safe_path:
         del sys.path[0]
+    gc.disable()  # imports leave little garbage, and to look for it takes a fifth of their time
     import torch
 
     importlib.import_module(module)
     if may_make_optimizers(script):
         torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer imports as much again
-    gc.collect()
     gc.freeze()  # so that collections do not touch, and thereby copy, what all processes share
+    gc.enable()
 
 
 def may_fork() -> bool:
