@@ -76,7 +76,7 @@ def test_the_exit_code_is_pythons(
     assert run_to_end(program, at_exit) == code
 
 
-def test_the_fork_server_itself_ends_as_python_does(at_exit: list[Callable[[], None]]) -> None:
+def test_a_fork_server_that_forks_nothing_ends_as_python_does(at_exit: list[Callable[[], None]]) -> None:
     QuickEnd()
 
     at_exit[0]()  # and raises nothing

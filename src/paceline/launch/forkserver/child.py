@@ -151,8 +151,7 @@ def main() -> None:
             return
         requests.sendall(READY)
         forked = serve_requests(requests)
-    if forked is not None:
-        ending.run(forked.run_command)
+    ending.run(lambda: None if forked is None else forked.run_command())
 
 
 def preload(module: str, script: Path) -> None:
