@@ -487,18 +487,21 @@ class Supervisor:
 
     def _conclude(self) -> int:
         ending = self._ending
-        if ending is not None and ending.culprit is not None:
-            self._quote(ending.culprit)
         if ending is None:
             return self._exits.conclude()
-        if not (ending.told and self._console.shows(ending.told)):
+        if ending.culprit is not None:
+            self._quote(ending.culprit, ending)
+        if not self._shows(ending):
             self._console.announce(ending.reason)
         return ending.code
 
-    def _quote(self, culprit: Member) -> None:
+    def _quote(self, culprit: Member, ending: Ending) -> None:
         if culprit.launch.has_terminal:  # where its words stand already
             return
-        if not culprit.last_lines:
+        if culprit.last_lines:
+            self._console.quote(culprit.name, tuple(culprit.last_lines))
+        elif not self._shows(ending):  # else the last line says what happened, and remains the last
             self._console.announce(f"{culprit.name} wrote nothing to stderr")
-            return
-        self._console.quote(culprit.name, tuple(culprit.last_lines))
+
+    def _shows(self, ending: Ending) -> bool:
+        return bool(ending.told) and self._console.shows(ending.told)
