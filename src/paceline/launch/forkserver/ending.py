@@ -1,7 +1,7 @@
 """How a forked process ends: as Python does, without unloading what it shares where that would show nowhere.
 
 At its end Python takes every module apart. In a forked process that writes to the pages which it shares with the
-others, so that the kernel copies them first: a fifth of a second of a core for each process of a job.
+others, so that the kernel copies them first: four tenths of a second of a core for each worker.
 """
 
 import atexit
