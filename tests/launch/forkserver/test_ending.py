@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from paceline.launch.forkserver import ending
@@ -119,7 +120,7 @@ def test_a_library_that_the_script_loads_leaves_the_end_to_python(
     at_exit: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load() -> None:
-        monkeypatch.setitem(sys.modules, "another_library", sys.modules["msgspec._core"])
+        monkeypatch.setitem(sys.modules, "another_library", msgspec._core)
 
     assert run_to_end(load, at_exit) is None
 
