@@ -3,7 +3,10 @@
 Every public name is here; modules that need torch are imported at first use.
 """
 
+import gc
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from paceline.version import __version__ as __version__
@@ -121,8 +124,19 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
     if name in _MODULES:
-        return import_module(_MODULES[name])
-    return getattr(import_module(_HOMES.get(name, "paceline.api.script")), name)
+        return _load(_MODULES[name])
+    return getattr(_load(_HOMES.get(name, "paceline.api.script")), name)
+
+
+def _load(module: str) -> ModuleType:
+    """Import a module; garbage is not looked for meanwhile, as each look would go through all that torch has made."""
+    if module in sys.modules or not gc.isenabled():
+        return import_module(module)
+    gc.disable()
+    try:
+        return import_module(module)
+    finally:
+        gc.enable()
 
 
 def __dir__() -> list[str]:

@@ -27,7 +27,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Alone]:
     environment = {**child_environment(1, 1), "OMP_NUM_THREADS": "1"}
     folder = tmp_path_factory.mktemp("forkserver")
     fork_server = ForkServer(
-        fork_server_environment(environment, EXAMPLES), folder, "paceline.api.script", EXAMPLES / "one_line.py"
+        fork_server_environment(environment, EXAMPLES), folder, "paceline.api.preloaded", EXAMPLES / "one_line.py"
     )
     process = fork_server.start_server(fork_server.launch)
     assert process.stdout is not None

@@ -39,5 +39,5 @@ def test_the_last_data_server_is_named_when_it_is_gone(tmp_path: Path) -> None:
     assert code == 1
     assert run.saying("found") == ["[worker 0] found [0, 2] made elsewhere: True"]
     assert len(run.saying("more")) < 10, "what was made ahead, and nothing else"
-    assert run.told()[-2] == "paceline: data server 0 was killed by SIGKILL; no data server is left, and the run stops"
+    assert run.told()[-1] == "paceline: data server 0 was killed by SIGKILL; no data server is left, and the run stops"
     assert "Traceback" not in run.output

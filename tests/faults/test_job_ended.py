@@ -71,7 +71,7 @@ def test_kill_9_of_a_server_ends_the_job_with_its_name(tmp_path: Path) -> None:
 
         assert run.end(FAILS_WITHIN_S) == 1
         assert time.monotonic() - began_s < FAILS_WITHIN_S
-        assert run.told()[-2] == "paceline: server 1 was killed by SIGKILL; the run ends"
+        assert run.told()[-1] == "paceline: server 1 was killed by SIGKILL; the run ends"
 
 
 def spec_of(run: Run) -> str:

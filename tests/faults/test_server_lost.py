@@ -43,7 +43,7 @@ def test_after_kill_9_of_a_server_every_worker_saves_its_model(transport: str, t
         assert all("server 1 is lost:" in line and "was killed by SIGKILL" in line for line in caught)
         assert run.end() == 1
         assert_saved(tmp_path, run)
-        assert run.told()[-2] == "paceline: server 1 was killed by SIGKILL; the run ends"
+        assert run.told()[-1] == "paceline: server 1 was killed by SIGKILL; the run ends"
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])

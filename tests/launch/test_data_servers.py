@@ -102,7 +102,7 @@ def test_when_none_is_left_or_enough_were_lost_the_run_ends(
     result = launch(script, num_workers=1, num_data_servers=2, policy=policy)
 
     assert result.code == 1
-    assert reason in without_pids(result.stderr).splitlines()[-2]
+    assert reason in without_pids(result.stderr).splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,8 @@ class Member:
 
     def reap(self) -> int | None:
         has_ended = self.is_told or (self.machine.listens and self.launch.role == "worker")
-        return -9 if self.is_killed else 0 if has_ended else None
+        code = self.machine.worker_code if self.launch.role == "worker" else 0
+        return -9 if self.is_killed else code if has_ended else None
 
     def signal(self, number: int) -> None: ...
 
@@ -53,6 +54,7 @@ class Machine:
     waits_s: deque[float]
     now_s: float = 1000.0
     members: list[Member] = field(default_factory=list[Member])
+    worker_code: int = 0
 
     @property
     def listens(self) -> bool:
@@ -97,7 +99,18 @@ def run(machine: Machine, folder: Path) -> int:
 def test_servers_have_a_time_to_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(Machine(deque([0.25] * 121)), tmp_path) == 1
 
-    assert "server 0 did not say where it listens within 30 s (missing: server 0)" in capsys.readouterr().err
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith("server 0 did not say where it listens within 30 s (missing: server 0)")
+
+
+def test_the_last_line_of_a_run_whose_worker_wrote_nothing_says_what_happened(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = Machine(deque(), worker_code=3)
+
+    assert run(machine, tmp_path) == 3
+
+    assert capsys.readouterr().err.splitlines()[-1].endswith("worker 0 ended with exit code 3; the run stops")
 
 
 def test_time_in_which_the_job_was_stopped_does_not_count(tmp_path: Path) -> None:

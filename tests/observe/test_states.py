@@ -107,6 +107,11 @@ def test_a_dead_worker_is_not_the_slowest_and_has_no_rate(stage: Stage) -> None:
     )
 
 
+def test_a_script_without_samples_has_no_rate_of_them(stage: Stage) -> None:
+    stage.write(0, Step(0.0, 0, 0, 0, 1.0, 0.0, 1.0))
+    assert "samples/s" not in plain_line(stage.rows(100.0)[:1], 1.0)
+
+
 def test_a_worker_that_was_started_again_takes_part_again(stage: Stage) -> None:
     stage.step(0, 6)
     stage.step(1, 2)

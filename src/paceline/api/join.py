@@ -23,9 +23,11 @@ from paceline.job.credentials.holders import Holder
 from paceline.job.environment import (
     Place,
     allows_plain_collectives,
+    asked_servers,
     checks_memory,
     claim_place,
     find_place,
+    inherited,
     inherited_from,
     is_serving,
     wait_timeout_s,
@@ -33,10 +35,8 @@ from paceline.job.environment import (
 from paceline.job.spec import ClusterSpec, wait_spec
 from paceline.job.strategy import Distribution
 from paceline.launch.preemption import ABORT_MARKER_NAME, PreemptionNotice
-from paceline.launch.rendezvous.join import join_started_job
-from paceline.launch.rendezvous.roster import START_TIMEOUT_S
+from paceline.launch.rendezvous.detect import detect
 from paceline.observe.trace import trace_path
-from paceline.server.node import EmbeddedServer
 from paceline.transport.base import Transport
 from paceline.transport.memory import MemoryTransport
 from paceline.wire.messages import Hello
@@ -46,6 +46,7 @@ from paceline.worker.waits import Waits
 if TYPE_CHECKING:
     from paceline.data.sources.declared import BatchRecipe
     from paceline.data.sources.reader import Reader
+    from paceline.launch.rendezvous.join import JoinedJob
 
 
 @dataclass(slots=True)
@@ -91,13 +92,15 @@ def start(*, transport: Transport | None = None, place: Place | None = None, ser
             f"process {os.getpid()} was started by a worker (process {owner}), whose place it does not take: it trains "
             "alone, with a server of its own"
         )
-    stay = join_started_job(servers) if place is None and owner is None else None
+    stay = _join_started_job(servers) if place is None and owner is None else None
     place = place if stay is None else stay.place
     if place is None:
         return _noted(_embed())
     with ExitStack() as undo:
         if stay is not None:
             undo.callback(stay.close, politely=False)
+        from paceline.launch.rendezvous.roster import START_TIMEOUT_S
+
         spec = wait_spec(place.spec_path, START_TIMEOUT_S)
         session = join(spec, place, transport or make_transport(spec, Holder("worker", place.rank)))
         undo.pop_all()
@@ -105,6 +108,15 @@ def start(*, transport: Transport | None = None, place: Place | None = None, ser
     claim_place()
     _process.has_joined = True
     return _noted(session)
+
+
+def _join_started_job(servers: str | None) -> JoinedJob | None:
+    """Enter the job of another launcher, if there is one: only then is what that takes imported."""
+    if servers is None and asked_servers() is None and detect(inherited()) is None:
+        return None
+    from paceline.launch.rendezvous.join import join_started_job
+
+    return join_started_job(servers)
 
 
 def _noted(session: Session) -> Session:
@@ -187,6 +199,8 @@ def _readers(spec: ClusterSpec, place: Place, transport: Transport, waits: Waits
 
 def _embed() -> Session:
     """Start one server in this process and join it as the only worker."""
+    from paceline.server.node import EmbeddedServer
+
     transport = MemoryTransport()
     with ExitStack() as undo:
         server = EmbeddedServer.start(transport, checks_memory=checks_memory())

@@ -5,4 +5,4 @@ from typing import Final
 
 from paceline.launch.plan import Programs
 
-PROGRAMS: Final = Programs(threads=(sys.executable, "-m", "paceline.api.threads"), preloaded="paceline.api.script")
+PROGRAMS: Final = Programs(threads=(sys.executable, "-m", "paceline.api.threads"), preloaded="paceline.api.preloaded")

@@ -1,4 +1,7 @@
-"""The calls of a training script. Each uses the session of this process, which `init` makes."""
+"""The calls of a training script. Each uses the session of this process, which `init` makes.
+
+What only one of these calls needs is imported by that call.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,22 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from paceline.api.join import open_session, start, thread_session
 from paceline.api.session import Session
-from paceline.core.consistency import Consistency
-from paceline.data.partition import DataCut, Key, Partition
-from paceline.data.sharding import shard_source
-from paceline.data.slicing import slice_source
 from paceline.errors import UsageError
-from paceline.model_parallel.parallelize import ParallelizeOptions, keep_part
-from paceline.training.arguments import Policy, check_distributed, choose_strategy
-from paceline.training.parameter_server import ParameterServer
-from paceline.training.strategy import Distributed, Settings
-from paceline.update.table import NonFinite, Scale
 from paceline.worker.validation import as_number, brief
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from paceline.core.consistency import Consistency
+    from paceline.data.partition import Key, Partition
     from paceline.model_parallel.layers import Placement
     from paceline.model_parallel.losses import Loss, Reduction
     from paceline.model_parallel.parallelize import Parallel
     from paceline.model_parallel.pipeline import Schedule
+    from paceline.training.arguments import Policy
+    from paceline.training.strategy import Distributed
+    from paceline.update.table import NonFinite, Scale
 
 _Source = TypeVar("_Source")
 
@@ -275,6 +274,10 @@ def shard(
         >>> sorted(paceline.shard(["a", "b", "c"], shuffle=True, partition="contiguous"))
         ['a', 'b', 'c']
     """
+    from paceline.data.partition import DataCut
+    from paceline.data.sharding import shard_source
+    from paceline.data.slicing import slice_source
+
     session, cut = current(), DataCut(partition, shuffle, key)
     sharding = session.sharding(seed)
     if slices != 1:
@@ -337,6 +340,8 @@ def parallelize(
         >>> isinstance(model.forward_backward(torch.ones(4, 2), torch.ones(4, 1)), float)
         True
     """
+    from paceline.model_parallel.parallelize import ParallelizeOptions, keep_part
+
     session = current()
     asked = ParallelizeOptions(
         pipeline, tensor, data, micro_batches, schedule, recompute, balance, placement, reduction
@@ -406,6 +411,10 @@ def distributed(
         >>> model(torch.ones(2)).sum().backward()
         >>> optimizer.step()
     """
+    from paceline.training.arguments import check_distributed, choose_strategy
+    from paceline.training.parameter_server import ParameterServer
+    from paceline.training.strategy import Settings
+
     session = current()
     check_distributed(optimizer, model, strategy, consistency, fetch_every, name)
     served = (consistency or session.consistency) is not None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from paceline.core.messages import Sender
+if TYPE_CHECKING:
+    from paceline.core.messages import Sender
 
 WAIT_TIMEOUT_S: Final = 600.0  # the default for a worker's waits
 

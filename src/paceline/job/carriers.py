@@ -16,7 +16,8 @@ from paceline.transport.registry import CARRIERS
 
 def tell_user(text: str) -> None:
     """Write on stderr what works less well than it could."""
-    print(f"paceline: {text}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"paceline: {text}\n")  # one write: else the lines of other processes may come in between
+    sys.stderr.flush()
 
 
 def make_transport(spec: ClusterSpec, holder: Holder, notice: Callable[[str], None] = tell_user) -> Transport:

@@ -212,7 +212,11 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
     trace_folder = run_dir / TRACE_NAME
     trace_folder.mkdir()
     config = SupervisionConfig(
-        policy=run.policy, start_timeout_s=run.start_timeout_s, grace_s=run.grace_s, run_dir=run_dir
+        policy=run.policy,
+        start_timeout_s=run.start_timeout_s,
+        grace_s=run.grace_s,
+        run_dir=run_dir,
+        meets_early=True,
     )
     with kept_terminal(), Signals() as signals, unblocked_output() as outlets, open_copy(run.copy_to) as copy:
         display = open_board(trace_folder, run.num_workers) if run.progress and run.debug is None else None

@@ -14,9 +14,8 @@ from paceline.job.choices import ScaleName, TraceLevel, TransportName
 from paceline.job.environment import Place, with_import_path
 from paceline.job.machines import cores_here, share_of
 from paceline.launch.child import Launch
-from paceline.launch.forkserver.child import sets_variables
 from paceline.launch.policy import Policy
-from paceline.launch.script import OPTION
+from paceline.launch.script import OPTION, sets_variables
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
-"""Finds and checks what the user wants to run: a script, or a module by its name as `python -m NAME` runs it."""
+"""Finds, checks and looks into what the user wants to run: a script, or a module by its name as `python -m` does."""
 
 import ast
 import difflib
 import importlib.util
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from paceline.launch.limits import explain
 OPTION: Final = "-m"
 NUM_SUGGESTIONS: Final = 3
 MAX_QUOTED: Final = 100
+KNOWN_MODULES: Final = {"numpy", "paceline", "torch", *sys.stdlib_module_names}
+OPTIMIZERS: Final = re.compile(r"optim|update\.(?!Add\b)")  # every rule but Add is made by way of torch.optim
 
 
 def search_path() -> list[str]:
@@ -99,3 +102,55 @@ def _similar_files(script: Path) -> list[str]:
     beside = {path.name: str(path) for path in script.parent.glob("*.py")}
     names = difflib.get_close_matches(script.name, beside, n=NUM_SUGGESTIONS, cutoff=0.5)
     return [beside[name] for name in names]
+
+
+def may_make_optimizers(script: Path) -> bool:
+    """Return whether a script names an optimizer, or imports what might make one; True when it cannot be read."""
+    try:
+        text = script.read_text(encoding="utf-8")
+        tree = ast.parse(text)
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: too deep for the parser
+        return True
+    return OPTIMIZERS.search(text) is not None or not _imported(tree) <= KNOWN_MODULES
+
+
+def sets_variables(script: Path) -> bool:
+    """Return whether a script changes environment variables, which libraries that are already imported would miss."""
+    try:
+        tree = ast.parse(script.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):  # it runs into that itself
+        return False
+    return any(map(_sets_variables, ast.walk(tree)))
+
+
+def _sets_variables(node: ast.AST) -> bool:
+    match node:
+        case ast.Subscript(value=whole, ctx=ast.Store() | ast.Del()):  # os.environ["A"] = ...
+            return _is_environ(whole)
+        case ast.Call(func=ast.Attribute(value=whole, attr="setdefault" | "update" | "pop" | "clear")):
+            return _is_environ(whole)
+        case ast.Call(func=ast.Attribute(attr="putenv" | "unsetenv")):
+            return True
+        case ast.AugAssign(target=whole):  # os.environ |= {...}
+            return _is_environ(whole)
+        case _:
+            return False
+
+
+def _is_environ(node: ast.AST) -> bool:
+    match node:
+        case ast.Attribute(attr="environ" | "environb") | ast.Name(id="environ" | "environb"):
+            return True
+        case _:
+            return False
+
+
+def _imported(tree: ast.AST) -> set[str]:
+    """Return the packages that some code imports; "" stands for the one that it lies in."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names.add("" if node.level else node.module or "")
+    return {name.partition(".")[0] for name in names}

@@ -217,6 +217,7 @@ class SupervisionConfig:
     start_timeout_s: float
     grace_s: float
     run_dir: Path  # where workers are told that they are to end at once, or that a server is lost
+    meets_early: bool = False  # the first workers join while the last are started, which find the addresses themselves
 
 
 @final
@@ -408,6 +409,8 @@ class Supervisor:
         self._since_start = Stopwatch(now=self._now)
         for launch in launches:
             self._start(launch)
+            if self._config.meets_early:
+                self._met = self._met or self._rendezvous.poll()
 
     def _start_left_s(self) -> float:
         """Return for how long servers may still be starting; time in which the job was stopped does not count."""
@@ -484,18 +487,21 @@ class Supervisor:
 
     def _conclude(self) -> int:
         ending = self._ending
-        if ending is not None and ending.culprit is not None:
-            self._quote(ending.culprit)
         if ending is None:
             return self._exits.conclude()
-        if not (ending.told and self._console.shows(ending.told)):
+        if ending.culprit is not None:
+            self._quote(ending.culprit, ending)
+        if not self._shows(ending):
             self._console.announce(ending.reason)
         return ending.code
 
-    def _quote(self, culprit: Member) -> None:
+    def _quote(self, culprit: Member, ending: Ending) -> None:
         if culprit.launch.has_terminal:  # where its words stand already
             return
-        if not culprit.last_lines:
+        if culprit.last_lines:
+            self._console.quote(culprit.name, tuple(culprit.last_lines))
+        elif not self._shows(ending):  # else the last line says what happened, and remains the last
             self._console.announce(f"{culprit.name} wrote nothing to stderr")
-            return
-        self._console.quote(culprit.name, tuple(culprit.last_lines))
+
+    def _shows(self, ending: Ending) -> bool:
+        return bool(ending.told) and self._console.shows(ending.told)

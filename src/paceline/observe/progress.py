@@ -141,6 +141,7 @@ class WorkerRow:
     wait_share: float
     num_refused: int = 0
     state: str = ""
+    counts_samples: bool = True  # or its script has none that are counted
 
 
 @dataclass(slots=True)
@@ -187,6 +188,7 @@ class _Pace:
             wait_share=sum(step.wait_s for step in self.steps) / busy_s,
             num_refused=self.num_refused,
             state=state,
+            counts_samples=any(step.samples for step in self.steps),
         )
 
     def samples_per_s(self, now: float) -> float:
@@ -335,7 +337,6 @@ def plain_line(rows: Sequence[WorkerRow], elapsed_s: float) -> str:
     """Return one line with the progress of all workers, and the state of those that do not compute."""
     loss = _mean([row.loss for row in rows if row.loss is not None and not row.state.startswith(DEAD)])
     samples_per_s = sum(row.samples_per_s for row in rows)
-    tells_samples = samples_per_s > 0 or any(row.loss is not None for row in rows)
     refused = [row.num_refused for row in rows]
     parts = [
         f"{elapsed_s:.0f} s",
@@ -343,7 +344,7 @@ def plain_line(rows: Sequence[WorkerRow], elapsed_s: float) -> str:
         "lead " + _listed(["-" if row.lead is None else f"+{row.lead}" for row in rows], [row.lead for row in rows]),
         *([] if loss is None else [f"loss {loss:.4f}"]),  # without what the script does not report
         *(["refused " + _listed([f"{num}" for num in refused], refused)] if any(refused) else []),
-        *([f"{samples_per_s:,.0f} samples/s"] if tells_samples else []),
+        *([f"{samples_per_s:,.0f} samples/s"] if any(row.counts_samples for row in rows) else []),
         "communication " + _shares([row.comm_share for row in rows]),
         "waiting " + _shares([row.wait_share for row in rows]),
         *_states(rows),
@@ -388,7 +389,7 @@ def _table(rows: Sequence[WorkerRow], elapsed_s: float) -> Table:
             f"{row.clock}",
             "-" if row.lead is None else f"+{row.lead}" if row.lead else "slowest",
             "-" if row.loss is None else f"{row.loss:.4f}",
-            f"{row.samples_per_s:,.0f}",
+            f"{row.samples_per_s:,.0f}" if row.counts_samples else "-",
             f"{row.comm_share:.0%}",
             f"{row.wait_share:.0%}",
             row.state or _bar(row.wait_share),

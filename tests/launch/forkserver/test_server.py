@@ -32,7 +32,7 @@ ENVIRONMENT = child_environment(2, 2)
 def open_fork_server(folder: Path) -> tuple[ForkServer, Process]:
     """A fork server for the script in this folder, which need not exist, and its process."""
     fork_server = ForkServer(
-        fork_server_environment(ENVIRONMENT, folder), folder, "paceline.api.script", folder / "script.py"
+        fork_server_environment(ENVIRONMENT, folder), folder, "paceline.api.preloaded", folder / "script.py"
     )
     return fork_server, fork_server.start_server(fork_server.launch)
 
@@ -147,6 +147,20 @@ def test_it_ends_as_its_script_does(
     assert stderr == said[1] if said[1] is not None else "runpy" not in stderr
     if "boom" in statement:
         assert stderr.splitlines()[-1] == "ValueError: boom"
+
+
+def test_what_a_script_leaves_to_the_end_of_python_is_done(fork_server: ForkServer, tmp_path: Path) -> None:
+    text = """
+import os, sys
+class Ends:
+    def __del__(self, write=os.write): write(1, b"ended\\n")
+sys.kept = Ends(), open(sys.argv[1], "w")
+sys.kept[1].write("all")
+"""
+    written = tmp_path / "file"
+
+    assert end(fork_server.start(plan(write_script(tmp_path, text), str(written)))) == (0, "ended\n", "")
+    assert written.read_text() == "all"
 
 
 def test_the_folders_of_a_server_are_those_of_python_m(monkeypatch: pytest.MonkeyPatch) -> None:

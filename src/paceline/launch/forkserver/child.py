@@ -5,13 +5,11 @@ with its own streams, environment, arguments, import path, session and random st
 imported before the first fork. RUN_DIR only shows in a list of processes.
 """
 
-import ast
 import ctypes
 import gc
 import importlib
 import json
 import os
-import re
 import runpy
 import socket
 import sys
@@ -24,63 +22,10 @@ from typing import Final
 
 from paceline.job.environment import find_launcher, import_folders, replace_all
 from paceline.launch.entry import EXIT_CODE, die_with_launcher
+from paceline.launch.forkserver import FORK_TIMEOUT_S, GO, READY
+from paceline.launch.forkserver.ending import QuickEnd
 from paceline.launch.forkserver.subreaper import wait_adopted
-
-KNOWN_MODULES: Final = {"numpy", "paceline", "torch", *sys.stdlib_module_names}
-OPTIMIZERS: Final = re.compile(r"optim|update\.(?!Add\b)")  # every rule but Add is made by way of torch.optim
-
-
-def may_make_optimizers(script: Path) -> bool:
-    """Return whether a script names an optimizer, or imports what might make one; True when it cannot be read."""
-    try:
-        text = script.read_text(encoding="utf-8")
-        tree = ast.parse(text)
-    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: too deep for the parser
-        return True
-    return OPTIMIZERS.search(text) is not None or not _imported(tree) <= KNOWN_MODULES
-
-
-def sets_variables(script: Path) -> bool:
-    """Return whether a script changes environment variables, which libraries that are already imported would miss."""
-    try:
-        tree = ast.parse(script.read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):  # it runs into that itself
-        return False
-    return any(map(_sets_variables, ast.walk(tree)))
-
-
-def _sets_variables(node: ast.AST) -> bool:
-    match node:
-        case ast.Subscript(value=whole, ctx=ast.Store() | ast.Del()):  # os.environ["A"] = ...
-            return _is_environ(whole)
-        case ast.Call(func=ast.Attribute(value=whole, attr="setdefault" | "update" | "pop" | "clear")):
-            return _is_environ(whole)
-        case ast.Call(func=ast.Attribute(attr="putenv" | "unsetenv")):
-            return True
-        case ast.AugAssign(target=whole):  # os.environ |= {...}
-            return _is_environ(whole)
-        case _:
-            return False
-
-
-def _is_environ(node: ast.AST) -> bool:
-    match node:
-        case ast.Attribute(attr="environ" | "environb") | ast.Name(id="environ" | "environb"):
-            return True
-        case _:
-            return False
-
-
-def _imported(tree: ast.AST) -> set[str]:
-    """Return the packages that some code imports; "" stands for the one that it lies in."""
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            names.add("" if node.level else node.module or "")
-    return {name.partition(".")[0] for name in names}
-
+from paceline.launch.script import may_make_optimizers
 
 PR_SET_MM: Final = 35
 PR_SET_MM_MAP: Final = 14
@@ -149,9 +94,6 @@ def _joined(words: Iterable[str]) -> bytes:
     return b"".join(os.fsencode(word) + b"\0" for word in words)
 
 
-READY: Final = b"ready"
-GO: Final = b"go"
-FORK_TIMEOUT_S: Final = 10.0
 REQUEST_BYTES_MAX: Final = 1024 * 1024  # more than a socket takes as one message
 NUM_STREAMS: Final = 3
 
@@ -201,27 +143,29 @@ class ForkedProcess:
 def main() -> None:
     """Fork processes until the launcher wants no more; returns in each of them when it has run its module."""
     die_with_launcher()
+    ending = QuickEnd()
     with socket.socket(fileno=os.dup(sys.stdin.fileno())) as requests:
         preload(sys.argv[-2], Path(sys.argv[-1]))
+        ending.prepare()
         if not may_fork():
             return
         requests.sendall(READY)
         forked = serve_requests(requests)
-    if forked is not None:
-        forked.run_command()
+    ending.run(lambda: None if forked is None else forked.run_command())
 
 
 def preload(module: str, script: Path) -> None:
     """Import what workers and servers do, from where a script would: its folder is on PYTHONPATH, ours is left out."""
     if not sys.flags.safe_path:
         del sys.path[0]
+    gc.disable()  # imports leave little garbage, and to look for it takes a fifth of their time
     import torch
 
     importlib.import_module(module)
     if may_make_optimizers(script):
         torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer imports as much again
-    gc.collect()
     gc.freeze()  # so that collections do not touch, and thereby copy, what all processes share
+    gc.enable()
 
 
 def may_fork() -> bool:

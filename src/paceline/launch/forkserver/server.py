@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Final, Self, final
 
 from paceline.launch.child import Launch, Process, pin, start_process
-from paceline.launch.forkserver.child import FORK_TIMEOUT_S, GO, READY
+from paceline.launch.forkserver import FORK_TIMEOUT_S, GO, READY
 from paceline.launch.forkserver.subreaper import adopting
 from paceline.stopwatch import Stopwatch
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.forkserver.child import may_make_optimizers, sets_variables
+from paceline.launch.script import may_make_optimizers, sets_variables
 
 
 @pytest.mark.parametrize(
