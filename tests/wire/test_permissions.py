@@ -27,7 +27,7 @@ from paceline.transport import Credentials, TcpTransport
 from paceline.transport.frames import Kind, Prefix, encode_prefix
 from paceline.wire import messages as wire
 from paceline.wire.bounds import SMALL_BYTES
-from paceline.wire.messages import Hello, Keys, PullFrame, PushFrame, RowPullFrame, RowPushFrame, encode
+from paceline.wire.messages import Hello, Keys, PullFrame, PushFrame, RowPullFrame, RowPushFrame, StepFrame, encode
 from paceline.wire.permissions import SPEAKERS, check_said
 from paceline.wire.requests import Barrier, Declare, Initialise, LoadState, RequestDone
 from paceline.worker.lock import WorkerOptions
@@ -50,6 +50,7 @@ def test_every_message_of_the_wire_has_its_speaker() -> None:
         (WORKER, Join(Sender(1, 1, 7))),
         (WORKER, push(0, worker=0)),
         (WORKER, PullFrame(Pull(Sender(1, 0, 0), 1, "w", 0, 0), 0)),
+        (WORKER, StepFrame(push(0, worker=0), 1, 1, 0)),
         (Hello("server", 1, 0, 1), Barrier(1, "here")),
         (Hello("server", 1, 0, 1), Follow(1, 0, "w", 0)),
         (Hello("server", 2, 0, 1), Closed(1, "w", 0, ())),

@@ -53,13 +53,14 @@ from paceline.core.messages import (
     Sender,
     Taken,
     Ticked,
+    WholeStep,
     WorkerRefused,
 )
 from paceline.core.settings import ServerSettings
 from paceline.core.tables import TableCore
 from paceline.errors import ProtocolBug
 
-ServerEvent = ServerHappening | Join | Leave | Push | Clock | Pull | Taken | Follow | Closed
+ServerEvent = ServerHappening | Join | Leave | Push | Clock | Pull | WholeStep | Taken | Follow | Closed
 
 LEAD = 0  # the server that decides who contributes to a clock
 MAX_EARLY = 1 << 12  # `Follow` messages kept for tables that are not declared yet
@@ -95,6 +96,8 @@ class ServerCore:
         """Process one event; return the effects to perform, in order."""
         effects: list[ServerEffect] = []
         match event:
+            case WholeStep():
+                self._on_step(event, effects)
             case Push():
                 self._on_push(event, "", effects)
             case Clock():
@@ -212,10 +215,13 @@ class ServerCore:
     def _answer(
         self, push_id: PushId, table: str, answer: Held | Applied | PushRefused, effects: list[ServerEffect]
     ) -> None:
+        self._record(push_id, table, answer)
+        effects.append(self._to(push_id, answer))
+
+    def _record(self, push_id: PushId, table: str, answer: Held | Applied | PushRefused) -> None:
         life = self.lives.current(push_id.worker)
         if life and life.incarnation == push_id.incarnation:
             life.dedup.record(self._filed_under(table), answer)
-        effects.append(self._to(push_id, answer))
 
     # -- clocks ------------------------------------------------------------------------------------------------------
 
@@ -270,8 +276,13 @@ class ServerCore:
         if applied:
             effects.append(Apply(name, tuple(applied)))
             table.version += 1
+        # Values name the own pushes that they include, so they answer these as well.
+        told = set() if table.keyed else table.readers.satisfied_readers(table.commit.clock)
         for push_id in applied:
-            self._answer(push_id, name, Applied(push_id), effects)
+            answer = Applied(push_id)
+            self._record(push_id, name, answer)
+            if (push_id.worker, push_id.incarnation) not in told:
+                effects.append(self._to(push_id, answer))
         for push_id in withdrawn:
             reason = f"another server refused its part of this push of table '{name}', clock {clock}"
             self._refuse_held(push_id, name, reason, effects)
@@ -310,6 +321,21 @@ class ServerCore:
 
     # -- reads -------------------------------------------------------------------------------------------------------
 
+    def _on_step(self, step: WholeStep, effects: list[ServerEffect]) -> None:
+        """Process a push, its tick and a pull in turn. Only the pull is answered, unless the push is a copy."""
+        push, sender = step.push, step.push.id.sender
+        life = self._life_of(sender, effects)
+        if life is None:
+            return
+        is_copy = life.dedup.is_late(push) or life.dedup.answer(push) is not None
+        self._on_push(push, "", effects)
+        self._on_clock(step.tick, effects)
+        self._on_pull(step.pull, effects)
+        if not is_copy:
+            mine = (Ticked(self._clocks.of(sender.worker)), Held(push.id), Applied(push.id))
+            is_told = [isinstance(e, Reply) and e.worker == sender.worker and e.message in mine for e in effects]
+            effects[:] = [effect for effect, told in zip(effects, is_told, strict=True) if not told]
+
     def _on_pull(self, pull: Pull, effects: list[ServerEffect]) -> None:
         if self._life_of(pull.sender, effects) is None:
             return
@@ -345,7 +371,8 @@ class ServerCore:
 
     def _fetch(self, pull: Pull, table: TableCore, clock: int, effects: list[ServerEffect]) -> None:
         dedup = self._living(pull.sender.worker).dedup
-        effects.append(Serve(pull.sender.worker, pull.sender.incarnation, table.fetched(pull, clock, dedup)))
+        fetched = table.fetched(pull, clock, self._clocks.of(pull.sender.worker), dedup)
+        effects.append(Serve(pull.sender.worker, pull.sender.incarnation, fetched))
 
     # -- tables ------------------------------------------------------------------------------------------------------
 

@@ -75,8 +75,10 @@ class DistributedOptimizer(Distributed):
             expected = self.expected if self._settings.consistency.lockstep else 0.0
             self.num_refused += self.overflowed
             buckets = [] if self.overflowed else self._buckets
+            ends_clock = len(buckets) == 1 and self._buffers is None and self._refreshes(self._num_steps + 1)
             for bucket in reversed(buckets):  # backward reached the last first, so devices finish it first
-                bucket.push(weight, hyper, expected).add_done_callback(self._count_refusal)
+                pushed = bucket.push(weight, hyper, expected, ends_clock=ends_clock)
+                pushed.add_done_callback(self._count_refusal)
             if self._buffers is not None:
                 self._buffers.push()
             if self._overlap is not None:
@@ -86,10 +88,13 @@ class DistributedOptimizer(Distributed):
     def receive(self) -> None:
         """Fetch values when `fetch_every` and the consistency require it."""
         self._num_steps += 1
-        every = self._settings.fetch_every
-        eager = self._settings.consistency.deliver == "on_clock"
         with self._job.meter.communicating():
-            self._fetch(refresh=not eager and every is not None and self._num_steps % every == 0)
+            self._fetch(refresh=self._refreshes(self._num_steps))
+
+    def _refreshes(self, step: int) -> bool:
+        """Return whether this step asks servers for values that it has not been sent."""
+        every = self._settings.fetch_every
+        return self._settings.consistency.deliver == "on_pull" and every is not None and step % every == 0
 
     def step_without_batch(self) -> None:
         """Fetch values as `step` would, for a clock that this worker finished without a gradient.

@@ -19,6 +19,7 @@ SPEAKERS: Final[dict[type, Role | None]] = {
     Hello: None,
     wire.PushFrame: "worker",
     wire.PullFrame: "worker",
+    wire.StepFrame: "worker",
     wire.RowPushFrame: "worker",
     wire.RowPullFrame: "worker",
     wire.Unsubscribe: "worker",
@@ -65,6 +66,8 @@ def check_said(hello: Hello, message: object, num_servers: int) -> None:
         raise PeerError(f"a {hello.role} may not say {type(message).__name__}")
     if isinstance(message, wire.PushFrame | wire.RowPushFrame):
         _check_worker(hello, message.push.id)
+    elif isinstance(message, wire.StepFrame):
+        _check_worker(hello, message.frame.push.id)
     elif isinstance(message, wire.PullFrame | wire.RowPullFrame):
         _check_worker(hello, message.pull.sender)
     elif isinstance(

@@ -11,7 +11,7 @@ from functools import partial
 from paceline.core.consistency import Consistency
 from paceline.core.effects import Fail, Forget, Install, JoinDone, LeaveDone, ReadDone, Release, Send, WorkerEffect
 from paceline.core.events import Arrived, Connected, Timeout, WantClock, WantJoin, WantLeave
-from paceline.core.messages import Clock, Fetched, Pull, Push, Ticked
+from paceline.core.messages import Clock, Fetched, Pull, Push, Ticked, WholeStep
 from paceline.core.settings import WorkerSettings
 from paceline.core.worker import WorkerCore, WorkerEvent
 from paceline.errors import PeerError, Refused, ServerLost, UsageError
@@ -81,11 +81,14 @@ class FrameHandler:
             self.tables[message.table].on_keys_wanted(self.server, message)
         elif not self.lock.failure:
             self.handle(Arrived(self.server, message), frame.body)
-        if isinstance(message, Ticked):
-            for table in self.tables.values():
-                table.note_ticked(self.server, message.clock)
-        elif isinstance(message, Fetched) and message.table in self.tables:
-            self.tables[message.table].note_received(self.server, message)
+        if isinstance(message, Fetched):
+            if message.table in self.tables:
+                self.tables[message.table].note_received(self.server, message)
+        elif not isinstance(message, Ticked):
+            return
+        ticked = message.clock if isinstance(message, Ticked) else message.ticked
+        for table in self.tables.values():
+            table.note_ticked(self.server, ticked)
 
     def place(self, header: bytes, size_bytes: int) -> memoryview | None:
         """Return memory for the body of a frame, without the lock: see `TableClient.receive_buffer`."""
@@ -361,6 +364,10 @@ class WorkerNode:
         match effect:
             case Send(server, Push() as push, bare):
                 self._tables[push.table].send_push(server, push, bare=bare)
+            case Send(server, WholeStep() as step):
+                for table in self._tables.values():
+                    table.send_before_tick(server, step.push.clock + 1)
+                self._tables[step.push.table].send_step(server, step)
             case Send(server, Pull() as pull):
                 self._tables[pull.table].send_pull(server, pull)
             case Send(server, Clock() as tick):
