@@ -23,8 +23,8 @@ from paceline.core.messages import (
 )
 from paceline.core.worker import WorkerCore
 
-STEP = WholeStep(push(0, 0, 0), request=1, needs=1)
-KINDS = (Held, Applied, PushRefused, Ticked, Fetched, WorkerRefused)
+STEP = WholeStep(push(0, 0, 0), pull(0, 1, 1, needs=1))
+OTHER = WholeStep(push(1, 0, 0), pull(1, 1, 1, needs=1))
 
 
 def step(core: WorkerCore, now: float = 0.0) -> list[Send]:
@@ -46,7 +46,9 @@ def test_steps_leave_in_one_message_and_values_answer_all_of_it(policy: Consiste
     core = make_worker(policy)
     for clock in range(3):
         needs = policy.needs(clock + 1)
-        assert step(core) == [Send(0, WholeStep(push(0, clock, clock, settled=clock), clock + 1, needs))]
+        assert step(core) == [
+            Send(0, WholeStep(push(0, clock, clock, settled=clock), pull(0, clock + 1, clock + 1, needs)))
+        ]
         effects = core.handle(values(clock + 1, clock + 1, clock, ticked=clock + 1), 0.0)
         assert of(effects, Release) == [Release(0, "w", push_id(0, clock))]
         assert [done.clock for done in of(effects, ReadDone)] == [clock + 1]
@@ -131,7 +133,7 @@ def test_a_step_alone_is_answered_by_values_alone() -> None:
 def test_a_step_that_waits_for_others_is_answered_when_they_are_there() -> None:
     core = make_server(bsp())
     assert not said(core.handle(STEP, 0.0), object)
-    effects = core.handle(WholeStep(push(1, 0, 0), 1, 1), 0.0)
+    effects = core.handle(OTHER, 0.0)
     assert [(serve.worker, type(serve.message)) for serve in of(effects, Serve)] == [(0, Fetched), (1, Fetched)]
     assert not of(effects, Reply)
 
@@ -140,14 +142,14 @@ def test_a_copy_of_a_step_is_answered_message_by_message() -> None:
     core = make_server(bsp())
     core.handle(STEP, 0.0)
     assert said(core.handle(STEP, 0.0), object) == [Held(push_id(0, 0)), Ticked(1)]
-    core.handle(WholeStep(push(1, 0, 0), 1, 1), 0.0)
+    core.handle(OTHER, 0.0)
     again = said(core.handle(STEP, 0.0), object)
     assert again == [Applied(push_id(0, 0)), Ticked(1), Fetched(1, "w", 1, 1, 0, (0,), ticked=1)]
 
 
 def test_a_late_push_of_a_step_is_refused_in_words_and_its_values_come() -> None:
     core = make_server(backup(1), workers=[0, 1])
-    core.handle(WholeStep(push(1, 0, 0), 1, 1), 0.0)  # completes the clock without worker 0
+    core.handle(OTHER, 0.0)  # completes the clock without worker 0
     found = said(core.handle(STEP, 0.0), object)
     assert [type(message) for message in found] == [PushRefused, Fetched]
 
@@ -156,7 +158,7 @@ def test_a_worker_that_dies_after_its_step_has_not_contributed_to_an_open_clock(
     core = make_server(bsp())
     core.handle(STEP, 0.0)
     core.handle(Died(0, 0, "killed"), 0.0)
-    effects = core.handle(WholeStep(push(1, 0, 0), 1, 1), 0.0)
+    effects = core.handle(OTHER, 0.0)
     assert of(effects, Apply) == [Apply("w", (push_id(1, 0),))]
     assert [serve.worker for serve in of(effects, Serve)] == [1]
 
@@ -165,7 +167,7 @@ def test_a_step_of_an_ended_life_or_of_an_unknown_table_changes_nothing() -> Non
     core = make_server(bsp())
     core.handle(Died(0, 0, "killed"), 0.0)
     assert [type(message) for message in said(core.handle(STEP, 0.0), object)] == [WorkerRefused]
-    unknown = core.handle(WholeStep(push(1, 0, 0, table="v"), 1, 1), 0.0)
+    unknown = core.handle(WholeStep(push(1, 0, 0, table="v"), pull(1, 1, 1, needs=1, table="v")), 0.0)
     assert not of(unknown, Apply)
     assert not of(unknown, Fail)
 

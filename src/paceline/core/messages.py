@@ -104,18 +104,12 @@ class WholeStep:
     """
 
     push: Push
-    request: int
-    needs: int
+    pull: Pull
 
     @property
     def tick(self) -> Clock:
         """The tick that ends the clock of the push."""
-        return Clock(self.push.id.sender, self.push.clock + 1)
-
-    @property
-    def pull(self) -> Pull:
-        """The pull at the next clock."""
-        return Pull(self.push.id.sender, self.request, self.push.table, self.push.clock + 1, self.needs)
+        return Clock(self.pull.sender, self.pull.clock)
 
 
 FromWorker = Join | Leave | Push | Clock | Pull | WholeStep | Taken

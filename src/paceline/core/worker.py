@@ -252,7 +252,7 @@ class WorkerCore:
         match effects:
             case [Send(server, Push() as push), Send(_, Pull() as pull)]:
                 if (pull.table, pull.clock) == (push.table, push.clock + 1):
-                    effects[:] = [Send(server, WholeStep(push, request, pull.needs))]
+                    effects[:] = [Send(server, WholeStep(push, pull))]
             case _:
                 pass
         self._follow(table.consistency, now, effects)

@@ -277,7 +277,8 @@ class ServerNode:
         self._request_handler.release(self._core.members)
 
     def _on_step(self, message: StepFrame, connection: Connection, frame: Frame) -> None:
-        push, step, pull = message.frame.push, message.step, PullFrame(message.step.pull, message.taken)
+        push, step = message.frame.push, message.step
+        pull = PullFrame(step.pull, message.taken)
         table = self._tables.get(push.table)
         if table is None or table.has(push.id):  # as in `_on_push`
             frame.release()

@@ -28,7 +28,7 @@ from paceline.training.state import (
 from paceline.training.strategy import Distributed, Settings, TrainingJob, open_flat, require_fresh
 from paceline.training.weights import Weights
 from paceline.update.table import TableSpec
-from paceline.update.torch_rule import from_optimizer, pushed_hyper
+from paceline.update.torch_rule import PushedHyper, from_optimizer
 
 
 class DistributedOptimizer(Distributed):
@@ -55,6 +55,7 @@ class DistributedOptimizer(Distributed):
         dtype = FlatParameters.over(named).dtype
         policy = str(settings.consistency)
         self._spec = TableSpec(settings.name, segments, dtype, rule, policy, settings.scale, settings.nonfinite)
+        self._hyper = PushedHyper(rule)
         self._buckets = self._open_buckets(named)
         self._buffers = open_buffers(model, settings, settings.consistency, job, read_my_writes=True)
         self._overlap = Overlap(self._buckets, model, self._send) if settings.overlap else None
@@ -71,7 +72,7 @@ class DistributedOptimizer(Distributed):
         """
         with self._job.meter.communicating():
             weight = self._weight_of_step(samples)
-            hyper = pushed_hyper(self.param_groups, self._spec.rule)  # without what schedulers keep beside them
+            hyper = self._hyper.of(self.param_groups)  # without what schedulers keep beside them
             expected = self.expected if self._settings.consistency.lockstep else 0.0
             self.num_refused += self.overflowed
             buckets = [] if self.overflowed else self._buckets
@@ -229,7 +230,7 @@ class DistributedOptimizer(Distributed):
         """Send a bucket while backward runs; samples and hyperparameters of the step must be final."""
         with self._job.meter.communicating():
             weight = self._job.num_samples - self._num_samples or 1
-            bucket.push_in_backward(weight, pushed_hyper(self.param_groups, self._spec.rule))
+            bucket.push_in_backward(weight, self._hyper.of(self.param_groups))
 
     def _fetch(self, *, refresh: bool) -> None:
         for bucket in self._buckets:

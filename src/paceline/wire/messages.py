@@ -68,7 +68,9 @@ class StepFrame:
     @property
     def step(self) -> messages.WholeStep:
         """The step, for the core."""
-        return messages.WholeStep(self.frame.push, self.request, self.needs)
+        push = self.frame.push
+        pull = messages.Pull(push.id.sender, self.request, push.table, push.clock + 1, self.needs)
+        return messages.WholeStep(push, pull)
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,11 +116,12 @@ class DenseClient:
         with lock.changed:
             lock.check()
             clock = core.clock
-            lock.wait(
-                lambda: may_push(core, self.name) and self.pushes.has_slot(clock),
-                f"servers to apply earlier pushes of table '{self.name}'",
-                About(f"push {self.name}", self.name, core.oldest_push(self.name) + 1),
-            )
+            if not (may_push(core, self.name) and self.pushes.has_slot(clock)):
+                lock.wait(
+                    lambda: may_push(core, self.name) and self.pushes.has_slot(clock),
+                    f"servers to apply earlier pushes of table '{self.name}'",
+                    About(f"push {self.name}", self.name, core.oldest_push(self.name) + 1),
+                )
             return self.pushes.lend(shown=shown)
 
     def return_buffer(self, buffer: PushBuffer) -> None:
@@ -251,7 +252,7 @@ class DenseClient:
         """Send the server a push and the request of a read."""
         outgoing = self.pushes.outgoing(step.push)
         if outgoing is not None:
-            frame = StepFrame(outgoing.frame, step.request, step.needs, self._received.get(server, -1))
+            frame = StepFrame(outgoing.frame, step.pull.request, step.pull.needs, self._received.get(server, -1))
             self.context.send(server, frame, outgoing.bodies[server])
 
     def send_pull(self, server: int, pull: Pull) -> None:

@@ -43,7 +43,7 @@ def _refuse(reason: str) -> None:
     raise PeerError(reason)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FrameHandler:
     """Handles the frames of one server, under the worker's lock.
 
@@ -57,12 +57,14 @@ class FrameHandler:
     handle: Callable[[WorkerEvent, memoryview], None]
     fail: Callable[[str], None] = _refuse
     hold: SendHold = field(default_factory=SendHold)
+    _placed: tuple[bytes, object] = (b"", None)  # the last header that `place` has decoded, and its message
 
     def on_frames(self, frames: Sequence[Frame]) -> None:
         """Handle frames that have arrived together, and wake the waiting threads once."""
         with self.lock.changed, self.hold:
+            placed, known = self._placed
             for frame in frames:
-                message = decode(frame.header)
+                message = known if frame.header is placed else decode(frame.header)
                 try:
                     self._process(message, frame)
                 except REQUEST_ERRORS as error:
@@ -93,6 +95,7 @@ class FrameHandler:
     def place(self, header: bytes, size_bytes: int) -> memoryview | None:
         """Return memory for the body of a frame, without the lock: see `TableClient.receive_buffer`."""
         message = decode(header)
+        self._placed = header, message
         if isinstance(message, Fetched) and message.table in self.tables:
             return self.tables[message.table].receive_buffer(self.server, message, size_bytes)
         return None
@@ -356,8 +359,10 @@ class WorkerNode:
             self.rpc.repeat_due()
 
     def _handle(self, event: WorkerEvent, body: memoryview = EMPTY) -> None:
-        for effect in self._core.handle(event, time.monotonic()):
+        effects = self._core.handle(event, time.monotonic())
+        for effect in effects:
             self._perform(effect, body)
+        if effects:
             self._changed.notify_all()
 
     def _perform(self, effect: WorkerEffect, body: memoryview) -> None:
