@@ -280,6 +280,9 @@ class ServerNode:
         push, step = message.frame.push, message.step
         pull = PullFrame(step.pull, message.taken)
         table = self._tables.get(push.table)
+        if table is not None and table.keyed:
+            frame.release()
+            raise PeerError(f"step of row table '{push.table}'")
         if table is None or table.has(push.id):  # as in `_on_push`
             frame.release()
             self._handle(step)

@@ -60,6 +60,9 @@ SPEAKERS: Final[dict[type, Role | None]] = {
 }
 
 
+_MOST_CLOCKS: Final = 1 << 63
+
+
 def check_said(hello: Hello, message: object, num_servers: int) -> None:
     """Raise PeerError unless the peer's role may send this message, and the message carries the peer's identity."""
     if SPEAKERS[type(message)] != hello.role:
@@ -68,6 +71,8 @@ def check_said(hello: Hello, message: object, num_servers: int) -> None:
         _check_worker(hello, message.push.id)
     elif isinstance(message, wire.StepFrame):
         _check_worker(hello, message.frame.push.id)
+        if message.frame.push.clock >= _MOST_CLOCKS:  # its tick, one more, has to fit into the answer
+            raise PeerError(f"{hello.role} {hello.rank} ends clock {message.frame.push.clock}")
     elif isinstance(message, wire.PullFrame | wire.RowPullFrame):
         _check_worker(hello, message.pull.sender)
     elif isinstance(
