@@ -59,6 +59,7 @@ def seeds() -> list[tuple[object, bytes]]:
         (Hello("worker", RANK, 0, 1), b""),
         (PushFrame(push, 1.0, (0,), ({"lr": 0.1},)), bytes(16)),
         (PullFrame(messages.Pull(sender, 1, "w", 0, 0), 0), b""),
+        (wire.StepFrame(PushFrame(push, 1.0, (0,), ({"lr": 0.1},)), 1, 0, 0), bytes(16)),
         (RowPushFrame(push, 1.0, (), keys), rows),
         (RowPullFrame(messages.Pull(sender, 1, "r", 0, 0), keys), bytes_of(IDS)),
         (Unsubscribe(sender, "r", 3), bytes_of(IDS)),

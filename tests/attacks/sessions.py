@@ -17,7 +17,16 @@ from paceline.update.rows.spec import FilterSpec, First, Lifecycle, RowTableSpec
 from paceline.update.rules import Quorum, RuleSpec
 from paceline.update.table import Segment, TableSpec
 from paceline.wire import requests
-from paceline.wire.messages import Keys, PullFrame, PushFrame, RowPullFrame, RowPushFrame, RowsUsed, Unsubscribe
+from paceline.wire.messages import (
+    Keys,
+    PullFrame,
+    PushFrame,
+    RowPullFrame,
+    RowPushFrame,
+    RowsUsed,
+    StepFrame,
+    Unsubscribe,
+)
 from paceline.wire.requests import TableCall
 
 NUMBERS = (0, 1, 2, 3, -1, 5, 2**31, 2**53, 2**62, 2**63 - 1, 2**63, -(2**63), MOST)
@@ -94,7 +103,10 @@ class Talker:
         numbers = bytes_of(torch.randn(4, generator=self._torch))
         body = self._random.choice((bytes(16), numbers, numbers, b"", bytes(12)))
         absent = self._random.choice(((), (0,), (0, 0)))
-        return PushFrame(self._push_of("d"), 1.0, absent, self._random.choice(((), (), (), RULES[1].groups))), body
+        push = PushFrame(self._push_of("d"), 1.0, absent, self._random.choice(((), (), (), RULES[1].groups)))
+        if self._random.random() < 0.3:
+            return StepFrame(push, self._random.randrange(50), self._random.choice((0, 1)), 0), body
+        return push, body
 
     def _rows(self) -> Said:
         ids = self._ids()

@@ -37,7 +37,16 @@ from paceline.core.messages import (
 from paceline.update import named_rules as update
 from paceline.update.rows.spec import FilterSpec, First, Lifecycle
 from paceline.update.rules import RuleSpec
-from paceline.wire.messages import Hello, Keys, KeysWanted, PushFrame, RowPullFrame, RowPushFrame, Unsubscribe
+from paceline.wire.messages import (
+    Hello,
+    Keys,
+    KeysWanted,
+    PushFrame,
+    RowPullFrame,
+    RowPushFrame,
+    StepFrame,
+    Unsubscribe,
+)
 from paceline.wire.requests import (
     Barrier,
     CallFunction,
@@ -98,6 +107,11 @@ def outcome(victim: Target, attack: Attack) -> list[object]:
 
 FORGED: dict[str, Attack] = {
     "a push of another": lambda rogue: rogue.say(PushFrame(rogue.push(worker=0), 1.0, (), ()), ONES),
+    "a step of another": lambda rogue: rogue.say(
+        StepFrame(PushFrame(rogue.push(worker=0), 1.0, (), ()), 1, 1, 0), ONES
+    ),
+    "a step of rows": lambda rogue: rogue.say(StepFrame(rogue.frame(table="r"), 1, 1, 0), ONES),
+    "a step after the last clock": lambda rogue: rogue.say(StepFrame(rogue.frame(clock=2**64 - 1), 1, 1, 0), ONES),
     "a pull of another": lambda rogue: rogue.say(rogue.pull(worker=0)),
     "a tick of another": lambda rogue: rogue.say(Clock(Sender(1, 0, 0), 9)),
     "a tick of another life": lambda rogue: rogue.say(Clock(Sender(1, rogue.rank, 7), 9)),

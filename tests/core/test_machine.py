@@ -27,7 +27,7 @@ from paceline.core.events import (
     WantPush,
     WantRead,
 )
-from paceline.core.messages import Clock, Join, Push, PushId, Sender
+from paceline.core.messages import Clock, Join, Push, PushId, Sender, WholeStep
 from paceline.core.server import ServerCore
 from paceline.core.settings import ServerSettings, WorkerSettings
 from paceline.core.worker import WorkerCore
@@ -113,10 +113,19 @@ class Cluster(RuleBasedStateMachine):
 
     # -- what users do -----------------------------------------------------------------------------------------------
 
+    @rule(rank=RANKS, ends_clock=st.booleans())
+    def push(self, rank: int, ends_clock: bool) -> None:
+        peer = self.peers[rank]
+        if peer.core.num_unsettled("w") < 5:
+            peer.made.append(peer.core.next_push("w"))
+            self.wish(rank, WantPush("w", ends_clock=ends_clock))
+
     @rule(rank=RANKS)
-    def push(self, rank: int) -> None:
-        if self.peers[rank].core.num_unsettled("w") < 5:
-            self.wish(rank, WantPush("w"))
+    def step(self, rank: int) -> None:
+        if self.peers[rank].reading_at is None:
+            self.push(rank, ends_clock=True)
+            self.clock(rank)
+            self.read(rank, refresh=True)
 
     @rule(rank=RANKS)
     def clock(self, rank: int) -> None:
@@ -193,8 +202,6 @@ class Cluster(RuleBasedStateMachine):
             match effect:
                 case Send(message=message):
                     peer.outgoing.append(message)
-                    if isinstance(message, Push) and not any(message.id == p.id for p in peer.made):
-                        peer.made.append(message)
                 case Install(settled=settled, includes=includes):
                     assert len(values) >= len(peer.values), "an older copy was installed over a newer one"
                     peer.values = values
@@ -210,6 +217,9 @@ class Cluster(RuleBasedStateMachine):
     def tell_model(self, message: Any) -> None:
         if isinstance(message, Push):
             self.model.take_in(message)
+        elif isinstance(message, WholeStep):
+            self.tell_model(message.push)
+            self.tell_model(message.tick)
         elif isinstance(message, Clock) and self.model.is_live(message.sender):
             worker = message.sender.worker
             self.model.clocks[worker] = max(self.model.clocks[worker], message.clock)

@@ -15,7 +15,7 @@ from paceline.core.messages import Push, PushId
 from paceline.server.served_table import ACCEPTED
 from paceline.update.rows.store import RowStore
 from paceline.wire.messages import Keys, PushFrame, RowPushFrame
-from paceline.worker.pushes import NO_PUSH, PushBuffer, Pushes
+from paceline.worker.pushes import PushBuffer, Pushes
 
 NUM = 1000
 
@@ -33,9 +33,8 @@ class Clock(int):
 def one_more(pushes: Pushes, seq: int, clock: int) -> PushId:
     assert pushes.has_slot(clock)
     buffer = pushes.lend(shown=False)
-    pushes.prepare(buffer, {0: buffer.memory}, PushFrame(NO_PUSH, 1.0, (), ()))
     made = Push(PushId(1, 0, 0, seq), "w", clock, 0)
-    pushes.outgoing(made)
+    pushes.prepare(buffer, {0: buffer.memory}, PushFrame(made, 1.0, (), ()))
     return made.id
 
 

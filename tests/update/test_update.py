@@ -10,7 +10,7 @@ from paceline.errors import UsageError
 from paceline.update.named_rules import SGD, Add, granularity, resolve, rule, torch_optim
 from paceline.update.rules import RuleSpec
 from paceline.update.shard import Shard
-from paceline.update.torch_rule import from_optimizer, pushed_hyper
+from paceline.update.torch_rule import PushedHyper, from_optimizer, pushed_hyper
 
 HERE = "tests.update.test_update"
 
@@ -178,3 +178,22 @@ def test_add_has_no_state() -> None:
     shard.load_state({"values": torch.ones(4)})
     with pytest.raises(UsageError, match=r"'add' has no state like this, but was given \['0.step'\]"):
         shard.load_state({"values": torch.ones(4), "0.step": torch.tensor(math.pi)})
+
+
+def test_hyperparameters_of_a_push_are_converted_when_one_has_changed() -> None:
+    weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.Adam([weight], lr=0.5)
+    pushed = PushedHyper(from_optimizer(optimizer))
+    group = optimizer.param_groups[0]
+    first = pushed.of(optimizer.param_groups)
+    assert first == pushed_hyper(optimizer.param_groups, pushed.rule)
+    assert pushed.of(optimizer.param_groups) is first
+    group["lr"] = 0.25
+    assert pushed.of(optimizer.param_groups)[0]["lr"] == 0.25
+    group["betas"] = betas = [0.5, 0.9]
+    assert pushed.of(optimizer.param_groups)[0]["betas"] == (0.5, 0.9)
+    betas[0] = 0.75
+    assert pushed.of(optimizer.param_groups)[0]["betas"] == (0.75, 0.9), "a list that has changed in place"
+    group["lr"] = torch.tensor(0.25)
+    with pytest.raises(UsageError, match="only plain numbers travel"):
+        pushed.of(optimizer.param_groups)

@@ -27,7 +27,7 @@ from paceline.transport import Credentials, TcpTransport
 from paceline.transport.frames import Kind, Prefix, encode_prefix
 from paceline.wire import messages as wire
 from paceline.wire.bounds import SMALL_BYTES
-from paceline.wire.messages import Hello, Keys, PullFrame, PushFrame, RowPullFrame, RowPushFrame, encode
+from paceline.wire.messages import Hello, Keys, PullFrame, PushFrame, RowPullFrame, RowPushFrame, StepFrame, encode
 from paceline.wire.permissions import SPEAKERS, check_said
 from paceline.wire.requests import Barrier, Declare, Initialise, LoadState, RequestDone
 from paceline.worker.lock import WorkerOptions
@@ -50,6 +50,8 @@ def test_every_message_of_the_wire_has_its_speaker() -> None:
         (WORKER, Join(Sender(1, 1, 7))),
         (WORKER, push(0, worker=0)),
         (WORKER, PullFrame(Pull(Sender(1, 0, 0), 1, "w", 0, 0), 0)),
+        (WORKER, StepFrame(push(0, worker=0), 1, 1, 0)),
+        (WORKER, StepFrame(PushFrame(Push(PushId(1, 1, 0, 0), "w", 2**64 - 1, 0), 1.0, (), ()), 1, 1, 0)),
         (Hello("server", 1, 0, 1), Barrier(1, "here")),
         (Hello("server", 1, 0, 1), Follow(1, 0, "w", 0)),
         (Hello("server", 2, 0, 1), Closed(1, "w", 0, ())),
@@ -192,6 +194,7 @@ def test_a_body_has_the_size_that_its_table_gives_it(tmp_path: Path) -> None:
         size = MANY * 4
 
         assert body_limits.place(encode(frame_of("w")), size) is not None
+        assert body_limits.place(encode(StepFrame(frame_of("w"), 1, 1, 0)), size) is not None
         assert body_limits.place(encode(Initialise(2, "w")), size) is None
         assert body_limits.place(encode(LoadState(3, "w")), 3 * size) is None
         keys = Keys(MANY, b"", sent=True)
@@ -201,6 +204,8 @@ def test_a_body_has_the_size_that_its_table_gives_it(tmp_path: Path) -> None:
             (frame_of("w"), size - 4),
             (frame_of("w"), size + 4),
             (frame_of("nope"), size),
+            (StepFrame(frame_of("w"), 1, 1, 0), size + 4),
+            (StepFrame(frame_of("nope"), 1, 1, 0), size),
             (Initialise(2, "w"), size * 2),
             (LoadState(3, "w"), size * 1000),
             (Barrier(4, "here"), SMALL_BYTES + 1),

@@ -244,9 +244,10 @@ class Session:
         returned. Does not block: the next pull waits. Only rows under `paceline.managed` may wait for their budget.
         """
         with self.meter.communicating():
-            here = f"worker {self.rank}, clock {self.node.clock}"
+            clock = self.node.clock
+            here = f"worker {self.rank}, clock {clock}"
             self.lookups.push(self.meter.samples or None if samples is None else as_count(samples, here))
-            self.meter.finish_clock(self.node.clock)
+            self.meter.finish_clock(clock)
             for optimizer in self._optimizers:
                 optimizer.freeze_values()
             self.node.tick()

@@ -111,10 +111,14 @@ class WantJoin:
 
 @dataclass(frozen=True, slots=True)
 class WantPush:
-    """The user pushes an update of this table, to all servers that hold a part or only to `servers`."""
+    """The user pushes an update of this table, to all servers that hold a part or only to `servers`.
+
+    `ends_clock`: the user will finish the clock at once, and then read the table.
+    """
 
     table: str
     servers: tuple[int, ...] | None = None
+    ends_clock: bool = False
 
 
 @dataclass(frozen=True, slots=True)

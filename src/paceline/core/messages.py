@@ -96,7 +96,23 @@ class Taken:
     clock: int
 
 
-FromWorker = Join | Leave | Push | Clock | Pull | Taken
+@dataclass(frozen=True, slots=True)
+class WholeStep:
+    """A push that ends its clock, and a pull of its table in the next one: a `Push`, a `Clock` and a `Pull` in turn.
+
+    Values answer all three: the pull, the tick by `ticked`, and the push by `includes`.
+    """
+
+    push: Push
+    pull: Pull
+
+    @property
+    def tick(self) -> Clock:
+        """The tick that ends the clock of the push."""
+        return Clock(self.pull.sender, self.pull.clock)
+
+
+FromWorker = Join | Leave | Push | Clock | Pull | WholeStep | Taken
 
 
 # -- from a server to a worker ---------------------------------------------------------------------------------------
@@ -148,7 +164,8 @@ class Fetched:
     """The values you asked for travel beside this.
 
     They contain all updates of the clocks below `clock`, `version` updates in total, and of your own pushes of this
-    table exactly those below `settled` and those in `includes`.
+    table exactly those below `settled` and those in `includes`. I know that you have finished the clocks below
+    `ticked`.
     """
 
     request: int
@@ -157,6 +174,7 @@ class Fetched:
     version: int
     settled: int
     includes: tuple[int, ...]
+    ticked: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,11 @@ class ReadQueue(ABC):
         """Return the waiting pulls that this clock satisfies, lowest rank first; the clock may have jumped."""
         return [pull for _, pull in sorted(self._waiting.items()) if pull.needs <= clock]
 
+    def satisfied_readers(self, clock: int) -> set[tuple[int, int]]:
+        """Return the (worker, incarnation) of the waiting pulls that this clock satisfies."""
+        pulls = self._waiting.values()
+        return {(pull.sender.worker, pull.sender.incarnation) for pull in pulls if pull.needs <= clock}
+
     def waiting_pulls(self) -> list[Pull]:
         """Return the pulls that wait for a clock, lowest rank first."""
         return [pull for _, pull in sorted(self._waiting.items())]

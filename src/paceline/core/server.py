@@ -53,13 +53,14 @@ from paceline.core.messages import (
     Sender,
     Taken,
     Ticked,
+    WholeStep,
     WorkerRefused,
 )
 from paceline.core.settings import ServerSettings
 from paceline.core.tables import TableCore
 from paceline.errors import ProtocolBug
 
-ServerEvent = ServerHappening | Join | Leave | Push | Clock | Pull | Taken | Follow | Closed
+ServerEvent = ServerHappening | Join | Leave | Push | Clock | Pull | WholeStep | Taken | Follow | Closed
 
 LEAD = 0  # the server that decides who contributes to a clock
 MAX_EARLY = 1 << 12  # `Follow` messages kept for tables that are not declared yet
@@ -101,6 +102,8 @@ class ServerCore:
                 self._on_clock(event, effects)
             case Pull():
                 self._on_pull(event, effects)
+            case WholeStep():
+                self._on_step(event, effects)
             case Taken():
                 self._on_taken(event, effects)
             case InvalidPush():
@@ -171,22 +174,25 @@ class ServerCore:
 
     # -- pushes ------------------------------------------------------------------------------------------------------
 
-    def _on_push(self, push: Push, invalid: str, effects: list[ServerEffect]) -> None:
-        life = self._life_of(push.id.sender, effects)
+    def _on_push(self, push: Push, invalid: str, effects: list[ServerEffect], life: Incarnation | None = None) -> bool:
+        """Process a push of this life, if it is known already; return whether it is a copy."""
+        life = life or self._life_of(push.id.sender, effects)
         if life is None:
-            return
+            return True
         if push.table in self.tables:
             life.dedup.settle(push.table, push.settled)
         if life.dedup.is_late(push):
-            return
+            return True
         known = life.dedup.answer(push)
         if known is not None:
             effects.append(self._to(push.id, known))
-        elif life.dedup.overflows(self._filed_under(push.table)):
+            return True
+        if life.dedup.overflows(self._filed_under(push.table)):
             reason = f"worker {push.id.worker} has more than {WINDOW} unsettled pushes of table '{push.table[:200]}'"
             effects.append(self._to(push.id, WorkerRefused(push.id.sender, reason)))
         else:
             self._decide_push(push, invalid, effects)
+        return False
 
     def _filed_under(self, table: str) -> str:
         """Return the name that answers are kept under: all unknown tables share one, which bounds their number."""
@@ -210,18 +216,26 @@ class ServerCore:
             self._answer(push.id, push.table, Held(push.id), effects)
 
     def _answer(
-        self, push_id: PushId, table: str, answer: Held | Applied | PushRefused, effects: list[ServerEffect]
+        self,
+        push_id: PushId,
+        table: str,
+        answer: Held | Applied | PushRefused,
+        effects: list[ServerEffect],
+        *,
+        by_values: bool = False,
     ) -> None:
+        """Answer a push; `by_values`: values that are sent say so already."""
         life = self.lives.current(push_id.worker)
         if life and life.incarnation == push_id.incarnation:
             life.dedup.record(self._filed_under(table), answer)
-        effects.append(self._to(push_id, answer))
+        if not by_values:
+            effects.append(self._to(push_id, answer))
 
     # -- clocks ------------------------------------------------------------------------------------------------------
 
-    def _on_clock(self, event: Clock, effects: list[ServerEffect]) -> None:
+    def _on_clock(self, event: Clock, effects: list[ServerEffect], life: Incarnation | None = None) -> None:
         sender = event.sender
-        life = self._life_of(sender, effects)
+        life = life or self._life_of(sender, effects)
         if life is None:
             return
         for name, clock, seq in () if self._follows else event.withdrawn:
@@ -270,8 +284,11 @@ class ServerCore:
         if applied:
             effects.append(Apply(name, tuple(applied)))
             table.version += 1
+        # Those whose pulls this answers; values name the own pushes that they include.
+        readers = set() if table.keyed else table.readers.satisfied_readers(table.commit.clock)
         for push_id in applied:
-            self._answer(push_id, name, Applied(push_id), effects)
+            by_values = bool(readers) and (push_id.worker, push_id.incarnation) in readers
+            self._answer(push_id, name, Applied(push_id), effects, by_values=by_values)
         for push_id in withdrawn:
             reason = f"another server refused its part of this push of table '{name}', clock {clock}"
             self._refuse_held(push_id, name, reason, effects)
@@ -310,8 +327,25 @@ class ServerCore:
 
     # -- reads -------------------------------------------------------------------------------------------------------
 
-    def _on_pull(self, pull: Pull, effects: list[ServerEffect]) -> None:
-        if self._life_of(pull.sender, effects) is None:
+    def _on_step(self, step: WholeStep, effects: list[ServerEffect]) -> None:
+        """Process a push, its tick and a pull in turn. Only the pull is answered, unless the push is a copy."""
+        push, sender = step.push, step.pull.sender
+        life = self._life_of(sender, effects)
+        if life is None:
+            return
+        is_copy = self._on_push(push, "", effects, life)
+        self._on_clock(step.tick, effects, life)
+        self._on_pull(step.pull, effects, life)
+        if not is_copy:
+            told = (Ticked(self._clocks.of(sender.worker)), Held(push.id), Applied(push.id))
+            effects[:] = [
+                effect
+                for effect in effects
+                if not (isinstance(effect, Reply) and effect.worker == sender.worker and effect.message in told)
+            ]
+
+    def _on_pull(self, pull: Pull, effects: list[ServerEffect], life: Incarnation | None = None) -> None:
+        if life is None and self._life_of(pull.sender, effects) is None:
             return
         table = self.tables.get(pull.table)
         if table is None:
@@ -345,7 +379,8 @@ class ServerCore:
 
     def _fetch(self, pull: Pull, table: TableCore, clock: int, effects: list[ServerEffect]) -> None:
         dedup = self._living(pull.sender.worker).dedup
-        effects.append(Serve(pull.sender.worker, pull.sender.incarnation, table.fetched(pull, clock, dedup)))
+        fetched = table.fetched(pull, clock, self._clocks.of(pull.sender.worker), dedup)
+        effects.append(Serve(pull.sender.worker, pull.sender.incarnation, fetched))
 
     # -- tables ------------------------------------------------------------------------------------------------------
 

@@ -90,6 +90,11 @@ class DenseReads:
     # (clock, version) of the cached part of each server. Invariant: both only grow. Absent = never seen.
     have: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
     reading: _Reading | None = None
+    _keys: dict[int, Key] = field(init=False)  # of the pull to each server
+
+    def __post_init__(self) -> None:
+        """Make the keys of the pulls."""
+        self._keys = {server: (server, "pull", self.table) for server in self.servers}
 
     def start(
         self, want: WantRead | WantRows, request: int, clock: int, now: float, effects: list[WorkerEffect]
@@ -104,7 +109,7 @@ class DenseReads:
             self.reading.source = "delivery" if self.consistency.deliver == "on_clock" else "cache"
         for server in sorted(awaited):
             pull = Pull(self.sender, request, self.table, clock, needs)
-            self.retransmit.add(self._key(server), pull, now)
+            self.retransmit.add(self._keys[server], pull, now)
             effects.append(Send(server, pull))
         self._finish(effects)
 
@@ -132,7 +137,7 @@ class DenseReads:
 
     def unanswered_pull(self, server: int, request: int) -> Pull | None:
         """Return the pull of a read that a server has not answered yet, or None."""
-        message = self.retransmit.message(self._key(server))
+        message = self.retransmit.message(self._keys.get(server, (server, "pull", self.table)))
         return message if isinstance(message, Pull) and message.request == request else None
 
     def awaits(self, server: int, message: Fetched) -> bool:
@@ -155,13 +160,10 @@ class DenseReads:
     def _is_fresh(self, server: int, needs: int) -> bool:
         return server in self.have and self.have[server][0] >= needs
 
-    def _key(self, server: int) -> Key:
-        return server, "pull", self.table
-
     def _note_answered(self, server: int, message: Fetched, effects: list[WorkerEffect]) -> None:
         pull = self.unanswered_pull(server, message.request)
         if pull is not None:
-            self.retransmit.answered(self._key(server))
+            self.retransmit.answered(self._keys[server])
             if message.clock < pull.needs:
                 effects.append(broken_bound(server, message, pull, "table"))
 
@@ -170,7 +172,7 @@ class DenseReads:
         if reading is None or reading.awaited:
             return
         self.reading = None
-        for server in self.servers:
-            self.retransmit.answered(self._key(server))
+        for key in self._keys.values():
+            self.retransmit.answered(key)
         oldest = min(clock for clock, _ in self.have.values())
         effects.append(ReadDone(reading.request, self.table, oldest, reading.source))

@@ -41,10 +41,10 @@ class TableCore:
             return len(clocks) > 0 and clocks.slowest > clock
         return len(clocks.past(clock)) >= max(1, len(clocks) - backups)
 
-    def fetched(self, pull: Pull, clock: int, dedup: DedupWindow) -> Fetched:
+    def fetched(self, pull: Pull, clock: int, ticked: int, dedup: DedupWindow) -> Fetched:
         """Return the answer to a pull, to be sent with the current values."""
-        includes = dedup.applied_in(self.name)
-        return Fetched(pull.request, self.name, clock, self.version, dedup.settled_in(self.name), includes)
+        settled, includes = dedup.settled_in(self.name), dedup.applied_in(self.name)
+        return Fetched(pull.request, self.name, clock, self.version, settled, includes, ticked)
 
     def delivered(self, worker: int, clock: int, dedup: DedupWindow) -> Delivered:
         """Return a delivery to a subscriber, to be sent with the current values."""

@@ -2,6 +2,7 @@
 
 Rules:
 1. A tick is sent only after every server has every push that it closes, so a tick seen by one server vouches for all.
+   Where there is one server, it may travel with the last of them in a `WholeStep`, which is repeated in parts.
 2. A retry repeats the same message with the same identity.
 3. A read is served from what is cached only while that is fresh enough for the reader's clock: `TableReads` knows.
 """
@@ -37,11 +38,13 @@ from paceline.core.messages import (
     Joined,
     Leave,
     Left,
+    Pull,
     PullRefused,
     Push,
     PushId,
     PushRefused,
     Ticked,
+    WholeStep,
     WorkerRefused,
 )
 from paceline.core.retransmit import Key, Retransmit
@@ -86,6 +89,9 @@ class WorkerCore:
     _ticked: int = 0
     # By clock, the number of pushes that some server has not confirmed yet.
     _unseen: Counter[int] = field(default_factory=Counter[int])
+    # A push that waits for the read with which it travels, and until when.
+    _kept: Push | None = None
+    _kept_until: float = 0.0
     # (table, clock, sequence number) of pushes that some server refused.
     _withdrawn: set[tuple[str, int, int]] = field(default_factory=set[tuple[str, int, int]])
     _leaving: bool = False
@@ -101,6 +107,8 @@ class WorkerCore:
     def handle(self, event: WorkerEvent, now: float) -> list[WorkerEffect]:
         """Process one event; return the effects to perform, in order."""
         effects: list[WorkerEffect] = []
+        if self._kept is not None and isinstance(event, WantPush | WantLeave | Timeout):
+            self._send_kept(now, effects)
         match event:
             case Arrived():
                 self._on_arrived(event, now, effects)
@@ -125,7 +133,8 @@ class WorkerCore:
 
     def next_deadline(self) -> float | None:
         """Return when `handle(Timeout(), now)` is due next, or None."""
-        return self._retransmit.next_due()
+        due = self._retransmit.next_due()
+        return due if self._kept is None else min(self._kept_until, due or self._kept_until)
 
     def settled(self, table: str) -> int:
         """Return a sequence number below which every server has answered all pushes of this table."""
@@ -160,18 +169,32 @@ class WorkerCore:
 
     # -- pushes and clocks -------------------------------------------------------------------------------------------
 
-    def _on_push(self, want: WantPush, now: float, effects: list[WorkerEffect]) -> None:
-        sender, table = self.settings.sender, self._tables[want.table]
-        servers = table.servers if want.servers is None else want.servers
+    def next_push(self, table: str) -> Push:
+        """Return the next push of this table, as it will be sent."""
+        sender = self.settings.sender
         push_id = PushId(sender.generation, sender.worker, sender.incarnation, self.next_seq)
-        push = Push(push_id, want.table, self.clock, self.settled(want.table))
+        return Push(push_id, table, self.clock, self.settled(table))
+
+    def _on_push(self, want: WantPush, now: float, effects: list[WorkerEffect]) -> None:
+        table, push = self._tables[want.table], self.next_push(want.table)
+        servers, seq = table.servers if want.servers is None else want.servers, self.next_seq
         self.next_seq += 1
-        self._pushed[push_id.seq] = _Pushed(push, set(servers), set(servers))
-        table.unsettled[push_id.seq] = table.num_made
+        may_step = want.ends_clock and self.settings.num_servers == 1 and not (self._unseen or self._withdrawn)
+        self._pushed[seq] = _Pushed(push, set(servers), set(servers))
+        table.unsettled[seq] = table.num_made
         table.num_made += 1
         self._unseen[push.clock] += 1
+        if may_step and isinstance(table.reads, DenseReads):
+            self._kept, self._kept_until = push, now + self.settings.retry_s / 4
+            return
         for server in servers:
-            self._send((server, "push", push_id.seq), push, now, effects)
+            self._send((server, "push", seq), push, now, effects)
+
+    def _send_kept(self, now: float, effects: list[WorkerEffect]) -> None:
+        """Send the push that is kept."""
+        push, self._kept = self._kept, None
+        if push is not None:
+            self._send((0, "push", push.id.seq), push, now, effects)
 
     def _tick(self, now: float, effects: list[WorkerEffect]) -> None:
         """Send the finished clocks to all servers, up to the first with a push that has not arrived everywhere."""
@@ -224,13 +247,30 @@ class WorkerCore:
     def _on_read(self, want: WantRead | WantRows, now: float, effects: list[WorkerEffect]) -> None:
         table, request = self._tables[want.table], self.next_request
         self.next_request += 1
+        self._send_kept(now, effects)
         table.reads.start(want, request, self.clock, now, effects)
+        match effects:
+            case [Send(server, Push() as push), Send(_, Pull() as pull)]:
+                if (pull.table, pull.clock) == (push.table, push.clock + 1):
+                    effects[:] = [Send(server, WholeStep(push, pull))]
+            case _:
+                pass
         self._follow(table.consistency, now, effects)
 
     def _on_values(self, server: int, message: Fetched | Delivered, now: float, effects: list[WorkerEffect]) -> None:
         table = self._tables[message.table]
+        if isinstance(message, Fetched) and isinstance(table.reads, DenseReads):
+            self._on_told(server, message, now, effects)
         table.reads.on_values(server, message, effects)
         self._follow(table.consistency, now, effects)
+
+    def _on_told(self, server: int, message: Fetched, now: float, effects: list[WorkerEffect]) -> None:
+        """Note what values say of a step: its tick is known, and its push applied."""
+        if self.settings.num_servers == 1:
+            self._ticked = max(self._ticked, message.ticked)
+        for seq in message.includes:
+            if seq in self._pushed:
+                self._on_push_answer(server, Applied(self._pushed[seq].push.id), now, effects)
 
     def _follow(self, consistency: Consistency, now: float, effects: list[WorkerEffect]) -> None:
         """Jump to the clock of reads that have ended when a quorum completed clocks without this worker."""

@@ -12,7 +12,16 @@ from paceline.transport.base import Connection
 from paceline.transport.buffer_pool import Buffer, BufferPool, ExactPieces
 from paceline.transport.buffers import MIN_MAPPED_BYTES, fresh_buffer
 from paceline.wire.bounds import MAX_IDS, SMALL_BYTES
-from paceline.wire.messages import PushFrame, RowPullFrame, RowPushFrame, RowsUsed, Unsubscribe, decode, is_push
+from paceline.wire.messages import (
+    PushFrame,
+    RowPullFrame,
+    RowPushFrame,
+    RowsUsed,
+    StepFrame,
+    Unsubscribe,
+    decode,
+    is_push,
+)
 from paceline.wire.requests import Initialise, LoadState, WriteRows
 from paceline.wire.row_codec import ID_BYTES
 
@@ -128,6 +137,8 @@ class BodyLimits:
     def _bounds(self, message: object) -> tuple[int, int]:
         """Return the least and the most bytes that may travel beside a message."""
         match message:
+            case StepFrame():
+                return self._bounds(message.frame)
             case PushFrame() | RowPushFrame():
                 name = message.push.table
             case Initialise() | LoadState():

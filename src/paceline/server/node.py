@@ -45,7 +45,7 @@ from paceline.server.served_table import ACCEPTED, TableHost
 from paceline.server.table_rpc import TableRpc
 from paceline.server.tables import ServedTables
 from paceline.server.wait_reports import WaitReports
-from paceline.transport.base import Connection, Frame, Listener, Transport
+from paceline.transport.base import EMPTY, Connection, Frame, Listener, Transport
 from paceline.transport.memory import MemoryTransport
 from paceline.wire.messages import (
     Hello,
@@ -54,6 +54,7 @@ from paceline.wire.messages import (
     RowPullFrame,
     RowPushFrame,
     RowsUsed,
+    StepFrame,
     Unsubscribe,
     decode,
 )
@@ -233,6 +234,8 @@ class ServerNode:
         check_said(hello, message, self.settings.num_servers)
         body, life = frame.body, (hello.rank, hello.incarnation)
         match message:
+            case StepFrame():
+                self._on_step(message, connection, frame)
             case PushFrame() | RowPushFrame():
                 self._on_push(message, frame)
             case PullFrame() | RowPullFrame():
@@ -272,6 +275,27 @@ class ServerNode:
         if declared is not None:
             self._handle(declared)
         self._request_handler.release(self._core.members)
+
+    def _on_step(self, message: StepFrame, connection: Connection, frame: Frame) -> None:
+        push, step = message.frame.push, message.step
+        pull = PullFrame(step.pull, message.taken)
+        table = self._tables.get(push.table)
+        if table is not None and table.keyed:
+            frame.release()
+            raise PeerError(f"step of row table '{push.table}'")
+        if table is None or table.has(push.id):  # as in `_on_push`
+            frame.release()
+            self._handle(step)
+            return
+        accepted = table.accept(message.frame, frame.body, frame.buffer)
+        if accepted.problem:
+            self._handle(InvalidPush(push, accepted.problem))
+            self._handle(step.tick)
+            self._on_pull(pull, connection, EMPTY)
+            return
+        table.accept_pull(pull, connection, EMPTY)
+        if not self._handle(step):
+            table.discard(push.id)
 
     def _on_push(self, message: PushFrame | RowPushFrame, frame: Frame) -> None:
         push = message.push

@@ -37,6 +37,7 @@ from paceline.simulate.history import History, SeenPart, SeenRead, Violation
 if TYPE_CHECKING:
     from paceline.simulate.world import World
 
+_STEPS = 0.5  # probability that a push may travel with the end of its clock and the read after it
 _TWICE = 0.5  # probability that a worker reads a table of rows twice at the same time
 
 
@@ -103,6 +104,7 @@ class SimulatedWorker:
     _pace: Random = field(init=False)
     _asked_at: float = 0.0
     asked_clock: int = 0
+    _steps: Random = field(init=False)  # of its own as well: whether a push, its clock and a read travel in one message
     # Values in the message being handled: the number of updates in each place, and the clock of all.
     _arrived: tuple[dict[int, int], int] = field(default_factory=lambda: ({}, 0))
     # By open table, and server; of a row table by row: the cached values.
@@ -119,6 +121,7 @@ class SimulatedWorker:
         """Make the core."""
         scenario = self.world.scenario
         self._pace = Random(f"{scenario.seed}.{self.worker}.{self.incarnation}")
+        self._steps = Random(f"steps {scenario.seed}.{self.worker}.{self.incarnation}")
         sender = Sender(generation=1, worker=self.worker, incarnation=self.incarnation)
         self.core = WorkerCore(WorkerSettings(sender, scenario.num_servers, retry_s=scenario.retry_s, max_attempts=60))
 
@@ -374,4 +377,4 @@ class SimulatedWorker:
             servers = history.servers_of(push_id)
             if history.keyed and history.consistency.visible == "on_arrival":
                 self._note_own(table, push_id, servers)
-            self._handle(WantPush(table, tuple(servers)))
+            self._handle(WantPush(table, tuple(servers), ends_clock=self._steps.random() < _STEPS))

@@ -20,6 +20,7 @@ from paceline.core.messages import (
     Push,
     PushId,
     PushRefused,
+    WholeStep,
 )
 from paceline.core.server import ServerCore, ServerEvent
 from paceline.core.settings import ServerSettings
@@ -238,8 +239,9 @@ class World:
         """Carry a worker's message to a server."""
         if isinstance(message, Push) and bare and message.id not in self._servers[server].held:
             raise Violation(f"{message.id} is repeated without its tensor, but server {server} never had it")
-        if isinstance(message, Push) and message.id not in self._table_of:
-            raise Violation(f"E3: {message.id} is sent to server {server}, but no worker made it")
+        push = message.push if isinstance(message, WholeStep) else message
+        if isinstance(push, Push) and push.id not in self._table_of:
+            raise Violation(f"E3: {push.id} is sent to server {server}, but no worker made it")
         link = (actor.worker, actor.incarnation, server)
         if link in self._down:
             return
@@ -250,15 +252,19 @@ class World:
 
         def arrive() -> None:
             if self._epoch.get(link, 0) == epoch:
-                self._to_server(server, self._maybe_invalid(message))
+                for event in self._maybe_invalid(message):
+                    self._to_server(server, event)
 
         self._carry(f"worker {actor.worker}.{actor.incarnation}", f"server {server}", arrive)
 
-    def _maybe_invalid(self, message: FromWorker) -> FromWorker | InvalidPush:
-        if not isinstance(message, Push) or self.rng.random() >= self.scenario.network.spoil:
-            return message
-        self.histories[message.table].invalid.add(message.id)
-        return InvalidPush(message, "spoiled by the scenario")
+    def _maybe_invalid(self, message: FromWorker) -> list[FromWorker | InvalidPush]:
+        """Return the events of a message; a step whose tensor is spoiled comes apart, as in the node."""
+        push = message.push if isinstance(message, WholeStep) else message
+        if not isinstance(push, Push) or self.rng.random() >= self.scenario.network.spoil:
+            return [message]
+        self.histories[push.table].invalid.add(push.id)
+        invalid = InvalidPush(push, "spoiled by the scenario")
+        return [invalid, message.tick, message.pull] if isinstance(message, WholeStep) else [invalid]
 
     def hang_up(self, actor: SimulatedWorker) -> None:
         """End all connections of a worker whose process has ended."""
@@ -319,8 +325,9 @@ class World:
             self._at(entry.busy_until, wake)
 
     def _take_in(self, server: int, entry: _Server, event: ServerEvent) -> None:
-        if isinstance(event, Push):
-            entry.held[event.id] = event.clock
+        if isinstance(event, Push | WholeStep):
+            push = event.push if isinstance(event, WholeStep) else event
+            entry.held[push.id] = push.clock
         self.lives.told(server, event, self.now)
         effects = entry.core.handle(event, self.now)
         self.record(f"server {server}", event, effects)
@@ -360,12 +367,11 @@ class World:
                 entry.busy_until = self.now + self.scenario.apply_s
             case Reply():
                 if isinstance(effect.message, Applied | PushRefused):
-                    refused = isinstance(effect.message, PushRefused)
-                    table = self._table_of[effect.message.id]
-                    closed = entry.core.clock_of(table)
-                    self.histories[table].answered(server, effect.message.id, refused=refused, closed=closed)
+                    self._note_answered(server, effect.message.id, refused=isinstance(effect.message, PushRefused))
                 self._to_worker(server, effect.worker, effect.incarnation, effect.message, {})
             case Serve():
+                for seq in effect.message.includes if isinstance(effect.message, Fetched) else ():
+                    self._note_answered(server, PushId(1, effect.worker, effect.incarnation, seq), refused=False)
                 body = self._values(server, entry, (effect.worker, effect.incarnation), effect.message)
                 self._to_worker(server, effect.worker, effect.incarnation, effect.message, body)
             case Tell():
@@ -374,6 +380,11 @@ class World:
                 self._on_membership(server, effect)
             case Hold() | Discard() | Advanced():
                 pass
+
+    def _note_answered(self, server: int, push_id: PushId, *, refused: bool) -> None:
+        table = self._table_of[push_id]
+        closed = self._servers[server].core.clock_of(table)
+        self.histories[table].answered(server, push_id, refused=refused, closed=closed)
 
     def _values(self, server: int, entry: _Server, life: Life, message: Fetched | Delivered) -> dict[int, int]:
         """Return the values in a message: the number of updates in each place."""

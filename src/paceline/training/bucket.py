@@ -54,8 +54,12 @@ class Bucket:
         if self._reserved is not None:
             self.gradients.fetch(index)
 
-    def push(self, samples: float, hyper: tuple[Hyper, ...], expected: float) -> Future[PushOutcome]:
+    def push(
+        self, samples: float, hyper: tuple[Hyper, ...], expected: float, *, ends_clock: bool = False
+    ) -> Future[PushOutcome]:
         """Push the gradients of this step, unless backward has; return a future of the outcome.
+
+        `ends_clock`: see `DenseClient.push_reserved`.
 
         Raises:
             UsageError: gradients, samples or hyperparameters have changed since backward pushed them.
@@ -69,7 +73,9 @@ class Bucket:
         absent = self.gradients.collect()
         buffer, self._reserved = self._reserved, None
         assert buffer is not None, "reserved when the table was opened, and whenever values arrive"
-        return self.table.push_reserved(buffer, samples=samples, absent=absent, hyper=hyper, expected=expected)
+        return self.table.push_reserved(
+            buffer, samples=samples, absent=absent, hyper=hyper, expected=expected, ends_clock=ends_clock
+        )
 
     def push_in_backward(self, samples: float, hyper: tuple[Hyper, ...]) -> None:
         """Push the gradients before their step; they may not change until then."""

@@ -28,7 +28,7 @@ from paceline.training.state import (
 from paceline.training.strategy import Distributed, Settings, TrainingJob, open_flat, require_fresh
 from paceline.training.weights import Weights
 from paceline.update.table import TableSpec
-from paceline.update.torch_rule import from_optimizer, pushed_hyper
+from paceline.update.torch_rule import PushedHyper, from_optimizer
 
 
 class DistributedOptimizer(Distributed):
@@ -55,6 +55,7 @@ class DistributedOptimizer(Distributed):
         dtype = FlatParameters.over(named).dtype
         policy = str(settings.consistency)
         self._spec = TableSpec(settings.name, segments, dtype, rule, policy, settings.scale, settings.nonfinite)
+        self._hyper = PushedHyper(rule)
         self._buckets = self._open_buckets(named)
         self._buffers = open_buffers(model, settings, settings.consistency, job, read_my_writes=True)
         self._overlap = Overlap(self._buckets, model, self._send) if settings.overlap else None
@@ -71,12 +72,14 @@ class DistributedOptimizer(Distributed):
         """
         with self._job.meter.communicating():
             weight = self._weight_of_step(samples)
-            hyper = pushed_hyper(self.param_groups, self._spec.rule)  # without what schedulers keep beside them
+            hyper = self._hyper.of(self.param_groups)  # without what schedulers keep beside them
             expected = self.expected if self._settings.consistency.lockstep else 0.0
             self.num_refused += self.overflowed
             buckets = [] if self.overflowed else self._buckets
+            ends_clock = len(buckets) == 1 and self._buffers is None and self._refreshes(self._num_steps + 1)
             for bucket in reversed(buckets):  # backward reached the last first, so devices finish it first
-                bucket.push(weight, hyper, expected).add_done_callback(self._count_refusal)
+                pushed = bucket.push(weight, hyper, expected, ends_clock=ends_clock)
+                pushed.add_done_callback(self._count_refusal)
             if self._buffers is not None:
                 self._buffers.push()
             if self._overlap is not None:
@@ -86,10 +89,13 @@ class DistributedOptimizer(Distributed):
     def receive(self) -> None:
         """Fetch values when `fetch_every` and the consistency require it."""
         self._num_steps += 1
-        every = self._settings.fetch_every
-        eager = self._settings.consistency.deliver == "on_clock"
         with self._job.meter.communicating():
-            self._fetch(refresh=not eager and every is not None and self._num_steps % every == 0)
+            self._fetch(refresh=self._refreshes(self._num_steps))
+
+    def _refreshes(self, step: int) -> bool:
+        """Return whether this step asks servers for values that it has not been sent."""
+        every = self._settings.fetch_every
+        return self._settings.consistency.deliver == "on_pull" and every is not None and step % every == 0
 
     def step_without_batch(self) -> None:
         """Fetch values as `step` would, for a clock that this worker finished without a gradient.
@@ -224,7 +230,7 @@ class DistributedOptimizer(Distributed):
         """Send a bucket while backward runs; samples and hyperparameters of the step must be final."""
         with self._job.meter.communicating():
             weight = self._job.num_samples - self._num_samples or 1
-            bucket.push_in_backward(weight, pushed_hyper(self.param_groups, self._spec.rule))
+            bucket.push_in_backward(weight, self._hyper.of(self.param_groups))
 
     def _fetch(self, *, refresh: bool) -> None:
         for bucket in self._buckets:

@@ -57,6 +57,23 @@ class PullFrame:
 
 
 @dataclass(frozen=True, slots=True)
+class StepFrame:
+    """A step of a dense table: its push, and the pull in the next clock; `taken` as in a `PullFrame`."""
+
+    frame: PushFrame
+    request: int
+    needs: int
+    taken: int
+
+    @property
+    def step(self) -> messages.WholeStep:
+        """The step, for the core."""
+        push = self.frame.push
+        pull = messages.Pull(push.id.sender, self.request, push.table, push.clock + 1, self.needs)
+        return messages.WholeStep(push, pull)
+
+
+@dataclass(frozen=True, slots=True)
 class Keys:
     """The ids of a frame about rows: how many, and whether the body begins with them (`sent`).
 
@@ -162,8 +179,9 @@ _CODEC: Final = MessageCodec[object](
     requests.ClaimWork,
     RowsUsed,
     requests.ReportWait,
+    StepFrame,
 )
-_PUSH: Final = _CODEC.kind_byte(PushFrame)
+_PUSHES: Final = _CODEC.kind_byte(PushFrame), _CODEC.kind_byte(StepFrame)
 _JOINED: Final = _CODEC.kind_byte(messages.Joined)
 
 encode = _CODEC.encode
@@ -171,8 +189,8 @@ decode = _CODEC.decode
 
 
 def is_push(header: bytes) -> bool:
-    """Return whether a header is that of a `PushFrame`, without decoding it."""
-    return header[:1] == _PUSH
+    """Return whether a header is that of a `PushFrame` or a `StepFrame`, without decoding it."""
+    return header[:1] in _PUSHES
 
 
 def is_joined(header: bytes) -> bool:

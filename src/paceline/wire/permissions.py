@@ -19,6 +19,7 @@ SPEAKERS: Final[dict[type, Role | None]] = {
     Hello: None,
     wire.PushFrame: "worker",
     wire.PullFrame: "worker",
+    wire.StepFrame: "worker",
     wire.RowPushFrame: "worker",
     wire.RowPullFrame: "worker",
     wire.Unsubscribe: "worker",
@@ -59,12 +60,19 @@ SPEAKERS: Final[dict[type, Role | None]] = {
 }
 
 
+_MOST_CLOCKS: Final = 1 << 63
+
+
 def check_said(hello: Hello, message: object, num_servers: int) -> None:
     """Raise PeerError unless the peer's role may send this message, and the message carries the peer's identity."""
     if SPEAKERS[type(message)] != hello.role:
         raise PeerError(f"a {hello.role} may not say {type(message).__name__}")
     if isinstance(message, wire.PushFrame | wire.RowPushFrame):
         _check_worker(hello, message.push.id)
+    elif isinstance(message, wire.StepFrame):
+        _check_worker(hello, message.frame.push.id)
+        if message.frame.push.clock >= _MOST_CLOCKS:  # its tick, one more, has to fit into the answer
+            raise PeerError(f"{hello.role} {hello.rank} ends clock {message.frame.push.clock}")
     elif isinstance(message, wire.PullFrame | wire.RowPullFrame):
         _check_worker(hello, message.pull.sender)
     elif isinstance(

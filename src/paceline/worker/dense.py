@@ -7,20 +7,20 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Final
 
 from torch import Tensor
 
 from paceline.core.effects import Forget, Install, ReadDone, Release
-from paceline.core.events import Opened, WantPush, WantRead
-from paceline.core.messages import Fetched, Pull, Push
+from paceline.core.events import Opened, Timeout, WantPush, WantRead
+from paceline.core.messages import Fetched, Pull, Push, WholeStep
 from paceline.core.table_reads import TableReads
 from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.transport.base import EMPTY
 from paceline.update.table import Hyper
-from paceline.wire.messages import KeysWanted, PullFrame, PushFrame
+from paceline.wire.messages import KeysWanted, PullFrame, PushFrame, StepFrame
 from paceline.worker.cache import TableCache
 from paceline.worker.pushes import (
-    NO_PUSH,
     PushBuffer,
     Pushes,
     PushOutcome,
@@ -31,6 +31,9 @@ from paceline.worker.pushes import (
 )
 from paceline.worker.table_client import ClientContext
 from paceline.worker.waits import About
+
+# A larger push leaves at once: it takes long on its way, and a step is repeated whole until values answer it.
+_MOST_STEP_BYTES: Final = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +116,12 @@ class DenseClient:
         with lock.changed:
             lock.check()
             clock = core.clock
-            lock.wait(
-                lambda: may_push(core, self.name) and self.pushes.has_slot(clock),
-                f"servers to apply earlier pushes of table '{self.name}'",
-                About(f"push {self.name}", self.name, core.oldest_push(self.name) + 1),
-            )
+            if not (may_push(core, self.name) and self.pushes.has_slot(clock)):
+                lock.wait(
+                    lambda: may_push(core, self.name) and self.pushes.has_slot(clock),
+                    f"servers to apply earlier pushes of table '{self.name}'",
+                    About(f"push {self.name}", self.name, core.oldest_push(self.name) + 1),
+                )
             return self.pushes.lend(shown=shown)
 
     def return_buffer(self, buffer: PushBuffer) -> None:
@@ -159,13 +163,17 @@ class DenseClient:
         absent: tuple[int, ...] = (),
         hyper: tuple[Hyper, ...] = (),
         expected: float = 0.0,
+        ends_clock: bool = False,
     ) -> Future[PushOutcome]:
-        """Send an update as `push` does, from memory that `reserve` returned, which servers read from now on."""
+        """Send an update as `push` does, from memory that `reserve` returned, which servers read from now on.
+
+        `ends_clock`: the caller finishes the clock at once, and then reads the table. So one frame can do for all.
+        """
         problem = self._objection(buffer.gradient)
         if problem:
             self.return_buffer(buffer)
             return finished_push(PushOutcome(applied=False, reason=problem))
-        return self._push(buffer, count, absent, hyper, expected)
+        return self._push(buffer, count, absent, hyper, expected, ends_clock=ends_clock)
 
     def start_read(self, *, refresh: bool = True, exact: bool = False) -> PendingRead:
         """Request values; the future ends when the cache is fresh enough. Does not block."""
@@ -217,15 +225,19 @@ class DenseClient:
         absent: tuple[int, ...],
         hyper: tuple[Hyper, ...],
         expected: float = 0.0,
+        *,
+        ends_clock: bool = False,
     ) -> Future[PushOutcome]:
         parts, context = self.parts(buffer), self.context
         with context.lock.changed:
             context.lock.check()
             checksums = tuple(map(zlib.crc32, parts)) if self.checks_memory else ()
-            frame = PushFrame(NO_PUSH, count, absent, hyper, screened=True, checksums=checksums, expected=expected)
+            push = context.core.next_push(self.name)
+            frame = PushFrame(push, count, absent, hyper, screened=True, checksums=checksums, expected=expected)
             future = self.pushes.prepare(buffer, {server: parts[server] for server in self.cache.servers}, frame)
-            self.cache.note_own(context.core.next_seq, buffer.gradient, absent, hyper)
-            context.handle(WantPush(self.name))
+            self.cache.note_own(push.id.seq, buffer.gradient, absent, hyper)
+            may_wait = ends_clock and buffer.memory.nbytes <= _MOST_STEP_BYTES
+            context.handle(WantPush(self.name, ends_clock=may_wait))
         return future
 
     # -- effects of the core -----------------------------------------------------------------------------------------
@@ -235,6 +247,13 @@ class DenseClient:
         outgoing = self.pushes.outgoing(push)
         if outgoing is not None:
             self.context.send(server, outgoing.frame, EMPTY if bare else outgoing.bodies[server])
+
+    def send_step(self, server: int, step: WholeStep) -> None:
+        """Send the server a push and the request of a read."""
+        outgoing = self.pushes.outgoing(step.push)
+        if outgoing is not None:
+            frame = StepFrame(outgoing.frame, step.pull.request, step.pull.needs, self._received.get(server, -1))
+            self.context.send(server, frame, outgoing.bodies[server])
 
     def send_pull(self, server: int, pull: Pull) -> None:
         """Send a server the request of a read, and which of its values have been received."""
@@ -304,7 +323,8 @@ class DenseClient:
     # -- pushes under way, and the end -------------------------------------------------------------------------------
 
     def flush_pushes(self, clock: int) -> None:
-        """Send nothing: pushes are sent at once."""
+        """Send a push that waits for the end of its clock."""
+        self.context.handle(Timeout())
 
     def num_under_way(self) -> int:
         """Count the pushes that some server has not answered."""

@@ -12,7 +12,7 @@ from functools import partial
 from paceline.core.consistency import Consistency
 from paceline.core.effects import Fail, Forget, Install, JoinDone, LeaveDone, ReadDone, Release, Send, WorkerEffect
 from paceline.core.events import Arrived, Connected, Timeout, WantClock, WantJoin, WantLeave
-from paceline.core.messages import Clock, Fetched, Pull, Push, Ticked
+from paceline.core.messages import Clock, Fetched, Pull, Push, Ticked, WholeStep
 from paceline.core.settings import WorkerSettings
 from paceline.core.worker import WorkerCore, WorkerEvent
 from paceline.errors import PeerError, Refused, ServerLost, UsageError
@@ -44,7 +44,7 @@ def _refuse(reason: str) -> None:
     raise PeerError(reason)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FrameHandler:
     """Handles the frames of one server, under the worker's lock.
 
@@ -58,12 +58,14 @@ class FrameHandler:
     handle: Callable[[WorkerEvent, memoryview], None]
     fail: Callable[[str], None] = _refuse
     hold: SendHold = field(default_factory=SendHold)
+    _placed: tuple[bytes, object] = (b"", None)  # the last header that `place` has decoded, and its message
 
     def on_frames(self, frames: Sequence[Frame]) -> None:
         """Handle frames that have arrived together, and wake the waiting threads once."""
         with self.lock.changed, self.hold:
+            placed, known = self._placed
             for frame in frames:
-                message = decode(frame.header)
+                message = known if frame.header is placed else decode(frame.header)
                 try:
                     self._process(message, frame)
                 except REQUEST_ERRORS as error:
@@ -82,15 +84,19 @@ class FrameHandler:
             self.tables[message.table].on_keys_wanted(self.server, message)
         elif not self.lock.failure:
             self.handle(Arrived(self.server, message), frame.body)
-        if isinstance(message, Ticked):
-            for table in self.tables.values():
-                table.note_ticked(self.server, message.clock)
-        elif isinstance(message, Fetched) and message.table in self.tables:
-            self.tables[message.table].note_received(self.server, message)
+        if isinstance(message, Fetched):
+            if message.table in self.tables:
+                self.tables[message.table].note_received(self.server, message)
+        elif not isinstance(message, Ticked):
+            return
+        ticked = message.clock if isinstance(message, Ticked) else message.ticked
+        for table in self.tables.values():
+            table.note_ticked(self.server, ticked)
 
     def place(self, header: bytes, size_bytes: int) -> memoryview | None:
         """Return memory for the body of a frame, without the lock: see `TableClient.receive_buffer`."""
         message = decode(header)
+        self._placed = header, message
         if isinstance(message, Fetched) and message.table in self.tables:
             return self.tables[message.table].receive_buffer(self.server, message, size_bytes)
         return None
@@ -360,14 +366,20 @@ class WorkerNode:
             self.rpc.repeat_due()
 
     def _handle(self, event: WorkerEvent, body: memoryview = EMPTY) -> None:
-        for effect in self._core.handle(event, time.monotonic()):
+        effects = self._core.handle(event, time.monotonic())
+        for effect in effects:
             self._perform(effect, body)
+        if effects:
             self._changed.notify_all()
 
     def _perform(self, effect: WorkerEffect, body: memoryview) -> None:
         match effect:
             case Send(server, Push() as push, bare):
                 self._tables[push.table].send_push(server, push, bare=bare)
+            case Send(server, WholeStep() as step):
+                for table in self._tables.values():
+                    table.send_before_tick(server, step.push.clock + 1)
+                self._tables[step.push.table].send_step(server, step)
             case Send(server, Pull() as pull):
                 self._tables[pull.table].send_pull(server, pull)
             case Send(server, Clock() as tick):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from torch import Tensor
@@ -185,10 +185,6 @@ def some_parameters(bad: Sequence[str], num: int) -> str:
     return f"parameter '{bad[0]}'" + (f" and {len(bad) - 1} more of {num}" if len(bad) > 1 else "")
 
 
-# Placeholder for a push whose identity is not known yet.
-NO_PUSH = Push(PushId(0, 0, 0, 0), "", 0, 0)
-
-
 @dataclass(slots=True)
 class Pushes:
     """The pushes of one dense table: those in flight, and their memory. Used under the lock of the worker node.
@@ -205,7 +201,6 @@ class Pushes:
     _lent: dict[PushBuffer, bool] = field(default_factory=dict[PushBuffer, bool])  # -> shown
     _under_way: dict[PushId, Outgoing] = field(default_factory=dict[PushId, Outgoing])
     _counts: ClockCounts = field(default_factory=ClockCounts)
-    _next: Outgoing | None = None
 
     def __len__(self) -> int:
         """Count the pushes in flight."""
@@ -249,16 +244,13 @@ class Pushes:
         return self._counts.of_clock(clock) if self.held else 0
 
     def prepare(self, buffer: PushBuffer, bodies: dict[int, memoryview], frame: PushFrame) -> Future[PushOutcome]:
-        """Prepare a push; the next call of `outgoing` gives it its identity."""
-        self._next = Outgoing(frame, buffer, bodies, pending_future(PushOutcome))
-        return self._next.future
+        """Add a push that is about to be sent."""
+        made = self._under_way[frame.push.id] = Outgoing(frame, buffer, bodies, pending_future(PushOutcome))
+        self._counts.add(frame.push)
+        return made.future
 
     def outgoing(self, push: Push) -> Outgoing | None:
         """Return a push in flight; None if it is answered or abandoned."""
-        if self._next is not None:
-            self._next.frame = replace(self._next.frame, push=push)
-            self._under_way[push.id], self._next = self._next, None
-            self._counts.add(push)
         return self._under_way.get(push.id)
 
     def release(self, effect: Release) -> Outgoing | None:

@@ -177,11 +177,14 @@ class Table:
         absent: tuple[int, ...],
         hyper: tuple[Hyper, ...],
         expected: float = 0.0,
+        ends_clock: bool = False,
     ) -> Future[PushOutcome]:
         """Push from memory that `client.reserve` returned, without a copy; do not write to it any more."""
         with self.meter.communicating():
             return self._watched(
-                self.client.push_reserved(buffer, count=samples, absent=absent, hyper=hyper, expected=expected)
+                self.client.push_reserved(
+                    buffer, count=samples, absent=absent, hyper=hyper, expected=expected, ends_clock=ends_clock
+                )
             )
 
     def pull_later(self, *, refresh: bool = True) -> Future[Tensor]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.core.effects import Forget, Install, ReadDone, Release
-from paceline.core.messages import Fetched, Pull, Push
+from paceline.core.messages import Fetched, Pull, Push, WholeStep
 from paceline.core.worker import WorkerCore, WorkerEvent
 from paceline.errors import PacelineError
 from paceline.transport.base import EMPTY
@@ -51,6 +51,10 @@ class TableClient(Protocol):
 
     def send_push(self, server: int, push: Push, *, bare: bool) -> None:
         """Send a server its part of a push, unless it has answered; `bare` without values, which the server has."""
+        ...
+
+    def send_step(self, server: int, step: WholeStep) -> None:
+        """Send the server the push and the pull of a step."""
         ...
 
     def send_pull(self, server: int, pull: Pull) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite
-from typing import Final
+from math import inf, isfinite
+from typing import Final, cast
 
 import numpy as np
 import torch
@@ -101,6 +101,8 @@ def as_output(out: object, shape: tuple[int, ...], dtype: torch.dtype, where: st
 
 def as_count(samples: object, where: str) -> float:
     """Return a number of samples; raises UsageError unless it is a finite number >= 0."""
+    if type(samples) in (int, float) and 0 <= cast("float", samples) < inf:  # as nearly always: spares the checks below
+        return cast("float", samples)
     if isinstance(samples, Tensor | np.generic) and np.ndim(samples) == 0:
         samples = samples.item()
     if isinstance(samples, bool) or not isinstance(samples, int | float) or not isfinite(samples) or samples < 0:

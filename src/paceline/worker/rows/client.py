@@ -12,9 +12,9 @@ from torch import Tensor
 
 from paceline.core.effects import Forget, Install, ReadDone, Release
 from paceline.core.events import Opened, WantPush
-from paceline.core.messages import Fetched, Pull, Push
+from paceline.core.messages import Fetched, Pull, Push, WholeStep
 from paceline.core.table_reads import TableReads
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import PacelineError, ProtocolBug, UsageError
 from paceline.transport.base import EMPTY
 from paceline.update.filters.pipeline import FilteredPush
 from paceline.update.filters.traffic import RowTraffic, WireBytes
@@ -171,6 +171,10 @@ class RowClient:
     def send_push(self, server: int, push: Push, *, bare: bool) -> None:
         """Send a server its part of a push, unless it has answered."""
         self._pushes.send_part(server, push, self.context.send, bare=bare)
+
+    def send_step(self, server: int, step: WholeStep) -> None:
+        """Raise ProtocolBug: pushes and pulls of rows are sent each by itself."""
+        raise ProtocolBug(f"table '{self.name}' has rows, and cannot send {step}")
 
     def send_pull(self, server: int, pull: Pull, *, with_ids: bool = False) -> None:
         """Send a server the ids of a read; `with_ids` even if it should know them."""

@@ -1,0 +1,89 @@
+"""A step of a small model costs one frame each way where there is one server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline.server.node import ServerNode
+from paceline.worker.node import FrameHandler
+
+
+@pytest.fixture
+def frames(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What arrives at the server and at the worker from here on."""
+    seen: list[str] = []
+    dispatch, process = ServerNode._dispatch, FrameHandler._process
+
+    def at_server(node: ServerNode, hello: Any, connection: Any, message: object, frame: Any) -> None:
+        seen.append(type(message).__name__)
+        dispatch(node, hello, connection, message, frame)
+
+    def at_worker(handler: FrameHandler, message: object, frame: Any) -> None:
+        seen.append(type(message).__name__)
+        process(handler, message, frame)
+
+    monkeypatch.setattr(ServerNode, "_dispatch", at_server)
+    monkeypatch.setattr(FrameHandler, "_process", at_worker)
+    return seen
+
+
+@pytest.fixture
+def session(frames: list[str]) -> Iterator[paceline.Session]:
+    with paceline.init() as made:
+        yield made
+
+
+def steps(model: nn.Module, frames: list[str], consistency: str) -> list[str]:
+    optimizer = paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.5), model=model, consistency=consistency)
+    frames.clear()
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    assert optimizer.num_refused == 0
+    return frames
+
+
+@pytest.mark.parametrize("consistency", ["bsp", "ssp:2", "asynchronous"])
+@pytest.mark.usefixtures("session")
+def test_a_step_of_a_small_model_is_one_frame_each_way(frames: list[str], consistency: str) -> None:
+    assert steps(nn.Linear(3, 1), frames, consistency) == ["StepFrame", "Fetched"] * 3
+
+
+@pytest.mark.usefixtures("session")
+def test_values_of_steps_are_those_of_plain_torch(frames: list[str]) -> None:
+    torch.manual_seed(3)
+    model, plain = nn.Linear(3, 1), nn.Linear(3, 1)
+    plain.load_state_dict(model.state_dict())
+    steps(model, frames, "bsp")
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        plain(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    assert torch.equal(model.weight, plain.weight)
+
+
+@pytest.mark.usefixtures("session")
+def test_a_model_with_buffers_pushes_two_tables_and_keeps_the_frames_of_each(frames: list[str]) -> None:
+    assert "StepFrame" not in steps(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), frames, "bsp")
+
+
+@pytest.mark.usefixtures("session")
+def test_a_refused_gradient_is_told_and_the_next_step_counts(frames: list[str]) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.5), consistency="bsp")
+    before = model.weight.clone()
+    for number in (float("nan"), 1.0):
+        optimizer.zero_grad()
+        (number * model(torch.ones(2, 3))).sum().backward()
+        optimizer.step()
+    assert optimizer.num_refused == 1
+    assert torch.equal(model.weight, before - 1.0)  # 0.5 for each of two samples
+    assert frames.count("StepFrame") == 1, "the worker does not send what is not finite"
