@@ -135,3 +135,15 @@ def test_a_connection_that_is_dropped_is_said_to_have_ended_once(tmp_path: Path)
         assert end.frame is None
         assert made.get(0.0) is None
         assert made.connections() == []
+
+
+def test_frames_that_have_arrived_come_before_the_death_of_their_sender(tmp_path: Path) -> None:
+    with acceptor("shm", tmp_path) as (made, transport), client(made, transport, b"worker 3") as worker:
+        worker.send(b"first", timeout_s=PATIENCE_S)
+        heard(made)
+        worker.send(b"push", timeout_s=PATIENCE_S)
+        made.put("it has died")
+        assert made.num_waiting() == 2
+        assert heard(made) == (b"worker 3", b"push")
+        assert made.get(PATIENCE_S) == "it has died"
+        assert made.get(0.0) is None

@@ -5,12 +5,12 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from paceline.errors import DeadlineExceeded, PeerError
-from paceline.transport.base import MAX_TOGETHER, Connection, Frame, Listener, Place, receive_all
+from paceline.transport.base import Connection, Frame, Listener, Place, receive_all
 from paceline.transport.buffer_pool import Buffer
 from paceline.transport.deadline import Deadline
 from paceline.transport.poller import Poller
@@ -55,11 +55,12 @@ class Acceptor:
     # Bounded by how many messages workers may have unanswered, not by the queue: with a full queue a reader could wait
     # for the very thread that waits for it.
     _queue: queue.SimpleQueue[object] = field(default_factory=queue.SimpleQueue[object])
+    _received: deque[Incoming] = field(default_factory=deque[Incoming])  # by the thread that calls `get`
+    _has_looked: bool = False  # whether frames have arrived, since the last item of the queue
     _connections: dict[int, Connection] = field(default_factory=dict[int, Connection])
     _polled: tuple[Connection, ...] = ()  # the connections without a reader thread; replaced when they change
     _poller: Poller = field(default_factory=Poller)
     _looked_s: float = 0.0
-    _num_taken: int = 0  # items since the connections were read
     _is_large: bool = False  # the frame that is being received
     _expelled: Collection[str] = frozenset()
     _accepting: threading.Thread = field(init=False)
@@ -80,22 +81,22 @@ class Acceptor:
     def get(self, timeout_s: float | None) -> object | None:
         """Wait for the next item; None when `timeout_s` has passed. One thread at a time."""
         deadline = None if timeout_s is None else Deadline.after(timeout_s)
-        self._num_taken += 1
-        if self._num_taken > MAX_TOGETHER:  # else items that bring new ones would keep connections waiting
-            self._receive_ready(0.0)
-        while self._queue.empty():
+        while not self._received:
+            if not self._queue.empty() and self._has_looked:
+                self._has_looked = False
+                return self._queue.get_nowait()
+            # Frames that have arrived come before the next item, such as the death of their sender.
             left_s = _POLL_S if deadline is None else deadline.remaining_s()
-            self._receive_ready(min(left_s, _POLL_S))
-            if not left_s:
-                break
-        with suppress(queue.Empty):
-            return self._queue.get_nowait()
-        return None
+            self._receive_ready(0.0 if not self._queue.empty() else min(left_s, _POLL_S))
+            self._has_looked = not self._queue.empty()
+            if not left_s and not self._received and not self._has_looked:
+                return None
+        return self._received.popleft()
 
     def num_waiting(self) -> int:
         """Return the number of items that are here; called by the thread that calls `get`."""
         self._receive_ready(0.0)
-        return self._queue.qsize()
+        return len(self._received) + self._queue.qsize()
 
     def close(self) -> None:
         """Stop listening, end all connections, join the threads and drop what is left in the queue."""
@@ -110,6 +111,7 @@ class Acceptor:
             thread.join(timeout=5.0)
         self._poller.close()
         self._queue = queue.SimpleQueue()  # frames in the old one keep workers' memory
+        self._received.clear()
 
     def connections(self) -> list[Connection]:
         """Return the connections that have not ended."""
@@ -180,8 +182,8 @@ class Acceptor:
             self._admit(connection)
 
     def _receive_ready(self, timeout_s: float) -> None:
-        """Wait for connections that have something to receive, and queue their frames."""
-        polled, self._num_taken = self._polled, 0
+        """Wait for connections that have something to receive, and take their frames."""
+        polled = self._polled
         ready = self._poller.wait(polled, timeout_s)
         now_s = time.monotonic()
         if now_s - self._looked_s >= _POLL_S:
@@ -190,11 +192,11 @@ class Acceptor:
             self._receive(connection)
 
     def _receive(self, connection: Connection) -> None:
-        """Queue the frames that a connection has; give it to a reader thread if it brings a large body."""
+        """Take the frames that a connection has; give it to a reader thread if it brings a large body."""
         self._is_large = False
         try:
             for frame in receive_all(connection, timeout_s=0.0, place=self._place):
-                self._queue.put(Incoming(connection, frame))
+                self._received.append(Incoming(connection, frame))
         except DeadlineExceeded:
             pass
         except PeerError as error:
@@ -206,7 +208,7 @@ class Acceptor:
 
     def _end(self, connection: Connection, problem: str) -> None:
         if self._unpoll(connection):
-            self._queue.put(Incoming(connection, None, problem))
+            self._received.append(Incoming(connection, None, problem))
 
     def _place(self, header: bytes, size_bytes: int) -> Buffer | memoryview | None:
         self._is_large = self._is_large or size_bytes > _LARGE_BYTES
