@@ -93,6 +93,10 @@ class CountedConnection:
         """Return whether the next frame is here."""
         return self.inner.has_frame()
 
+    def fileno(self) -> int | None:
+        """Return a descriptor to wait for."""
+        return self.inner.fileno()
+
     def close(self) -> None:
         """End the connection."""
         self.inner.close()

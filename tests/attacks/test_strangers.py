@@ -18,7 +18,7 @@ from datetime import timedelta
 import pytest
 from tests.attacks.papers import Papers
 from tests.attacks.target import REFUSED_WITHIN_S, Target, target
-from tests.nodes.client import member
+from tests.nodes.client import client, member
 from tests.transport.carriers import CREDENTIALS
 from tests.transport.wire import GREETING_BYTES, NONCE, hello, open_raw, proof, read_exactly, read_to_end, shake_hands
 
@@ -332,8 +332,10 @@ def test_a_hundred_who_say_nothing_keep_no_worker_out(
 
 
 def test_a_server_that_is_out_of_threads_turns_away_who_comes_and_goes_on(
-    plain: Target, monkeypatch: pytest.MonkeyPatch
+    encrypted: Target, peer_identity: Papers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    transport = TcpTransport(CREDENTIALS, tls=peer_identity.of(Holder("worker", 8)))
+    servers = replace(encrypted.servers, transport=transport)
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
@@ -343,8 +345,7 @@ def test_a_server_that_is_out_of_threads_turns_away_who_comes_and_goes_on(
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
-        with open_raw(plain.address) as turned_away:
-            shake_hands(turned_away, IDENTITY)
-            assert read_to_end(turned_away) == b""
-    with member(plain.servers, 8):
-        assert plain.read() == bytes(16)
+        with client(servers, Hello("worker", 8, 0, 1)) as turned_away:
+            assert turned_away.is_cut_off()
+    with member(servers, 8):
+        assert encrypted.read() == bytes(16)

@@ -222,6 +222,9 @@ class StagedConnection:
     def has_frame(self) -> bool:
         return False  # so that others may go on before each
 
+    def fileno(self) -> None:
+        return None  # a thread of its own waits for it on stage
+
     def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
         self._stage.pause("a frame", lambda: bool(self._in.frames) or self._in.is_over)
         if self._in.is_over:

@@ -53,7 +53,7 @@ def test_l6_a_worker_whose_return_waits_in_the_queue_when_its_lease_ends_is_not_
         server.do(lambda _: is_back.wait(PATIENCE_S))  # a long update, say
         with client(servers, Hello("worker", 0, 0, 1, 1)) as again:
             again.say(Join(Sender(1, 0, 0)))
-            while not server._acceptor.num_waiting() or not _is_over(server):
+            while not any(each.has_frame() for each in server._acceptor.connections()) or not _is_over(server):
                 threading.Event().wait(LEASE_S / 10)
             is_back.set()
             again.hear(Joined)

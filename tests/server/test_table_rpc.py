@@ -1,5 +1,6 @@
 """What servers do with a table as a whole: once for each call, when the clock has come, whatever happens to frames."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,9 @@ def test_a_worker_that_is_gone_has_nothing_done(tmp_path: Path) -> None:
         worker.hear(RequestDone)
         servers.servers[0].report_death(1, 0, "the test says so")
         servers.servers[0].report_death(0, 0, "the test says so")
+        both_are_gone = threading.Event()
+        servers.servers[0].do(lambda _: both_are_gone.set())  # frames that have arrived may come before a death
+        assert both_are_gone.wait(10)
         worker.say(call(5))
         assert "worker 1 takes no part" in worker.hear(RequestFailed)[0].reason
         other.say(Clock(Sender(1, 2, 0), 1))

@@ -49,6 +49,9 @@ class Gate:
     def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
         raise NotImplementedError
 
+    def fileno(self) -> int | None:
+        return None
+
     def close(self) -> None:
         self.closed = True
         self.open.set()

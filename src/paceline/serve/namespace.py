@@ -95,6 +95,10 @@ class NamespaceConnection:
         """Return whether the next frame is here; see `Connection.has_frame`."""
         return self._connection.has_frame()
 
+    def fileno(self) -> int | None:
+        """Return a descriptor to wait for; see `Connection.fileno`."""
+        return self._connection.fileno()
+
     def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
         """Wait for the next frame; see `Connection.receive`."""
         return self._connection.receive(timeout_s=timeout_s, place=place)

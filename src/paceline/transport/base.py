@@ -166,7 +166,8 @@ class Connection(Protocol):
         body's size, or a buffer, which becomes the frame's; or None for fresh memory. A PeerError that it raises is
         raised here, and the connection is over.
 
-        Raises DeadlineExceeded (the connection stays usable; a frame half received is continued by the next call),
+        Raises DeadlineExceeded (the connection stays usable; a frame half received is continued by the next call, so
+        a timeout of 0 takes what is here and does not block),
         ConnectionLost, PeerError for bytes that are not a frame within the limits (the connection is then over), or
         UsageError when `place` gave memory of another size.
         """
@@ -174,6 +175,13 @@ class Connection(Protocol):
 
     def has_frame(self) -> bool:
         """Return whether the next frame is here already. Called by the thread that receives; does not block."""
+        ...
+
+    def fileno(self) -> int | None:
+        """Return a descriptor that is readable while there is something to receive, apart from what `has_frame` finds.
+
+        None if there is no such descriptor, or no more: then only `receive` can wait.
+        """
         ...
 
     def close(self) -> None:

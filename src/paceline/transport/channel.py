@@ -90,6 +90,10 @@ class Channel(Protocol):
         """Return whether tens of kilobytes can be written without waiting."""
         ...
 
+    def fileno(self) -> int | None:
+        """Return a descriptor that is readable exactly if a read would not wait; None if there is none."""
+        ...
+
     def shut(self) -> None:
         """End the stream in both directions, at once and for both ends; wakes blocked threads. May be repeated."""
         ...
@@ -169,6 +173,11 @@ class SocketChannel:
     def has_room(self) -> bool:
         """Return whether the kernel has room, which it reports once a third of its buffer is free."""
         return self._is_writable(within_ms=0)
+
+    def fileno(self) -> int | None:
+        """Return the socket's descriptor, None once it is closed."""
+        descriptor = self._socket.fileno()
+        return None if descriptor < 0 else descriptor
 
     def wait_for_room(self, deadline: Deadline) -> None:
         """Wait until something can be written."""

@@ -210,6 +210,10 @@ class FaultyConnection:
         """Return whether the next frame is here; see `Connection.has_frame`."""
         return self._inner.has_frame()
 
+    def fileno(self) -> int | None:
+        """Return a descriptor to wait for; see `Connection.fileno`."""
+        return self._inner.fileno()
+
     def close(self) -> None:
         """End the connection, and lose the frames held back; see `Connection.close`."""
         self._inner.close()  # first, so that a postman blocked in it comes back

@@ -1,8 +1,10 @@
 """Transport within one process, for tests, examples, and threads that play worker and server."""
 
+import os
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import count
 from typing import Final, final
 
@@ -26,6 +28,7 @@ class _FrameQueue:
         self._num_unread = 0
         self._changed = threading.Condition()
         self._over = False
+        self._descriptor: int | None = None  # of an event that is set while there are frames or the end; made on demand
 
     def put(self, frames: Sequence[tuple[Frame, int]], timeout_s: float) -> None:
         """Wait for room, then add frames, each with how many of its bytes were copied.
@@ -37,6 +40,8 @@ class _FrameQueue:
                 raise TimeoutError
             if self._over:
                 raise EOFError
+            if not self._frames:
+                self._set_event()
             self._frames.extend(frames)
             self._num_unread += sum(num_copied for _, num_copied in frames)
             self._changed.notify_all()
@@ -50,6 +55,8 @@ class _FrameQueue:
                 raise EOFError
             frame, num_copied = self._frames.popleft()
             self._num_unread -= num_copied
+            if not self._frames and not self._over:
+                self._clear_event()
             self._changed.notify_all()
             return frame
 
@@ -65,14 +72,36 @@ class _FrameQueue:
         """Accept no more frames; those in the queue may still be read."""
         with self._changed:
             self._over = True
+            self._set_event()
             self._changed.notify_all()
 
     def drop(self) -> None:
-        """End, and drop unread frames."""
+        """End, and drop unread frames; called by the reader."""
         with self._changed:
             self._frames.clear()
             self._num_unread = 0
-        self.end()
+            self.end()
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+                self._descriptor = None
+
+    def fileno(self) -> int | None:
+        """Return the descriptor of an event that is set while `get` would not wait; None once it was dropped."""
+        with self._changed:
+            if self._descriptor is None and not self._over:
+                self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                if self._frames:
+                    self._set_event()
+            return self._descriptor
+
+    def _set_event(self) -> None:
+        if self._descriptor is not None:
+            os.eventfd_write(self._descriptor, 1)
+
+    def _clear_event(self) -> None:
+        if self._descriptor is not None:
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._descriptor)
 
     def _has_news(self) -> bool:
         return self._over or bool(self._frames)
@@ -140,6 +169,10 @@ class MemoryConnection:
     def has_frame(self) -> bool:
         """Return whether a frame waits; see `Connection.has_frame`."""
         return self._incoming.has_frame()
+
+    def fileno(self) -> int | None:
+        """Return a descriptor to wait for; see `Connection.fileno`."""
+        return self._incoming.fileno()
 
     def close(self) -> None:
         """End the connection; see `Connection.close`."""

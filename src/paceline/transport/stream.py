@@ -185,6 +185,10 @@ class StreamConnection:
         body_bytes = prefix.body_bytes if prefix.kind is Kind.INLINE else 0
         return self._ahead.has(PREFIX_BYTES + prefix.header_bytes + body_bytes)
 
+    def fileno(self) -> int | None:
+        """Return the channel's descriptor; see `Connection.fileno`."""
+        return self._channel.fileno()
+
     def close(self) -> None:
         """End the connection; see `Connection.close`."""
         self._end("it was closed here")
@@ -264,9 +268,13 @@ class StreamConnection:
         arrival = self._arrival
         while arrival is None:
             arrival = self._arrival = self._start_arrival(deadline, place)
+            if arrival is None and not deadline.remaining_s():
+                raise OutOfTime  # though more may be here: any number of notices may not delay other connections
         size_bytes = len(arrival.body)
         while arrival.num_read < size_bytes:
             arrival.num_read += self._channel.read_much(arrival.body[arrival.num_read :], deadline)
+            if arrival.num_read < size_bytes and not deadline.remaining_s():
+                raise OutOfTime  # though more may be here: a body of any size may not delay other connections
         self._arrival = None
         return Frame(arrival.header, arrival.body, arrival.buffer)
 

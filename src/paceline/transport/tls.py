@@ -110,6 +110,9 @@ class TlsChannel:
         """Return whether the kernel has room; see `Channel.has_room`."""
         return self._inner.has_room()
 
+    def fileno(self) -> None:
+        """Return None: what was decrypted may wait here while the socket has nothing to read."""
+
     def shut(self) -> None:
         """End the stream; see `Channel.shut`. Every frame says its length, so TLS need not say that it ends."""
         self._inner.shut()

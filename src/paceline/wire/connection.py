@@ -11,10 +11,12 @@ from typing import Final
 
 from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError
 from paceline.stopwatch import Stopwatch
-from paceline.transport.base import EMPTY, Frame, Place, Transport, receive_all
+from paceline.transport.base import EMPTY, Connection, Frame, Place, Transport, receive_all
+from paceline.transport.buffer_pool import Buffer
 from paceline.transport.deadline import seconds
 from paceline.wire.messages import Hello, encode, is_joined
 from paceline.wire.permissions import check_server
+from paceline.wire.reading import ASIDE_S, ReadTurns
 from paceline.wire.send_queue import SendHold, SendQueue
 
 _POLL_S = 0.5
@@ -26,6 +28,7 @@ NUM_FRUITLESS: Final = 3
 # On a path that passes small packets and drops large ones, the kernel gives a connection up after 10 to 25 s.
 SOON_S: Final = 30.0
 SMALL_BYTES: Final = 500  # frames of this size pass on every path
+_LARGE_BYTES: Final = 256 << 10  # of a body that the transport copies: received by a thread, beside other connections
 
 
 @dataclass(slots=True)
@@ -82,7 +85,7 @@ class Progress:
 
 @dataclass(slots=True)
 class ReconnectingConnection:
-    """Sends frames to one server, and receives its frames on a thread of its own, the reader thread.
+    """Sends frames to one server, and receives its frames: on a thread of its own, the reader thread, or in turn.
 
     Args:
         server: the rank of the server; its certificate, if it has one, must name it.
@@ -98,6 +101,7 @@ class ReconnectingConnection:
         on_lost: called with the reason once the server is given up.
         how_ended: returns how the server has ended, or an empty text; a server that has ended is not tried again.
         hold: gathers the small frames that are sent while it is entered.
+        turns: lets threads that wait for answers call `on_frames` and `place` in the place of the reader thread.
     """
 
     server: int
@@ -111,15 +115,22 @@ class ReconnectingConnection:
     on_lost: Callable[[str], None]
     how_ended: Callable[[], str]
     hold: SendHold | None = None
+    turns: ReadTurns = field(default_factory=lambda: ReadTurns(lambda: None))
     _post: SendQueue = field(init=False)
     _progress: Progress = field(init=False)
     _closing: threading.Event = field(default_factory=threading.Event)
     _reader: threading.Thread = field(init=False)
+    _reading: threading.Lock = field(default_factory=threading.Lock)  # held until the frames are handled, in order
+    _called: threading.Event = field(default_factory=threading.Event)  # the reader thread has to read
+    _problem: BaseException | None = None  # with which another thread has stopped to read
+    _is_large: bool = False  # a large body has come: the reader thread reads from then on
+    _num_turns_seen: int = 0
 
     def open(self, timeout_s: float) -> None:
         """Connect and start the reader thread. Blocks until connected; raises as `Transport.connect` does."""
         self._progress = Progress(self.patience_s)
         self._post = self._connect(timeout_s)
+        self.turns.add(self)
         self._reader = threading.Thread(target=self._read, name=f"paceline-link-{self.address}", daemon=True)
         self._reader.start()
 
@@ -135,16 +146,71 @@ class ReconnectingConnection:
     def close(self) -> None:
         """End the connection and its thread."""
         self._closing.set()
+        self._called.set()
         self._post.close()
         if threading.current_thread() is not self._reader:
             self._reader.join(timeout=_JOIN_TIMEOUT_S)
+
+    # -- reading by threads that wait --------------------------------------------------------------------------------
+
+    def take_reading(self) -> Connection | None:
+        """Keep the reader thread from reading; see `ReadByTurns.take_reading`."""
+        if not self._may_stand_aside() or not self._reading.acquire(blocking=False):
+            return None
+        if self._may_stand_aside():  # still
+            return self._post.connection
+        self._reading.release()
+        return None
+
+    def read_ready(self) -> None:
+        """Handle what has arrived; what goes wrong is left to the reader thread."""
+        try:
+            self._receive(0.0)
+        except DeadlineExceeded:
+            pass
+        except BaseException as error:
+            self._problem = error
+            if not isinstance(error, Exception):
+                raise
+        if not self._may_stand_aside():
+            self._called.set()
+
+    def end_reading(self) -> None:
+        """Let other threads read."""
+        self._reading.release()
+
+    def _may_stand_aside(self) -> bool:
+        is_able = self._problem is None and not self._is_large and not self._closing.is_set()
+        return is_able and self._post.connection.fileno() is not None
+
+    def _stand_aside(self) -> None:
+        """Return when the reader thread has to read: a while after the last thread that waits has done so."""
+        turns = self.turns
+        while turns.is_enabled and (turns.is_taken or turns.num_turns != self._num_turns_seen):
+            if not self._may_stand_aside():
+                return
+            self._num_turns_seen = turns.num_turns
+            self._called.wait(ASIDE_S)
+
+    def _offer_turn(self) -> None:
+        """Stand aside for a while if threads wait, and wake one to read."""
+        turns = self.turns
+        if turns.is_enabled and turns.num_waiting and self._may_stand_aside():
+            self._num_turns_seen = -1
+            turns.notify()
+
+    # -- the reader thread -------------------------------------------------------------------------------------------
 
     def _connect(self, timeout_s: float) -> SendQueue:
         connection = self.transport.connect(self.address, encode(self.hello), timeout_s=timeout_s)
         check_server(connection, self.server)
         self._progress.note_connected()
         self.hello = replace(self.hello, connection=self.hello.connection + 1)
-        return SendQueue(connection, connection.close, hold=self.hold)
+        return SendQueue(connection, partial(self._on_broken, connection), hold=self.hold)
+
+    def _on_broken(self, connection: Connection) -> None:
+        connection.close()
+        self._called.set()
 
     def _read(self) -> None:
         """Read frames until closed or lost; call `on_lost` unless closed, even after an unexpected error."""
@@ -159,22 +225,42 @@ class ReconnectingConnection:
     def _read_on(self) -> str:
         """Read frames until closed or lost; return the reason for the loss."""
         problem = ""
-        while not self._closing.is_set():
-            try:
-                frames = receive_all(self._post.connection, timeout_s=_POLL_S, place=self.place)
-                if not all(is_joined(frame.header) for frame in frames):
-                    self._progress.note_answered()
-                self.on_frames(frames)
-            except DeadlineExceeded:
-                continue
-            except PeerError as error:
-                self._progress.note_broken()
-                made = self._reconnect(str(error))
-                if isinstance(made, str):
-                    problem = made
-                    break
-                self.on_reconnected(partial(self._use, made))
+        while not self._closing.is_set() and not problem:
+            self._stand_aside()
+            with self._reading:
+                problem = self._read_or_reconnect()
+            self._offer_turn()
         return problem
+
+    def _read_or_reconnect(self) -> str:
+        """Wait for frames and handle them; return why the server is given up, "" while it is not."""
+        try:
+            if self._problem is not None and not isinstance(self._problem, Exception):
+                return "is over: a signal handler has interrupted the thread that handled its frames"
+            if self._problem is not None:
+                raise self._problem
+            self._receive(_POLL_S)
+        except DeadlineExceeded:
+            pass
+        except PeerError as error:
+            self._progress.note_broken()
+            made = self._reconnect(str(error))
+            if isinstance(made, str):
+                return made
+            self._problem = None
+            self._called.clear()
+            self.on_reconnected(partial(self._use, made))
+        return ""
+
+    def _receive(self, timeout_s: float) -> None:
+        frames = receive_all(self._post.connection, timeout_s=timeout_s, place=self._place)
+        if not all(is_joined(frame.header) for frame in frames):
+            self._progress.note_answered()
+        self.on_frames(frames)
+
+    def _place(self, header: bytes, size_bytes: int) -> Buffer | memoryview | None:
+        self._is_large = self._is_large or size_bytes > _LARGE_BYTES
+        return self.place(header, size_bytes)
 
     def _use(self, post: SendQueue) -> None:
         self._post = post

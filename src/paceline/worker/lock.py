@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, final
 
 from paceline.core.settings import WAIT_TIMEOUT_S
 from paceline.errors import DeadlineExceeded, PeerError, ServerLost
 from paceline.stopwatch import Stopwatch
 from paceline.transport.deadline import seconds
+from paceline.wire.reading import ReadTurns
 from paceline.wire.send_queue import SendHold
 from paceline.worker.waits import ADVICE, PERIOD_S, About, OpenWait, Waits, print_lines
 
@@ -40,6 +42,20 @@ class WorkerOptions:
     tell: Callable[[list[str]], None] = print_lines
 
 
+@final
+class _Changed(threading.Condition):
+    """A condition on which threads may wait by reading connections: a notification wakes these as well."""
+
+    def __init__(self, turns: ReadTurns) -> None:
+        super().__init__(threading.RLock())
+        self._turns = turns
+
+    def notify_all(self) -> None:
+        """Wake all threads that wait."""
+        super().notify_all()
+        self._turns.wake()
+
+
 @dataclass(slots=True)
 class WorkerLock:
     """The lock of a worker, with its condition and its failure.
@@ -55,10 +71,16 @@ class WorkerLock:
     waits: Waits
     clock: Callable[[], int]
     hold: SendHold = field(default_factory=SendHold)
-    changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))
+    turns: ReadTurns = field(init=False)
+    changed: threading.Condition = field(init=False)
     failure: str = ""
     failed_as: type[PeerError] = PeerError
     gave_up: bool = False  # a wait has timed out
+
+    def __post_init__(self) -> None:
+        """Make the lock."""
+        self.turns = ReadTurns(self._notify)
+        self.changed = _Changed(self.turns)
 
     @property
     def is_failing(self) -> bool:
@@ -69,14 +91,52 @@ class WorkerLock:
         """Wait under the lock until `done()`; raises DeadlineExceeded, or PeerError if the worker fails."""
         if done():
             return
-        with self.waits.during(what, about) as wait, self.hold.suspended():
-            watch = Stopwatch(PERIOD_S)
-            while not done():
-                self.check()
-                waited_s, limit_s = watch.elapsed_s(), self.waits.limit_s
-                if waited_s >= limit_s:
-                    raise self._too_late(wait, limit_s)
-                self.changed.wait(min(limit_s - waited_s, PERIOD_S))
+        turns = self.turns
+        turns.num_waiting += 1
+        try:
+            with self.waits.during(what, about) as wait, self.hold.suspended():
+                watch = Stopwatch(PERIOD_S)
+                while not done():
+                    self.check()
+                    waited_s, limit_s = watch.elapsed_s(), self.waits.limit_s
+                    if waited_s >= limit_s:
+                        raise self._too_late(wait, limit_s)
+                    self._wait_for_news(min(limit_s - waited_s, PERIOD_S))
+        finally:
+            turns.num_waiting -= 1
+            if turns.num_waiting:
+                self.changed.notify_all()  # another thread may have to read in the place of this one
+
+    def abandon(self, reason: str) -> None:
+        """Fail in a forked child, where threads of the parent may hold the lock."""
+        self.__post_init__()
+        self.failure = reason
+
+    def _wait_for_news(self, timeout_s: float) -> None:
+        """Wait until something may have changed: read the connections, or wait for the threads that do."""
+        if not self.turns.take():
+            self.changed.wait(timeout_s)
+            return
+        depth = self._release_wholly()
+        try:
+            self.turns.read(timeout_s)
+        finally:
+            for _ in range(depth):
+                self.changed.acquire()
+            self.turns.end()
+
+    def _release_wholly(self) -> int:
+        """Release the lock, which this thread may have taken several times; return how often."""
+        depth = 0
+        with suppress(RuntimeError):  # it is not held any more
+            while True:
+                self.changed.release()
+                depth += 1
+        return depth
+
+    def _notify(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
 
     def _too_late(self, wait: OpenWait, limit_s: float) -> DeadlineExceeded:
         """Return the error of a wait that has timed out, with the explanation of server 0."""

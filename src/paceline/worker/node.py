@@ -198,6 +198,7 @@ class WorkerNode:
                 on_lost=partial(self._fail, as_error=ServerLost),
                 how_ended=partial(self.options.how_ended, server),
                 hold=self._hold,
+                turns=self._lock.turns,
             )
             connection.open(_CONNECT_TIMEOUT_S)
             self._connections.append(connection)
@@ -226,7 +227,8 @@ class WorkerNode:
             cache = TableCache(spec, layout, not live and reads_own_writes and can_replay(spec, consistency), live)
             held, checks = consistency.visible == "on_clock", self.options.checks_memory
             pushes = Pushes(_SLOTS, held, lambda: allocate(self.transport, spec), checks)
-            self._tables[spec.name] = client = DenseClient(cache, pushes, self._context, checks)
+            client = DenseClient(cache, pushes, self._context, checks)
+            self._add_table(spec.name, client, consistency)
         return client
 
     def open_rows(self, spec: RowTableSpec, options: CacheOptions) -> RowClient:
@@ -236,8 +238,13 @@ class WorkerNode:
         with self._changed:
             state = RowTableState.make(spec, options, self.row_sharding, self.settings.sender.worker)
             client = RowClient(state, self.row_sharding, self._throttle, self._context, options.communication)
-            self._tables[spec.name] = client
+            self._add_table(spec.name, client, Consistency.parse(spec.consistency))
         return client
+
+    def _add_table(self, name: str, client: TableClient, consistency: Consistency) -> None:
+        # Elsewhere, what comes while no thread waits may be what other workers wait for.
+        self._lock.turns.is_enabled = consistency.lockstep and (self._lock.turns.is_enabled or not self._tables)
+        self._tables[name] = client
 
     def client(self, table: str) -> TableClient:
         """Return an open table.
@@ -319,6 +326,7 @@ class WorkerNode:
         self._fail("this worker has closed its connections")
         for connection in self._connections:
             connection.close()
+        self._lock.turns.close()
         self._periodic.join()
         self._throttle.close()
         for table in list(self._tables.values()):
@@ -326,8 +334,8 @@ class WorkerNode:
 
     def abandon(self, reason: str) -> None:
         """Refuse all further calls, in a forked child: connections and memory belong to the parent."""
-        self._lock.changed = self._changed = threading.Condition()  # may be held by a thread of the parent
-        self._lock.failure = reason
+        self._lock.abandon(reason)
+        self._changed = self._lock.changed
 
     def _fail(self, reason: str, as_error: type[PeerError] = PeerError) -> None:
         """Fail this worker, for the first reason given: every blocked or later call raises it."""

@@ -1,0 +1,89 @@
+"""Waiting for the frames of several connections with one thread."""
+
+import math
+import os
+import select
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import final
+
+from paceline.transport.base import Connection
+
+
+@final
+class Poller:
+    """Waits until a connection has something to receive. One thread waits at a time; any other may wake it.
+
+    >>> from paceline.transport.memory import MemoryTransport
+    >>> transport = MemoryTransport()
+    >>> listener = transport.listen("memory://server-0")
+    >>> worker = transport.connect(listener.address, b"worker 3", timeout_s=1)
+    >>> server = listener.accept(timeout_s=1)
+    >>> worker.send(b"push", timeout_s=1)
+    >>> poller = Poller()
+    >>> poller.wait((server,), timeout_s=1) == [server]
+    True
+    >>> poller.close()
+    """
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self._watched: Sequence[Connection] | None = None
+        self._by_descriptor: dict[int, Connection] = {}
+        self._last: list[Connection] = []  # those that the last wait has returned: they may have read ahead
+        self._lock = threading.Lock()
+        self._event: int | None = None  # the descriptor of what `wake` sets; made on demand
+        self._is_closed = False
+
+    def wait(self, connections: Sequence[Connection], timeout_s: float) -> list[Connection]:
+        """Wait until some of these connections have a frame, a part of one, or have ended; return those.
+
+        Returns none after `timeout_s`, or once another thread has called `wake`. Connections without a descriptor are
+        not waited for. A connection that another thread closes meanwhile may be returned or not.
+        """
+        if connections != self._watched:
+            self._watch(connections)
+        ready = [connection for connection in self._last if connection.has_frame()]
+        for descriptor, _ in self._poll.poll(0 if ready else math.ceil(timeout_s * 1000)):
+            connection = self._by_descriptor.get(descriptor)
+            if connection is None:
+                self._note_woken()
+            elif connection not in ready:
+                ready.append(connection)
+        self._last = ready
+        return ready
+
+    def wake(self) -> None:
+        """End the wait that is under way, or else the next one; from any thread."""
+        with self._lock:
+            if not self._is_closed:
+                os.eventfd_write(self._open_event(), 1)
+
+    def close(self) -> None:
+        """Free the descriptor. No thread may be waiting. May be repeated."""
+        with self._lock:
+            if self._event is not None:
+                os.close(self._event)
+            self._event, self._is_closed = None, True
+
+    def _watch(self, connections: Sequence[Connection]) -> None:
+        with self._lock:
+            event = self._open_event()
+        self._poll = select.poll()
+        self._poll.register(event, select.POLLIN)
+        found = ((connection.fileno(), connection) for connection in connections)
+        self._by_descriptor = {descriptor: connection for descriptor, connection in found if descriptor is not None}
+        for descriptor in self._by_descriptor:
+            self._poll.register(descriptor, select.POLLIN)
+        self._watched = connections
+        self._last = [connection for connection in self._last if connection in self._by_descriptor.values()]
+
+    def _open_event(self) -> int:
+        if self._event is None:
+            self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        return self._event
+
+    def _note_woken(self) -> None:
+        with self._lock, suppress(BlockingIOError):
+            os.eventfd_read(self._open_event())

@@ -1,0 +1,149 @@
+"""A server's thread reads its connections itself, and no peer holds it up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.transport.carriers import make_carrier
+
+from paceline.server.acceptor import Acceptor, Incoming
+from paceline.transport.base import EMPTY, Connection, Transport
+from paceline.transport.deadline import Deadline
+from paceline.transport.frames import Kind, Prefix, encode_prefix
+from paceline.transport.stream import StreamConnection
+
+PATIENCE_S = 10.0
+LARGE = 1 << 20
+
+
+@contextmanager
+def acceptor(kind: str, directory: Path) -> Iterator[tuple[Acceptor, Transport]]:
+    carrier = make_carrier(kind, directory)
+    made = Acceptor(carrier.transport.listen(carrier.address))
+    made.open()
+    try:
+        yield made, carrier.transport
+    finally:
+        made.close()
+
+
+@contextmanager
+def client(made: Acceptor, transport: Transport, name: bytes) -> Iterator[Connection]:
+    connection = transport.connect(made.listener.address, name, timeout_s=PATIENCE_S)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def heard(made: Acceptor) -> tuple[bytes, bytes]:
+    """Who has sent the next frame, and its header."""
+    item = made.get(PATIENCE_S)
+    assert isinstance(item, Incoming)
+    assert item.frame is not None, item.problem
+    return item.connection.identity, item.frame.header
+
+
+def reader_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("paceline-read-")]
+
+
+@pytest.mark.parametrize("kind", ["memory", "tcp", "shm"])
+def test_small_frames_need_no_thread(kind: str, tmp_path: Path) -> None:
+    with acceptor(kind, tmp_path) as (made, transport), client(made, transport, b"worker 3") as worker:
+        for header in (b"push", b"clock"):
+            worker.send(header, memoryview(b"gradient"), timeout_s=PATIENCE_S)
+            assert heard(made) == (b"worker 3", header)
+        assert not reader_threads()
+        worker.close()
+        end = made.get(PATIENCE_S)
+        assert isinstance(end, Incoming)
+        assert end.frame is None
+        assert made.get(0.0) is None
+
+
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+def test_a_large_body_is_received_by_a_thread(kind: str, tmp_path: Path) -> None:
+    with acceptor(kind, tmp_path) as (made, transport), client(made, transport, b"worker 3") as worker:
+        body = memoryview(bytes(LARGE))
+        for header in (b"push", b"push again"):
+            sending = threading.Thread(target=lambda h=header: worker.send(h, body, timeout_s=PATIENCE_S))
+            sending.start()
+            assert heard(made) == (b"worker 3", header)
+            sending.join(PATIENCE_S)
+        assert len(reader_threads()) == 1
+
+
+@pytest.mark.parametrize("body_bytes", [0, 100, LARGE])
+def test_a_part_of_a_frame_delays_no_other_peer(body_bytes: int, tmp_path: Path) -> None:
+    with (
+        acceptor("tcp", tmp_path) as (made, transport),
+        client(made, transport, b"slow") as slow,
+        client(made, transport, b"worker 3") as worker,
+    ):
+        assert isinstance(slow, StreamConnection)
+        frame = encode_prefix(Prefix(Kind.INLINE, 4, body_bytes)) + b"push" + bytes(body_bytes)
+        middle = len(frame) - max(2, body_bytes - 50)
+        slow._channel.write([frame[:middle]], Deadline.after(PATIENCE_S))
+        for _ in range(3):
+            worker.send(b"pull", timeout_s=PATIENCE_S)
+            assert heard(made) == (b"worker 3", b"pull")
+        rest = threading.Thread(target=slow._channel.write, args=([frame[middle:]], Deadline.after(PATIENCE_S)))
+        rest.start()
+        assert heard(made) == (b"slow", b"push")
+        rest.join(PATIENCE_S)
+
+
+def test_one_that_never_stops_sending_delays_no_other_peer(tmp_path: Path) -> None:
+    with (
+        acceptor("memory", tmp_path) as (made, transport),
+        client(made, transport, b"busy") as busy,
+        client(made, transport, b"worker 3") as worker,
+    ):
+        busy.try_send([(b"push", EMPTY)] * 1000, timeout_s=PATIENCE_S)
+        assert heard(made)[0] == b"busy"
+        worker.send(b"pull", timeout_s=PATIENCE_S)
+        assert b"worker 3" in [heard(made)[0] for _ in range(200)]
+
+
+def test_items_that_bring_new_ones_do_not_keep_a_peer_waiting(tmp_path: Path) -> None:
+    with acceptor("memory", tmp_path) as (made, transport), client(made, transport, b"worker 3") as worker:
+        worker.send(b"first", timeout_s=PATIENCE_S)
+        heard(made)
+        worker.send(b"push", timeout_s=PATIENCE_S)
+        made.put("again")
+        items: list[object] = []
+        while not isinstance(item := made.get(PATIENCE_S), Incoming):
+            made.put(item)
+            items.append(item)
+            assert len(items) < 1000
+
+
+def test_a_connection_that_is_dropped_is_said_to_have_ended_once(tmp_path: Path) -> None:
+    with acceptor("tcp", tmp_path) as (made, transport), client(made, transport, b"worker 3") as worker:
+        worker.send(b"push", timeout_s=PATIENCE_S)
+        item = made.get(PATIENCE_S)
+        assert isinstance(item, Incoming)
+        for _ in range(2):
+            made.drop(item.connection)
+        end = made.get(PATIENCE_S)
+        assert isinstance(end, Incoming)
+        assert end.frame is None
+        assert made.get(0.0) is None
+        assert made.connections() == []
+
+
+def test_frames_that_have_arrived_come_before_the_death_of_their_sender(tmp_path: Path) -> None:
+    with acceptor("shm", tmp_path) as (made, transport), client(made, transport, b"worker 3") as worker:
+        worker.send(b"first", timeout_s=PATIENCE_S)
+        heard(made)
+        worker.send(b"push", timeout_s=PATIENCE_S)
+        made.put("it has died")
+        assert made.num_waiting() == 2
+        assert heard(made) == (b"worker 3", b"push")
+        assert made.get(PATIENCE_S) == "it has died"
+        assert made.get(0.0) is None
