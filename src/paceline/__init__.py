@@ -6,6 +6,7 @@ Every public name is here; modules that need torch are imported at first use.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from paceline.collective.torch_backend import register as _register_backend
 from paceline.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -114,6 +115,9 @@ _MODULES = {
     "sources": "paceline.data.sources.declared",
     "update": "paceline.update.named_rules",
 }
+
+
+_register_backend()
 
 
 def __getattr__(name: str) -> object:

@@ -133,7 +133,7 @@ class FailureReports:
         about = f"worker {self.rank}, {where}"
         if gone:
             self.write(f"gave up: it lost {names(gone)} ({where})")
-            return PeerError(f"{about}: {names(gone)} is gone: its connection has ended. {first_line(detail)}")
+            return PeerError(f"{about}: {names(gone)} is gone: its connection has ended. {first_line(detail)}".rstrip())
         if silent and waited_s is not None:
             self.write(f"gave up: it waited {round(waited_s, 1):g} s for {names(silent)} ({where})")
             return DeadlineExceeded(
@@ -141,7 +141,7 @@ class FailureReports:
             )
         if silent and not failure_reports:
             self.write(f"gave up: it lost its connection to {names(silent)} ({where})")
-            return PeerError(f"{about}: the connection to {names(silent)} has ended. {first_line(detail)}")
+            return PeerError(f"{about}: the connection to {names(silent)} has ended. {first_line(detail)}".rstrip())
         told = "; ".join(f"worker {rank} {report}" for rank, report in sorted(failure_reports.items()))
         self.write(f"gave up, as {told}" if len(told) < 200 else f"gave up ({where})")
         return PeerError(f"{about}: {told or first_line(detail)}")
