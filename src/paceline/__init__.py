@@ -11,7 +11,7 @@ from paceline.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from paceline import ray
-    from paceline.api.collectives import all_gather, all_reduce, broadcast, pull, push, reduce, wait
+    from paceline.api.collectives import all_gather, all_reduce, broadcast, pull, push, receive, reduce, send, wait
     from paceline.api.connect import connect
     from paceline.api.embedding import Embedding, EmbeddingBag
     from paceline.api.feed import feed
@@ -77,8 +77,10 @@ __all__ = [
     "push",
     "rank",
     "ray",
+    "receive",
     "reduce",
     "report",
+    "send",
     "shard",
     "size",
     "sources",
@@ -94,7 +96,8 @@ _HOMES = {
     **dict.fromkeys(("Embedding", "EmbeddingBag"), "paceline.api.embedding"),
     **dict.fromkeys(("diloco", "local_sgd"), "paceline.training.local_sgd"),
     **dict.fromkeys(
-        ("all_gather", "all_reduce", "broadcast", "pull", "push", "reduce", "wait"), "paceline.api.collectives"
+        ("all_gather", "all_reduce", "broadcast", "pull", "push", "receive", "reduce", "send", "wait"),
+        "paceline.api.collectives",
     ),
     "Lifecycle": "paceline.update.rows.spec",
     "Session": "paceline.api.session",

@@ -163,8 +163,8 @@ class Group:
         connected = connect_members(
             worker_set, store, rank, size, timeout, lambda: _meet(worker_set, store, name), at_once=True
         )
-        process_group = connected if isinstance(connected, OwnGroup) else _group_of(connected, store, rank, size)
-        return Group(worker_set, name, FailureReports(store, rank, worker_set.liveness), process_group)
+        reports = FailureReports(store, rank, worker_set.liveness)
+        return Group(worker_set, name, reports, group_of(connected, store, rank, size))
 
     def agree(self, call: CallSignature, deadline_s: float) -> list[CallSignature]:
         """Exchange signatures of a call with all workers and return them by rank; blocks until all have arrived.
@@ -332,8 +332,10 @@ def connect_gloo(store: Store, rank: int, size: int, address: str, timeout: time
         raise PeerError(f"worker {rank} could not connect to all other workers: {error}") from error
 
 
-def _group_of(backend: ProcessGroupGloo, store: Store, rank: int, size: int) -> ProcessGroup:
+def group_of(backend: OwnGroup | ProcessGroupGloo, store: Store, rank: int, size: int) -> ProcessGroup:
     """Return a process group that is not registered globally: a process may have several."""
+    if isinstance(backend, OwnGroup):
+        return backend
     group = ProcessGroup(store, rank, size)
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         group._register_backend(torch.device(device), ProcessGroup.BackendType.GLOO, backend)
