@@ -292,6 +292,8 @@ def test_what_the_group_in_shared_memory_does_not_have_it_says() -> None:
             reduce_all(group, torch.ones(2), ReduceOp.AVG)
         with pytest.raises(UsageError, match="no calls over sparse tensors"):
             reduce_all(group, torch.ones(2).to_sparse())
+        with pytest.raises(UsageError, match="got tensors of 2 x float32 and 3 x float32"):
+            group.allgather([[torch.ones(3)]], [torch.ones(2)], AllgatherOptions())
         with pytest.raises(UsageError, match="cannot send to itself"):
             group.send([torch.ones(1)], 0, 0)
 
@@ -307,3 +309,18 @@ def test_a_message_of_another_size_than_expected_is_refused() -> None:
             group.recv([torch.ones(2)], 0, 0).wait()
 
     succeed("paceline", 2, work)
+
+
+def test_a_group_that_torch_has_dropped_leaves_nothing() -> None:
+    dropped = threading.Barrier(2)
+    store = HashStore()
+
+    def live(rank: int) -> None:
+        group = connect(store, rank, 2, TIMEOUT)
+        work = group.allreduce([torch.ones(3)], AllreduceOptions())
+        work.wait()
+        dropped.wait(30)
+        del group, work
+
+    with nothing_left_behind():
+        start_and_join([threading.Thread(target=live, args=(rank,)) for rank in range(2)])

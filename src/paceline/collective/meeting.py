@@ -64,10 +64,7 @@ class Offer:
         connections: dict[int, Connection] = {}
         try:
             for other in range(rank):
-                address = told[other].rpartition(" ")[2]
-                connections[other] = self.transport.connect(
-                    address, str(rank).encode(), timeout_s=max(0.001, deadline.remaining_s())
-                )
+                connections[other] = self._reach(rank, other, told[other].rpartition(" ")[2], deadline)
             while len(connections) < len(told) - 1:
                 self._take_one(connections, rank, len(told), deadline)
         except PeerError:
@@ -82,6 +79,15 @@ class Offer:
         except PeerError as error:
             peers.end(str(error))
             raise
+
+    def _reach(self, rank: int, other: int, address: str, deadline: Deadline) -> Connection:
+        """Connect to a worker with a lower rank."""
+        try:
+            return self.transport.connect(address, str(rank).encode(), timeout_s=max(0.001, deadline.remaining_s()))
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(f"worker {rank}: {names([other])} did not connect in time: {error}") from error
+        except PeerError as error:
+            raise PeerError(f"worker {rank}: {names([other])} is gone: {error}") from error
 
     def _take_one(self, connections: dict[int, Connection], rank: int, size: int, deadline: Deadline) -> None:
         """Accept the connection of one of the workers with higher ranks."""

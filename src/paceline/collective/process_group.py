@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -18,6 +19,7 @@ from torch.distributed import ProcessGroup, Work
 
 from paceline.collective import exchange
 from paceline.collective.exchange import COMBINE, REDUCTIONS, Combine
+from paceline.collective.peers import Peers
 from paceline.collective.rounds import Call, Rounds
 from paceline.collective.torch_backend import NAME
 from paceline.errors import PeerError, UsageError
@@ -50,8 +52,10 @@ class OwnGroup(ProcessGroup):
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._calling = threading.RLock()
+        self._counting = threading.Lock()
         self._num_queued = 0
         self._texts = {"name": "", "description": ""}
+        weakref.finalize(self, _end, self.peers, self._queue).atexit = False
 
     # -- what torch calls --------------------------------------------------------------------------------------------
 
@@ -176,6 +180,7 @@ class OwnGroup(ProcessGroup):
         root: int = opts.rootRank
         found = output_tensors[0] if output_tensors else []
         num_found = len(found)
+        _require_alike([*found, input_tensors[0]])
 
         def act(flats: Sequence[Tensor], deadline: Deadline) -> None:
             call = _call_over("gather", flats[-1], root)
@@ -187,6 +192,7 @@ class OwnGroup(ProcessGroup):
         """Give each worker what the root has for it."""
         root: int = opts.rootRank
         given = input_tensors[0] if input_tensors else []
+        _require_alike([output_tensors[0], *given])
 
         def act(flats: Sequence[Tensor], deadline: Deadline) -> None:
             call = _call_over("scatter", flats[0], root)
@@ -307,6 +313,7 @@ class OwnGroup(ProcessGroup):
 
     def _all_gather(self, found: list[Tensor], given: Tensor, opts: Options) -> Work:
         num_found = len(found)
+        _require_alike([*found, given])
         return self._call(
             [*found, given],
             opts,
@@ -318,6 +325,7 @@ class OwnGroup(ProcessGroup):
 
     def _reduce_scatter(self, found: Tensor, given: list[Tensor], opts: Options) -> Work:
         how, combine = _reduction(opts.reduceOp)
+        _require_alike([found, *given])
         return self._call(
             [found, *given],
             opts,
@@ -379,27 +387,40 @@ class OwnGroup(ProcessGroup):
     def _queued(self, make: Callable[[], None], results: list[Tensor]) -> Work:
         self.peers.require_open()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="paceline-group", daemon=True)
+            self._thread = threading.Thread(target=_run, args=(self._queue,), name="paceline-group", daemon=True)
             self._thread.start()
         work = _Queued(results)
-        self._num_queued += 1
+        with self._counting:
+            self._num_queued += 1
 
         def run() -> None:
+            failure: BaseException | None = None
             try:
                 make()
-                self._num_queued -= 1
-                work.future.set_result(None)
             except BaseException as error:  # noqa: BLE001 - told by the work that the caller waits for
+                failure = error
+            with self._counting:
                 self._num_queued -= 1
-                work.future.set_exception(error)
+            if failure is None:
+                work.future.set_result(None)
+            else:
+                work.future.set_exception(failure)
 
         self._queue.put(run)
         return work
 
-    def _run(self) -> None:
-        while (run := self._queue.get()) is not None:
-            run()
-            del run  # it holds the tensors of its call
+
+def _run(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+    """Make the calls of a group, which this does not hold itself."""
+    while (run := queue.get()) is not None:
+        run()
+        del run  # it holds the group, and the tensors of its call
+
+
+def _end(peers: Peers, queue: SimpleQueue[Callable[[], None] | None]) -> None:
+    """End a group that torch has dropped: destroy_process_group does not tell it."""
+    queue.put(None)
+    peers.end("its process group was destroyed")
 
 
 class _Done(Work):
@@ -442,7 +463,7 @@ class _Queued(Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until the call is over; raises what it raises."""
-        self.future.result(timeout.total_seconds() or None if timeout.total_seconds() > 0 else None)
+        self.future.result(timeout.total_seconds() if timeout.total_seconds() > 0 else None)
         return True
 
     def is_completed(self) -> bool:
@@ -534,6 +555,14 @@ def _reduction(op: Options) -> tuple[int, Combine]:
 
 def _call_over(kind: str, flat: Tensor, how: int = 0) -> Call:
     return Call(kind, flat.dtype, flat.numel(), how)
+
+
+def _require_alike(tensors: Sequence[Tensor]) -> None:
+    """Raise UsageError unless tensors have one dtype and number of values."""
+    kinds = {(tensor.dtype, tensor.numel()) for tensor in tensors}
+    if len(kinds) > 1:
+        told = " and ".join(sorted(f"{size} x {str(dtype).removeprefix('torch.')}" for dtype, size in kinds))
+        raise UsageError(f"a call got tensors of {told}, expected as many values of one dtype of each worker.")
 
 
 def _checked(tag: int) -> int:
