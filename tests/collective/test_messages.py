@@ -77,6 +77,18 @@ def test_the_other_end_is_named_when_it_does_not_come_leaves_or_dies(tmp_path: P
     run_job(tmp_path, work, workers=3)
 
 
+def test_each_call_has_its_own_deadline_also_while_the_other_direction_connects(tmp_path: Path) -> None:
+    def work(worker: Session) -> None:
+        if worker.rank == 0:
+            waiting = paceline.receive(1, later=True)
+            with pytest.raises(DeadlineExceeded, match=r"send to worker 1: waited 0.2 s for worker 1"):
+                paceline.send(torch.ones(1), to=1, timeout_s=0.2)
+            with pytest.raises(PeerError):
+                paceline.wait(waiting)
+
+    run_job(tmp_path, work, workers=2)
+
+
 def test_what_cannot_be_sent_is_refused_at_once(tmp_path: Path) -> None:
     def work(worker: Session) -> None:
         for other in (0, 2, "1"):

@@ -181,23 +181,30 @@ class _Pair:
 
     def _connected(self, late: threading.Event) -> ProcessGroup:
         """Connect to the other worker, unless that is done; blocks until that has called this."""
-        with self._connecting:
+        while not self._connecting.acquire(timeout=_POLL_INTERVAL_S):  # which the other direction may hold for longer
+            self._require_hope(late)
+        try:
             if self._group is None:
                 self.worker_set.liveness.start()
-                timeout = timedelta(seconds=self.worker_set.timeout_s)
-                own = 1 - self._place
+                timeout, own = timedelta(seconds=self.worker_set.timeout_s), 1 - self._place
                 connected = connect_members(
                     self.worker_set, self.store, own, 2, timeout, lambda: self._meet(late), at_once=True
                 )
                 self._group = group_of(connected, self.store, own, 2)
             return self._group
+        finally:
+            self._connecting.release()
 
     def _meet(self, late: threading.Event) -> None:
         """Wait until the other worker has come."""
         while not self.store.check([f"offer/{self._place}"]):
-            if late.is_set() or self._failure or self.worker_set.liveness.has_ended(self.other):
-                raise PeerError(self._failure or f"worker {self.other} has not come")
+            self._require_hope(late)
             time.sleep(_POLL_INTERVAL_S)
+
+    def _require_hope(self, late: threading.Event) -> None:
+        """Raise PeerError if there is nothing to wait for any more."""
+        if late.is_set() or self._failure or self.worker_set.liveness.has_ended(self.other):
+            raise PeerError(self._failure or f"worker {self.other} has not come")
 
     def _read(self, words: Tensor) -> CallSignature:
         """Decode the description of a tensor, and check it before memory is taken."""
