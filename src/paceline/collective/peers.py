@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 from collections import deque
@@ -42,6 +43,7 @@ class Peers:
         self._messages: dict[tuple[int, int], deque[Message]] = {}
         self._lost: dict[int, str] = {}
         self._ended = ""
+        self._process = os.getpid()
         self._threads = [
             threading.Thread(target=self._receive, args=one, name=f"paceline-peer-{one[0]}", daemon=True)
             for one in connections.items()
@@ -117,7 +119,12 @@ class Peers:
                 self.news.wait(min(_LOOK_S, deadline.remaining_s()))
 
     def end(self, reason: str) -> None:
-        """Close all connections; every wait fails with this reason. May be repeated."""
+        """Close all connections; every wait fails with this reason. May be repeated.
+
+        Does nothing in a forked process: the connections are those of its parent.
+        """
+        if os.getpid() != self._process:
+            return
         with self.news:
             self._ended = self._ended or reason
             self.news.notify_all()
