@@ -39,9 +39,12 @@ class Liveness:
         """Lock this worker's file, once it has connections that others rely on. May be repeated."""
         if self.run_dir is None or self._descriptor is not None:
             return
-        self._descriptor = os.open(self._path(self.run_dir, self.rank), os.O_RDWR | os.O_CREAT, 0o600)
-        # Blocks while another worker tests it. The lock belongs to the open file, which a forked child would keep open.
+        path = self._path(self.run_dir, self.rank)
+        made = path.with_suffix(".new")
+        self._descriptor = os.open(made, os.O_RDWR | os.O_CREAT, 0o600)
+        # The lock belongs to the open file, which a forked child would keep open.
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        made.rename(path)  # locked from when others can find it, so that none takes this worker for one that has ended
         forget = WeakMethod(self._forget)
         os.register_at_fork(after_in_child=lambda: act() if (act := forget()) is not None else None)
 
