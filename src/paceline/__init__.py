@@ -9,11 +9,12 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from paceline.collective.torch_backend import register as _register_backend
 from paceline.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from paceline import ray
-    from paceline.api.collectives import all_gather, all_reduce, broadcast, pull, push, reduce, wait
+    from paceline.api.collectives import all_gather, all_reduce, broadcast, pull, push, receive, reduce, send, wait
     from paceline.api.connect import connect
     from paceline.api.embedding import Embedding, EmbeddingBag
     from paceline.api.feed import feed
@@ -79,8 +80,10 @@ __all__ = [
     "push",
     "rank",
     "ray",
+    "receive",
     "reduce",
     "report",
+    "send",
     "shard",
     "size",
     "sources",
@@ -96,7 +99,8 @@ _HOMES = {
     **dict.fromkeys(("Embedding", "EmbeddingBag"), "paceline.api.embedding"),
     **dict.fromkeys(("diloco", "local_sgd"), "paceline.training.local_sgd"),
     **dict.fromkeys(
-        ("all_gather", "all_reduce", "broadcast", "pull", "push", "reduce", "wait"), "paceline.api.collectives"
+        ("all_gather", "all_reduce", "broadcast", "pull", "push", "receive", "reduce", "send", "wait"),
+        "paceline.api.collectives",
     ),
     "Lifecycle": "paceline.update.rows.spec",
     "Session": "paceline.api.session",
@@ -117,6 +121,9 @@ _MODULES = {
     "sources": "paceline.data.sources.declared",
     "update": "paceline.update.named_rules",
 }
+
+
+_register_backend()
 
 
 def __getattr__(name: str) -> object:

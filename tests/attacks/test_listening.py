@@ -40,7 +40,7 @@ def test_a_job_listens_on_the_loopback_interface_alone(carrier: str, tmp_path: P
     def work(worker: Session) -> None:
         table = worker.table("w", shape=(4,), update=paceline.update.Add())
         table.push(torch.ones(4))
-        paceline.all_reduce(torch.ones(4))  # over connections of torch among the workers
+        paceline.all_reduce(torch.ones(4))  # over connections among the workers
         meeting.wait(30)
         if worker.rank == 0:
             seen.append(listening() - before)

@@ -1,5 +1,8 @@
 """Collective calls among real processes: one that dies, calls that do not match, and what travels."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,8 +29,12 @@ def test_calls_that_do_not_match_and_a_worker_that_dies_are_told_by_name(tmp_pat
     assert run.told() == went_on_without("worker 2")
 
 
-def test_the_launcher_can_say_all_reduce_and_a_ring_is_all_that_travels(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked", ["gloo", "shm"])
+def test_the_launcher_can_say_all_reduce_and_a_ring_or_nothing_travels(
+    tmp_path: Path, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     num_workers = 3
+    monkeypatch.setenv("PACELINE_COLLECTIVES", asked)
     options = ("-n", str(num_workers), "--strategy", "all-reduce")
     code, run = run_to_end(tmp_path / "run", SCRIPTS / "ring.py", "later", options=options)
 
@@ -37,4 +44,20 @@ def test_the_launcher_can_say_all_reduce_and_a_ring_is_all_that_travels(tmp_path
     assert len(learned) == 1, run.output
     assert "ReplicatedOptimizer" in learned.pop()
     for line in run.wait_for("of a ring", num_workers):
-        assert float(line.split()[-4]) == pytest.approx(1.0, rel=0.02)
+        assert float(line.split()[-4]) == pytest.approx(1.0 if asked == "gloo" else 0.0, abs=0.02)
+
+
+def test_plain_scripts_of_torch_use_the_backend_and_a_killed_worker_is_named(tmp_path: Path) -> None:
+    told = [sys.executable, str(SCRIPTS / "plain_torch.py"), str(tmp_path / "meeting")]
+    done = subprocess.run(
+        told, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=100, check=False
+    )
+
+    lines = done.stdout.splitlines()
+    assert len(lines) == 5, done.stdout + done.stderr
+    learned = {line.partition(": ")[2] for line in lines if "learned" in line}
+    assert len(learned) == 1, "replicas differ"
+    assert sorted(line for line in lines if "PeerError" in line) == [
+        f"{rank}: PeerError worker {rank}, all_reduce: worker 2 is gone" for rank in range(2)
+    ]
+    assert not list(tmp_path.glob("paceline-*")), "sockets are left behind"

@@ -42,6 +42,7 @@ class SessionConfig:
         trace_path: where this worker writes its trace; None for no trace.
         trace_bytes: bound of the trace; 0 keeps all of it.
         allows_plain_collectives: whether collective calls may travel between machines unencrypted.
+        uses_gloo: whether collective calls go over Gloo on one machine, too.
         are_together: whether the workers were started as one job, so that they can make collective calls.
     """
 
@@ -58,6 +59,7 @@ class SessionConfig:
     trace_path: Path | None = None
     trace_bytes: int = 0
     allows_plain_collectives: bool = False
+    uses_gloo: bool = False
     are_together: bool = True
 
 
@@ -78,7 +80,13 @@ def assemble_session(config: SessionConfig, notice: PreemptionNotice | None = No
         node.join()
         meter = StepMetrics(Trace(config.trace_path, config.trace_bytes), rank)
         workers = WorkerSet(
-            rank, size, node, config.run_dir, config.allows_plain_collectives, together=config.are_together
+            rank,
+            size,
+            node,
+            config.run_dir,
+            config.allows_plain_collectives,
+            together=config.are_together,
+            gloo=config.uses_gloo,
         )
         session = Session(
             rank,

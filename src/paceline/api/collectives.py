@@ -1,4 +1,4 @@
-"""The public collective calls (broadcast, reduce, all_reduce, all_gather), push and pull by name, and `wait`."""
+"""The public collective calls (broadcast, reduce, all_reduce, all_gather), send, push and pull by name, and `wait`."""
 
 from __future__ import annotations
 
@@ -201,6 +201,78 @@ def all_gather(
     exchange = current().exchange
     future = exchange.all_gather(tensor, timeout_s)
     return future if later else exchange.finish(future, "all_gather", timeout_s)
+
+
+@overload
+def send(tensor: Tensor, to: int, *, later: Literal[False] = False, timeout_s: float | None = None) -> None: ...
+
+
+@overload
+def send(tensor: Tensor, to: int, *, later: Literal[True], timeout_s: float | None = None) -> Future[None]: ...
+
+
+def send(tensor: Tensor, to: int, *, later: bool = False, timeout_s: float | None = None) -> Future[None] | None:
+    """Send a tensor to one other worker, which calls `paceline.receive`. No other worker takes part.
+
+    Blocks until the two are connected, which the first call of each does, and the tensor has left. What one worker
+    sends to another arrives in order.
+
+    Args:
+        tensor: dense, of any dtype and shape.
+        to: rank of the other worker.
+        later: return a future at once, for `paceline.wait`; leave the tensor as it is until then.
+        timeout_s: how long to wait for the other worker. Default: the limit of all waits of the job.
+
+    Raises:
+        DeadlineExceeded: the other worker has not come in time.
+        PeerError: the other worker is gone.
+
+    Example:
+        >>> import torch, paceline
+        >>> _ = paceline.init()
+        >>> if paceline.size() > 1 and paceline.rank() == 0:
+        ...     paceline.send(torch.ones(2), to=1)
+    """
+    future = current().exchange.messages.send(tensor, to, timeout_s)
+    return future if later else future.result()
+
+
+@overload
+def receive(
+    source: int, like: Tensor | None = None, *, later: Literal[False] = False, timeout_s: float | None = None
+) -> Tensor: ...
+
+
+@overload
+def receive(
+    source: int, like: Tensor | None = None, *, later: Literal[True], timeout_s: float | None = None
+) -> Future[Tensor]: ...
+
+
+def receive(
+    source: int, like: Tensor | None = None, *, later: bool = False, timeout_s: float | None = None
+) -> Tensor | Future[Tensor]:
+    """Return the next tensor that one other worker has sent to this one with `paceline.send`; blocks for it.
+
+    Args:
+        source: rank of the other worker.
+        like: a tensor of the shape and dtype that are expected; the result is on its device. Default: any, on the host.
+        later: return a future at once, for `paceline.wait`.
+        timeout_s: how long to wait for the other worker. Default: the limit of all waits of the job.
+
+    Raises:
+        UsageError: the tensor that came has another shape or dtype; the next call goes on with the one after it.
+        DeadlineExceeded: the other worker has not sent one in time.
+        PeerError: the other worker is gone.
+
+    Example:
+        >>> import torch, paceline
+        >>> _ = paceline.init()
+        >>> if paceline.size() > 1 and paceline.rank() == 1:
+        ...     paceline.receive(source=0)
+    """
+    future = current().exchange.messages.receive(source, like, timeout_s)
+    return future if later else future.result()
 
 
 @overload

@@ -24,6 +24,7 @@ from paceline.job.environment import (
     Place,
     allows_plain_collectives,
     asked_servers,
+    asks_for_gloo,
     checks_memory,
     claim_place,
     find_place,
@@ -175,6 +176,7 @@ def join(spec: ClusterSpec, place: Place, transport: Transport, notice: Preempti
         trace_path=trace_path(run_dir, "worker", place.rank),
         trace_bytes=spec.trace_bytes,
         allows_plain_collectives=allows_plain_collectives(),
+        uses_gloo=asks_for_gloo(),
     )
     session = assemble_session(config, notice or PreemptionNotice(run_dir / ABORT_MARKER_NAME))
     session.readers = _readers(spec, place, transport, session.node.waits)

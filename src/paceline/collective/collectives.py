@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.collective import operations as patterns
 from paceline.collective.call_queue import CallQueue, QueuedCall
 from paceline.collective.group import Group, WorkerSet
+from paceline.collective.messages import Messages
 from paceline.collective.signature import CallSignature, Op, Pattern
 from paceline.errors import UsageError
 from paceline.worker.validation import brief
@@ -33,11 +34,16 @@ class Collectives:
     """
 
     worker_set: WorkerSet
+    messages: Messages = field(init=False)
     _call_queues: dict[str, CallQueue] = field(default_factory=dict[str, CallQueue])
     # Kept alive, so that none is destroyed by an object of torch: ~ProcessGroupGloo waits for threads that may want the
     # interpreter's lock, which the Python object of a group releases first, but a Reducer does not.
     _groups: list[Group] = field(default_factory=list[Group])
     _closers: list[WeakMethod[Closer]] = field(default_factory=list[WeakMethod[Closer]])
+
+    def __post_init__(self) -> None:
+        """Prepare for messages, which are no collective calls: two workers make them."""
+        self.messages = Messages(self.worker_set)
 
     def open_call_queue(self, name: str) -> CallQueue:
         """Return a new queue, whose calls are independent of those of other queues.
@@ -94,6 +100,7 @@ class Collectives:
                 close(politely)
         while self._call_queues:
             self._call_queues.popitem()[1].close(politely=politely)
+        self.messages.close(politely=politely)
         while self._groups:
             self._groups.pop().leave(politely=politely)
         self.worker_set.liveness.stop()

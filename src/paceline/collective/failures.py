@@ -39,9 +39,12 @@ class Liveness:
         """Lock this worker's file, once it has connections that others rely on. May be repeated."""
         if self.run_dir is None or self._descriptor is not None:
             return
-        self._descriptor = os.open(self._path(self.run_dir, self.rank), os.O_RDWR | os.O_CREAT, 0o600)
-        # Blocks while another worker tests it. The lock belongs to the open file, which a forked child would keep open.
+        path = self._path(self.run_dir, self.rank)
+        made = path.with_suffix(".new")
+        self._descriptor = os.open(made, os.O_RDWR | os.O_CREAT, 0o600)
+        # The lock belongs to the open file, which a forked child would keep open.
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        made.rename(path)  # locked from when others can find it, so that none takes this worker for one that has ended
         forget = WeakMethod(self._forget)
         os.register_at_fork(after_in_child=lambda: act() if (act := forget()) is not None else None)
 
@@ -133,7 +136,7 @@ class FailureReports:
         about = f"worker {self.rank}, {where}"
         if gone:
             self.write(f"gave up: it lost {names(gone)} ({where})")
-            return PeerError(f"{about}: {names(gone)} is gone: its connection has ended. {first_line(detail)}")
+            return PeerError(f"{about}: {names(gone)} is gone: its connection has ended. {first_line(detail)}".rstrip())
         if silent and waited_s is not None:
             self.write(f"gave up: it waited {round(waited_s, 1):g} s for {names(silent)} ({where})")
             return DeadlineExceeded(
@@ -141,7 +144,7 @@ class FailureReports:
             )
         if silent and not failure_reports:
             self.write(f"gave up: it lost its connection to {names(silent)} ({where})")
-            return PeerError(f"{about}: the connection to {names(silent)} has ended. {first_line(detail)}")
+            return PeerError(f"{about}: the connection to {names(silent)} has ended. {first_line(detail)}".rstrip())
         told = "; ".join(f"worker {rank} {report}" for rank, report in sorted(failure_reports.items()))
         self.write(f"gave up, as {told}" if len(told) < 200 else f"gave up ({where})")
         return PeerError(f"{about}: {told or first_line(detail)}")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from ipaddress import ip_address
@@ -17,6 +17,8 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Proces
 from torch.distributed import ProcessGroup, Work
 
 from paceline.collective.failures import FailureReports, Liveness, names
+from paceline.collective.meeting import Offer, are_together
+from paceline.collective.process_group import OwnGroup
 from paceline.collective.signature import NUM_WORDS, CallSignature, require_same
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
 from paceline.wire.requests import Barrier
@@ -72,6 +74,7 @@ class WorkerSet:
         run_dir: the folder of the job; None for a worker that is alone.
         plain: whether collective calls may travel between machines, unencrypted.
         together: whether the workers were started as one job.
+        gloo: whether collective calls go over Gloo on one machine, too.
     """
 
     rank: int
@@ -80,6 +83,7 @@ class WorkerSet:
     run_dir: Path | None
     plain: bool = False
     together: bool = True
+    gloo: bool = False
     liveness: Liveness = field(init=False)
 
     def __post_init__(self) -> None:
@@ -148,30 +152,19 @@ class Group:
             PeerError: a worker has left the job or has died, or was restarted after it had connected.
             DeadlineExceeded: not all workers have connected in time.
         """
-        address, store = worker_set.address, worker_set.store(name)
+        store = worker_set.store(name)
         if store.add(f"here/{worker_set.rank}", 1) > 1:
             raise PeerError(
                 f"worker {worker_set.rank} was among those of '{name}' in an earlier life: a worker that was started "
                 "again cannot join the collective calls of the others. Start the job again."
             )
         worker_set.liveness.start()
-        try:
-            worker_set.node.rpc.call(
-                0, lambda number: Barrier(number, f"group {name}"), f"all workers to come to '{name}'"
-            )
-        except DeadlineExceeded as error:
-            raise DeadlineExceeded(f"{error}: {names(worker_set.absent(store))} did not come") from error
-        absent = worker_set.absent(store)
-        if absent:
-            raise PeerError(
-                f"worker {worker_set.rank}: {names(absent)} has left the job or has died before it came to '{name}'"
-            )
-        return Group(
-            worker_set,
-            name,
-            FailureReports(store, worker_set.rank, worker_set.liveness),
-            connect_gloo(worker_set, store, address),
+        rank, size, timeout = worker_set.rank, worker_set.size, timedelta(seconds=worker_set.timeout_s)
+        connected = connect_members(
+            worker_set, store, rank, size, timeout, lambda: _meet(worker_set, store, name), at_once=True
         )
+        reports = FailureReports(store, rank, worker_set.liveness)
+        return Group(worker_set, name, reports, group_of(connected, store, rank, size))
 
     def agree(self, call: CallSignature, deadline_s: float) -> list[CallSignature]:
         """Exchange signatures of a call with all workers and return them by rank; blocks until all have arrived.
@@ -187,6 +180,10 @@ class Group:
             PeerError: a worker is gone, or too late; the group has failed.
         """
         words, began_s = call.words(), self.worker_set.node.waits.ran_s
+        if isinstance(self.process_group, OwnGroup):
+            with self._explained(call, deadline_s):
+                self._words = self.process_group.agree(words)
+            return self._same(call)
         self._words[self.worker_set.rank].copy_(words)
         missing: dict[int, str] = {}
         under_way: list[tuple[int, Work]] = []
@@ -205,6 +202,10 @@ class Group:
         if missing:
             waited_s = deadline_s - began_s if self.worker_set.node.waits.ran_s >= deadline_s else None
             raise self.failure_reports.explain(call.where, sorted(missing), waited_s, next(iter(missing.values())))
+        return self._same(call)
+
+    def _same(self, call: CallSignature) -> list[CallSignature]:
+        """Return the calls of all workers; raises UsageError unless all are the same."""
         calls = [CallSignature.read(told) for told in self._words]
         require_same(call, calls, self.worker_set.rank)
         return calls
@@ -217,16 +218,25 @@ class Group:
         Raises:
             PeerError: a worker has died, or is suspended; the group has failed.
         """
-        began_s = self.worker_set.node.waits.ran_s
+        with self._explained(call, deadline_s):
+            work = begin(self.process_group, NEVER)
+            if work is not None:
+                work.wait(NEVER)
+
+    @contextmanager
+    def _explained(self, call: CallSignature, deadline_s: float) -> Generator[None]:
+        """Wait in a block for other workers, and explain connections that fail meanwhile."""
+        began_s, group = self.worker_set.node.waits.ran_s, self.process_group
         try:
             with self._waiting(call, deadline_s):
-                work = begin(self.process_group, NEVER)
-                if work is not None:
-                    work.wait(NEVER)
-        except RuntimeError as error:
+                yield
+        except (RuntimeError, PeerError) as error:
             late = self.worker_set.node.waits.ran_s >= deadline_s
-            waited_s = deadline_s - began_s if late else None
-            raise self.failure_reports.explain(call.where, self.worker_set.others, waited_s, str(error)) from error
+            suspects = list(group.peers.missing) if isinstance(group, OwnGroup) else []
+            detail = "" if suspects else str(error)
+            raise self.failure_reports.explain(
+                call.where, suspects or self.worker_set.others, deadline_s - began_s if late else None, detail
+            ) from error
 
     def _waiting(self, call: CallSignature, deadline_s: float) -> AbstractContextManager[object]:
         """Return a context that counts as a wait, and closes all connections at the deadline."""
@@ -235,13 +245,18 @@ class Group:
         return waits.during(f"{self.name}, {call.where}", about, deadline_s - waits.ran_s, self.abort)
 
     def leave(self, *, politely: bool) -> None:
-        """Report that this worker leaves; unless `politely`, close all connections at once."""
+        """Report that this worker leaves, and close all connections; Gloo closes its own with the last reference."""
         self.failure_reports.write("has left the job" if politely else "has ended with an error")
-        if not politely:
+        if isinstance(self.process_group, OwnGroup):
+            self.process_group.shutdown()
+        elif not politely:
             self.abort()
 
     def abort(self) -> None:
         """Close all connections, so that calls waiting on other threads fail at once."""
+        if isinstance(self.process_group, OwnGroup):
+            self.process_group.abort()
+            return
         for other in self.worker_set.others[:1]:
             try:  # torch closes every connection of a group when a wait times out
                 self.process_group.recv([torch.zeros(1)], other, _ABORT_TAG).wait(timedelta(milliseconds=1))
@@ -249,16 +264,79 @@ class Group:
                 return
 
 
-def connect_gloo(worker_set: WorkerSet, store: Store, address: str) -> ProcessGroup:
-    """Return a process group of all workers that is not registered globally: a process may have several."""
+def _meet(worker_set: WorkerSet, store: Store, name: str) -> None:
+    """Wait until all workers have come to a group."""
+    try:
+        worker_set.node.rpc.call(0, lambda number: Barrier(number, f"group {name}"), f"all workers to come to '{name}'")
+    except DeadlineExceeded as error:
+        raise DeadlineExceeded(f"{error}: {names(worker_set.absent(store))} did not come") from error
+    absent = worker_set.absent(store)
+    if absent:
+        raise PeerError(
+            f"worker {worker_set.rank}: {names(absent)} has left the job or has died before it came to '{name}'"
+        )
+
+
+def connect_members(
+    worker_set: WorkerSet,
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    meet: Callable[[], None] = lambda: None,
+    *,
+    at_once: bool = False,
+) -> OwnGroup | ProcessGroupGloo:
+    """Connect a group of workers: by shared memory where they are on one machine, else by Gloo. Blocks until all have.
+
+    Args:
+        worker_set: all workers.
+        store: of the group.
+        rank: of this worker in the group.
+        size: of the group.
+        timeout: of Gloo's calls; ours are ended by their callers.
+        meet: blocks until all workers have come.
+        at_once: make calls in the thread of their caller, where that is to be chosen.
+
+    Raises:
+        UsageError: connections would be between machines, and may not.
+        PeerError: a worker is gone, or has not come in time.
+    """
+    folder = worker_set.run_dir
+    offer = None if worker_set.gloo or folder is None else Offer.make(folder)
+    try:
+        store.set(f"offer/{rank}", offer.text if offer is not None else "")
+        if offer is None:
+            _ = worker_set.address  # which may be refused: before the others wait
+        meet()
+        told = [store.get(f"offer/{other}").decode() for other in range(size)]
+        if offer is not None and are_together(told):
+            return OwnGroup(offer.accept(rank, told, worker_set.timeout_s), NEVER.total_seconds(), at_once=at_once)
+    finally:
+        if offer is not None:
+            offer.listener.close()
+    return connect_gloo(store, rank, size, worker_set.address, timeout)
+
+
+def connect_gloo(store: Store, rank: int, size: int, address: str, timeout: timedelta) -> ProcessGroupGloo:
+    """Return Gloo's connections between the members of a group, at an address of this machine; blocks until all have.
+
+    Torch's own would resolve the name of the machine to find one.
+    """
     options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] - newer ones have two names
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = timedelta(seconds=worker_set.timeout_s)
+    options._timeout = timeout
     try:
-        backend = ProcessGroupGloo(store, worker_set.rank, worker_set.size, options)
+        return ProcessGroupGloo(store, rank, size, options)
     except RuntimeError as error:
-        raise PeerError(f"worker {worker_set.rank} could not connect to all other workers: {error}") from error
-    group = ProcessGroup(store, worker_set.rank, worker_set.size)
+        raise PeerError(f"worker {rank} could not connect to all other workers: {error}") from error
+
+
+def group_of(backend: OwnGroup | ProcessGroupGloo, store: Store, rank: int, size: int) -> ProcessGroup:
+    """Return a process group that is not registered globally: a process may have several."""
+    if isinstance(backend, OwnGroup):
+        return backend
+    group = ProcessGroup(store, rank, size)
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         group._register_backend(torch.device(device), ProcessGroup.BackendType.GLOO, backend)
     group._set_default_backend(ProcessGroup.BackendType.GLOO)

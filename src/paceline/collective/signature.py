@@ -12,11 +12,13 @@ from torch import Tensor
 
 from paceline.errors import UsageError
 
-Pattern = Literal["broadcast", "reduce", "all_reduce", "all_gather", "backward", "update", "trained", "step", "forward"]
+Pattern = Literal[
+    "broadcast", "reduce", "all_reduce", "all_gather", "backward", "update", "trained", "step", "forward", "send"
+]
 Op = Literal["", "sum", "mean", "min", "max", "product"]
 
 _PATTERNS: Final[tuple[Pattern, ...]] = (
-    *("broadcast", "reduce", "all_reduce", "all_gather", "backward", "update", "trained", "step", "forward"),
+    *("broadcast", "reduce", "all_reduce", "all_gather", "backward", "update", "trained", "step", "forward", "send"),
 )
 OPS: Final[tuple[Op, ...]] = ("", "sum", "mean", "min", "max", "product")
 _DTYPES: Final = (

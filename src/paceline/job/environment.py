@@ -23,6 +23,7 @@ HOST: Final = "PACELINE_HOST"
 START_TIMEOUT: Final = "PACELINE_START_TIMEOUT_S"
 TIMEOUT: Final = "PACELINE_TIMEOUT_S"
 PLAIN_COLLECTIVES: Final = "PACELINE_PLAIN_COLLECTIVES"
+COLLECTIVES: Final = "PACELINE_COLLECTIVES"
 CHECK_MEMORY: Final = "PACELINE_CHECK_MEMORY"
 TRACEBACK: Final = "PACELINE_TRACEBACK"
 NUM_THREADS: Final = "OMP_NUM_THREADS"
@@ -129,6 +130,18 @@ def wait_timeout_s(variables: Mapping[str, str] = os.environ) -> float:
 def allows_plain_collectives(variables: Mapping[str, str] = os.environ) -> bool:
     """Return whether the user lets collective calls between machines travel unencrypted."""
     return variables.get(PLAIN_COLLECTIVES, "0") not in ("", "0")
+
+
+def asks_for_gloo(variables: Mapping[str, str] = os.environ) -> bool:
+    """Return whether collective calls go over Gloo where shared memory would do; raises UsageError for other words.
+
+    >>> asks_for_gloo({"PACELINE_COLLECTIVES": "gloo"}), asks_for_gloo({})
+    (True, False)
+    """
+    asked = variables.get(COLLECTIVES, "")
+    if asked not in ("", "gloo", "shm"):
+        raise UsageError(f"the environment variable {COLLECTIVES} is {asked!r}, expected 'shm' or 'gloo'")
+    return asked == "gloo"
 
 
 def cache_folder(variables: Mapping[str, str] = os.environ) -> Path:

@@ -22,16 +22,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.collective.collectives import Collectives
 from paceline.collective.failures import FailureReports, names
-from paceline.collective.group import NEVER, WorkerSet
+from paceline.collective.group import NEVER, WorkerSet, connect_members
+from paceline.collective.process_group import OwnGroup
 from paceline.collective.signature import NUM_WORDS, CallSignature
-from paceline.errors import PeerError, UsageError
+from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.job.mesh import MeshPosition, MeshShape
 from paceline.transport.memory import MemoryTransport
 from paceline.wire.requests import Barrier
 from paceline.worker.waits import About, OpenWait
 
 AXES: Final = ("pipeline", "data", "tensor")
-BACKEND: Final = "paceline"  # Gloo at an address of the job; torch's own resolves the host name to find a device
+BACKEND: Final = "paceline"
 _NAME: Final = "mesh"
 _ABORT_TAG: Final = 7
 _WRAPPINGS: Final = ("failed to run forward", "Failed to run stage backward")
@@ -70,7 +71,7 @@ class Mesh:
         """
         worker_set = exchange.worker_set
         _require_process(worker_set)
-        backend, store = _register_backend(worker_set.address), worker_set.store(_NAME)
+        backend, store = _register_backend(worker_set), worker_set.store(_NAME)
         failure_reports = _meet(worker_set, store)
         patience, hook = timedelta(seconds=worker_set.timeout_s), sys.excepthook
         try:
@@ -78,7 +79,7 @@ class Mesh:
                 backend, store=store, rank=worker_set.rank, world_size=worker_set.size, timeout=patience
             )
             devices, replica = _connect(grid, patience)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, PeerError) as error:
             raise failure_reports.explain("connecting", worker_set.others, None, str(error)) from error
         finally:
             sys.excepthook = hook  # torch prefixes each line of a traceback with a rank, as the launcher does
@@ -138,7 +139,7 @@ class Mesh:
         try:
             with waits.during(what, about, waits.limit_s, self.abort) as wait:
                 yield
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, PeerError) as error:
             found = _unwrapped(error)
             if not _is_of_connections(found):
                 raise found from None
@@ -151,6 +152,9 @@ class Mesh:
     def abort(self) -> None:
         """End all connections, so that workers that wait for this one fail at once."""
         for group in self._groups:
+            if isinstance(group, OwnGroup):
+                group.abort()
+                continue
             others = [rank for rank in range(group.size()) if rank != group.rank()]
             for other in others[:1]:
                 try:  # a wait that times out makes torch close every connection of the group
@@ -165,6 +169,9 @@ class Mesh:
         self.failure_reports.write("has left the job" if politely else "has ended with an error")
         if not politely:
             self.abort()
+        for group in self._groups:
+            if isinstance(group, OwnGroup):
+                group.shutdown()
         dist.destroy_process_group()
 
     def _missing(self) -> Sequence[int]:
@@ -238,24 +245,23 @@ def _connect(grid: MeshShape, patience: timedelta) -> tuple[DeviceMesh, ProcessG
     return DeviceMesh.from_group(own[:-1], "cpu", ranks, mesh_dim_names=AXES), own[-1]
 
 
-def _register_backend(address: str) -> str:
-    """Register a process group backend at an address of this machine; return its name."""
-    name = f"{BACKEND}-{address.replace(':', '-')}"
-    if not dist.is_backend_available(name):
-        dist.Backend.register_backend(name, partial(_connected, address), devices=["cpu"])
+def _register_backend(worker_set: WorkerSet) -> str:
+    """Register a process group backend for these workers; return its name."""
+    name = f"{BACKEND}-mesh-{len(dist.Backend.backend_list)}"
+    dist.Backend.register_backend(name, partial(_connected, worker_set), devices=["cpu"])
     return name
 
 
-def _connected(address: str, store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
-    options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] - newer ones have two names
-    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = NEVER  # also of later calls, which `Mesh.explained` ends in time
-    made: Future[ProcessGroupGloo] = Future()
+def _connected(
+    worker_set: WorkerSet, store: Store, rank: int, size: int, timeout: timedelta
+) -> OwnGroup | ProcessGroupGloo:
+    """Connect the workers of one group; blocks until all have called this."""
+    made: Future[OwnGroup | ProcessGroupGloo] = Future()
 
     def make() -> None:
         try:
-            made.set_result(ProcessGroupGloo(store, rank, size, options))
-        except RuntimeError as error:
+            made.set_result(connect_members(worker_set, store, rank, size, NEVER))
+        except (RuntimeError, PacelineError) as error:
             made.set_exception(error)
 
     threading.Thread(target=make, name="paceline-mesh", daemon=True).start()
@@ -273,5 +279,7 @@ def _unwrapped(error: BaseException) -> BaseException:
 
 
 def _is_of_connections(error: BaseException) -> bool:
-    """Return whether Gloo raised this error; most of its messages name a source file of Gloo."""
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in ("gloo", "pair closure"))
+    """Return whether a connection that failed raised this error; most messages of Gloo name a source file of it."""
+    return isinstance(error, PeerError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in ("gloo", "pair closure"))
+    )

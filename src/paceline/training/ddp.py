@@ -229,7 +229,7 @@ class DDPReplica:
                 find_unused_parameters=self._settings.unused,
                 init_sync=first,
             )
-        except RuntimeError as error:
+        except (RuntimeError, PeerError) as error:
             raise self._lost(f"model of '{self._settings.name}'", error) from error
         finally:
             delattr(model, _IGNORED)
@@ -320,7 +320,7 @@ class DDPReplica:
         self._ddp.require_backward_grad_sync = self._combines = not self._accumulates
         try:
             return self._ddp._pre_forward(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]
-        except RuntimeError as error:
+        except (RuntimeError, PeerError) as error:
             where = f"forward of '{self._settings.name}'"
             if "finished reduction in the prior iteration" not in str(error):
                 raise self._lost(where, error) from error
@@ -416,7 +416,7 @@ class DDPReplica:
         self._combines = False
         self._alone.clear()
 
-    def _lost(self, where: str, error: RuntimeError) -> PeerError:
+    def _lost(self, where: str, error: Exception) -> PeerError:
         """Return an error that names the lost worker, after torch has failed in a collective of its own."""
         return self._group.failure_reports.explain(where, self._job.exchange.worker_set.others, None, str(error))
 

@@ -1,0 +1,217 @@
+"""Rounds: every worker puts bytes into its slot, and once all have, takes what it needs from the slots of all.
+
+Collectives are made of rounds. On one machine the slots are shared memory, and a round is a counter that each worker
+raises in memory that the others see.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from os import sched_yield
+from typing import Final, Protocol, final
+
+import torch
+from torch import Tensor
+
+from paceline.collective.failures import names
+from paceline.collective.peers import Peers
+from paceline.errors import PeerError, UsageError
+from paceline.transport.deadline import Deadline
+
+# Small enough that the slots of some workers stay in the cache between being filled and being taken.
+SLOT_BYTES: Final = 1 << 21
+SEGMENT_TAG: Final = -1
+_CONTROL_BYTES: Final = 4096
+SEGMENT_BYTES: Final = _CONTROL_BYTES + 2 * SLOT_BYTES
+# Words of the first page, in cache lines of their own: how many rounds are filled, and whether this worker sleeps.
+_FILLED: Final = 0
+_SLEEPS: Final = 8
+_GAVE_UP: Final = 9
+_CALL: Final = struct.Struct("<4q")
+_CALLS_AT: Final = (128, 192)  # in bytes, one for each slot
+_NUM_LOOKS: Final = 200
+_SPIN_S: Final = 100e-6
+
+KINDS: Final = (
+    *("all_reduce", "broadcast", "all_gather", "reduce", "reduce_scatter", "gather", "scatter", "all_to_all"),
+    *("barrier", "agree"),
+)
+DTYPES: Final = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8),
+    *(torch.uint8, torch.bool, torch.complex64, torch.complex128),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a round belongs to, the same on all workers.
+
+    Args:
+        kind: index in `KINDS`.
+        dtype: of its tensors.
+        num_elements: of its tensor.
+        how: number of the reduction, or of the root.
+    """
+
+    kind: str
+    dtype: torch.dtype = torch.uint8
+    num_elements: int = 0
+    how: int = 0
+
+    def encoded(self) -> bytes:
+        """Return it as bytes."""
+        dtype = DTYPES.index(self.dtype) if self.dtype in DTYPES else -1
+        return _CALL.pack(KINDS.index(self.kind), dtype, self.num_elements, self.how)
+
+    @staticmethod
+    def describe(encoded: bytes) -> str:
+        """Return an encoded call in words; it comes from another process and may hold any numbers."""
+        kind, dtype, num_elements, how = _CALL.unpack(encoded)
+        name = KINDS[kind] if 0 <= kind < len(KINDS) else "an unknown call"
+        of = str(DTYPES[dtype]).removeprefix("torch.") if 0 <= dtype < len(DTYPES) else "another dtype"
+        return name if name == "barrier" else f"{name} of {num_elements} x {of} ({how})"
+
+
+Fill = Callable[[Tensor], object]
+Take = Callable[[Sequence[Tensor]], object]
+Piece = tuple[int, int]
+
+
+class Rounds(Protocol):
+    """The rounds of one worker in a group; one thread at a time."""
+
+    @property
+    def peers(self) -> Peers:
+        """The other workers."""
+        ...
+
+    def run(
+        self,
+        call: Call,
+        deadline: Deadline,
+        fill: Fill,
+        take: Take,
+        pieces: Sequence[Piece] | None = None,
+    ) -> None:
+        """Fill this worker's slot, wait until all have filled theirs, and take from them.
+
+        Args:
+            call: what the round belongs to.
+            deadline: of the wait.
+            fill: is given the slot of this worker, `SLOT_BYTES` of uint8.
+            take: is given the slots of all workers, by rank, which it may only read, and not keep.
+            pieces: by rank, which bytes of this worker's slot, from where to where, others take.
+
+        Raises:
+            UsageError: another worker makes another call.
+            PeerError: a worker is gone, or has not come in time.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of the memory, once no round is under way any more. May be repeated."""
+        ...
+
+
+def nothing(_: object) -> None:
+    """Fill or take nothing."""
+
+
+@final
+class SharedRounds:
+    """Rounds on one machine, in shared memory that each worker owns and the others only read.
+
+    There are two slots for each worker, which take turns. A slot is filled again two rounds later: every worker has
+    taken from it before it filled its slot of the round between, for which this worker has waited.
+    """
+
+    def __init__(self, peers: Peers, segments: Mapping[int, memoryview]) -> None:
+        self.peers: Final = peers
+        self._bytes = [segments[rank] for rank in range(peers.size)]
+        self._words = [memory[:_CONTROL_BYTES].cast("q") for memory in self._bytes]
+        whole = [torch.frombuffer(memory, dtype=torch.uint8) for memory in self._bytes]
+        starts = (_CONTROL_BYTES, _CONTROL_BYTES + SLOT_BYTES)
+        self._slots = [[one[start : start + SLOT_BYTES] for one in whole] for start in starts]
+        self._num_rounds = 0
+
+    def run(
+        self, call: Call, deadline: Deadline, fill: Fill, take: Take, pieces: Sequence[Piece] | None = None
+    ) -> None:
+        """Make one round; see `Rounds.run`."""
+        peers, turn = self.peers, self._num_rounds % 2
+        peers.require_open()
+        slots, at, encoded = self._slots[turn], _CALLS_AT[turn], call.encoded()
+        fill(slots[peers.rank])
+        self._bytes[peers.rank][at : at + _CALL.size] = encoded
+        self._num_rounds += 1
+        self._words[peers.rank][_FILLED] = self._num_rounds
+        self._wake_sleeping()
+        self._wait(call, deadline)
+        for rank in peers.others:
+            told = bytes(self._bytes[rank][at : at + _CALL.size])
+            if told != encoded:
+                raise UsageError(different(peers.rank, encoded, rank, told))
+        take(slots)
+
+    def close(self) -> None:
+        """Let go of the memory; see `Rounds.close`."""
+        self._slots, self._bytes, self._words = [], [], []
+
+    def _missing(self) -> list[int]:
+        """Return the workers that have not filled their slots, or else those that have given up since."""
+        others, words = self.peers.others, self._words
+        absent = [rank for rank in others if words[rank][_FILLED] < self._num_rounds]
+        return absent or [rank for rank in others if words[rank][_GAVE_UP]]
+
+    def _wait(self, call: Call, deadline: Deadline) -> None:
+        """Wait for all workers: a little while without sleeping, as they mostly come soon."""
+        peers = self.peers
+        if not self._missing():
+            return
+        for _ in repeat(None, _NUM_LOOKS):
+            if not self._missing():
+                return
+        until_s = time.monotonic() + _SPIN_S
+        while time.monotonic() < until_s:
+            sched_yield()
+            if not self._missing():
+                return
+        # The lock that `wait` takes orders the two: either a worker that comes sees this, or this worker sees it.
+        self._words[peers.rank][_SLEEPS] = 1
+        try:
+            peers.wait(self._missing, call.kind, deadline)
+        except PeerError:
+            self._words[peers.rank][_GAVE_UP] = 1  # a worker that comes late is not to go on without this one
+            raise
+        finally:
+            self._words[peers.rank][_SLEEPS] = 0
+
+    def _wake_sleeping(self) -> None:
+        with self.peers.news:  # orders what this worker has written before what it reads now
+            sleeping = [rank for rank in self.peers.others if self._words[rank][_SLEEPS]]
+        for rank in sleeping:
+            self.peers.wake(rank)
+
+
+def different(rank: int, expected: bytes, other: int, told: bytes) -> str:
+    """Say that another worker makes another call."""
+    return (
+        f"worker {rank}: expected {Call.describe(expected)} of every worker, got {Call.describe(told)} from worker "
+        f"{other}. All workers must make the same calls in the same order."
+    )
+
+
+def share_segments(peers: Peers, own: memoryview, deadline: Deadline) -> SharedRounds:
+    """Give this worker's memory to all others, and map theirs; blocks until all have."""
+    for rank in peers.others:
+        peers.send(rank, SEGMENT_TAG, body=own)
+    segments = {peers.rank: own}
+    for rank in peers.others:
+        _, (_, segments[rank]) = peers.take([rank], SEGMENT_TAG, "shared memory", deadline)
+        if len(segments[rank]) != SEGMENT_BYTES:
+            raise PeerError(f"{names([rank])} has sent {len(segments[rank])} bytes of shared memory")
+    return SharedRounds(peers, segments)

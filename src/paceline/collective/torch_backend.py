@@ -1,0 +1,98 @@
+"""The backend "paceline" of torch.distributed: `init_process_group("paceline")`, also in scripts without a job.
+
+This loads nothing of torch: it is imported with the package, so that torch knows the name.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+from paceline.errors import DeadlineExceeded, UsageError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from paceline.collective.process_group import OwnGroup
+
+NAME: Final = "paceline"
+_TORCH_MODULE: Final = "torch.distributed.distributed_c10d"
+
+
+def connect(store: Store, rank: int, size: int, timeout: timedelta) -> OwnGroup:
+    """Connect the workers of a group, which find each other in a store of torch; blocks until all have.
+
+    Raises:
+        UsageError: they are on several machines, or shared memory is not to be had.
+        PeerError: a worker has died, or has not come in time.
+    """
+    from paceline.collective.meeting import Offer, are_together, private_folder
+    from paceline.collective.process_group import OwnGroup
+
+    folder = private_folder()
+    offer = Offer.make(folder)
+    try:
+        store.set(f"offer/{rank}", offer.text if offer is not None else "")
+        told = [_told(store, rank, other) for other in range(size)]
+        if offer is None or not are_together(told):
+            raise UsageError(
+                f"worker {rank}: the backend {NAME!r} joins workers on one machine of type x86_64 by shared memory; "
+                "these are on several, or have none. Use the backend gloo."
+            )
+        return OwnGroup(offer.accept(rank, told, timeout.total_seconds()), timeout.total_seconds())
+    finally:
+        if offer is not None:
+            offer.listener.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _told(store: Store, rank: int, other: int) -> str:
+    """Return what another worker has told; blocks until it has."""
+    try:
+        return store.get(f"offer/{other}").decode()
+    except RuntimeError as error:
+        raise DeadlineExceeded(f"worker {rank}: worker {other} did not come in time: {error}") from error
+
+
+def register() -> None:
+    """Make the backend known to torch.distributed: now if it is loaded, else as soon as it is."""
+    loaded = sys.modules.get(_TORCH_MODULE)
+    if loaded is None:
+        sys.meta_path.insert(0, _WhenLoaded())
+    else:
+        _register_with(loaded)
+
+
+def _register_with(torch_module: ModuleType) -> None:
+    backend: Any = getattr(torch_module, "Backend", None)  # torch may be built without it
+    if backend is not None and NAME not in backend.backend_list:
+        backend.register_backend(NAME, connect, devices=["cpu", "cuda"])
+
+
+class _WhenLoaded(MetaPathFinder):
+    """Finds one module of torch, and registers the backend once that is loaded."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of this one module, whose loading registers the backend."""
+        if fullname != _TORCH_MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def load(module: ModuleType) -> None:
+            execute(module)
+            _register_with(module)
+
+        spec.loader.exec_module = load
+        return spec
