@@ -32,9 +32,9 @@ Call = Callable[[Session, Table], object]
 def test_a_call_is_communication(tmp_path: Path, call: Call) -> None:
     def work(ps: Session) -> tuple[float, float]:
         w = ps.table("w", shape=(2,), update=ADD, view=True)
-        before_s = ps.meter.comm_s
+        before_s = ps.metrics.comm_s
         call(ps, w)
-        return before_s, ps.meter.comm_s
+        return before_s, ps.metrics.comm_s
 
     [(before_s, after_s)] = run_job(tmp_path, work, carrier="shm")
     assert before_s == 0.0 < after_s
@@ -43,11 +43,11 @@ def test_a_call_is_communication(tmp_path: Path, call: Call) -> None:
 def test_a_barrier_is_communication_once_the_training_has_begun(tmp_path: Path) -> None:
     def work(ps: Session) -> tuple[float, float]:
         ps.barrier()
-        before_s = ps.meter.comm_s
+        before_s = ps.metrics.comm_s
         ps.clock()
-        clock_s = ps.meter.comm_s
+        clock_s = ps.metrics.comm_s
         ps.barrier()
-        return before_s, ps.meter.comm_s - clock_s
+        return before_s, ps.metrics.comm_s - clock_s
 
     [(before_s, barrier_s)] = run_job(tmp_path, work)
     assert before_s == 0.0 < barrier_s

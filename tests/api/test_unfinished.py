@@ -10,7 +10,7 @@ import torch
 
 import paceline
 from paceline.api.session import Session
-from paceline.worker import metrics as meter
+from paceline.worker import metrics as metrics
 
 
 def told(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -78,7 +78,7 @@ def test_a_script_that_fails_says_only_why(capsys: pytest.CaptureFixture[str]) -
 def test_a_clock_that_goes_on_and_on_is_told_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meter, "MANY_PUSHES", 10)
+    monkeypatch.setattr(metrics, "MANY_PUSHES", 10)
     with paceline.connect() as ps:
         w = ps.table("w", shape=(1,), update=paceline.update.Add())
         fast = ps.table("fast", shape=(1,), update=paceline.update.Add(), consistency="asynchronous")

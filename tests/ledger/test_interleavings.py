@@ -90,7 +90,7 @@ def test_memory_that_is_given_back_twice_and_to_two_readers_is_found(monkeypatch
         take_in(node, message, frame)
         frame.release()
 
-    monkeypatch.setattr(BufferPool, "take_back", give_back_by_memory)
+    monkeypatch.setattr(BufferPool, "reclaim", give_back_by_memory)
     monkeypatch.setattr(ServerNode, "_on_push", give_back_again)
     found = 0
     for seed in range(20):

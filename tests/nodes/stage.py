@@ -332,7 +332,7 @@ def staged(seed: int) -> Iterator[Stage]:
             patch.setattr(owner, "__init__", _with_condition(owner.__init__, attribute, stage))
         for owner, method in (
             (BufferPool, "lend"),
-            (BufferPool, "take_back"),
+            (BufferPool, "reclaim"),
             (Shard, "apply"),
             (Shard, "copy_values"),
         ):

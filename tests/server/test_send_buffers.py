@@ -26,15 +26,15 @@ def test_values_lie_where_they_were_until_the_worker_has_taken_them_in() -> None
     first = send_buffers.lend(HERE, "read", 1, 64)
     first[:] = bytes(64)
 
-    send_buffers.take_back(HERE, "read", 0)
-    send_buffers.take_back(HERE, "delivery", 9)
+    send_buffers.reclaim(HERE, "read", 0)
+    send_buffers.reclaim(HERE, "delivery", 9)
     assert send_buffers.lend(HERE, "read", 2, 64).obj is not first.obj, "the worker has not taken in the first"
     assert not any(first)
 
-    send_buffers.take_back(HERE, "read", 1)
+    send_buffers.reclaim(HERE, "read", 1)
     assert is_poisoned(first)
     assert send_buffers.lend(HERE, "read", 3, 64).obj is first.obj
-    send_buffers.take_back(HERE, "read", 2)
+    send_buffers.reclaim(HERE, "read", 2)
     assert send_buffers.lend(HERE, "read", 4, 64).obj is not first.obj
     send_buffers.clear()
 
@@ -52,7 +52,7 @@ def test_memory_of_a_push_shows_that_it_is_free_unless_a_gradient_may_lie_in_it(
     for shown in (False, True):
         buffer = memory.lend(shown=shown)
         buffer.gradient.zero_()
-        memory.take_back(buffer)
+        memory.reclaim(buffer)
         assert is_poisoned(buffer.memory) != shown
 
 
@@ -60,10 +60,10 @@ def test_memory_of_a_push_is_given_back_once() -> None:
     memory = slots()
     buffer = memory.lend(shown=False)
     more = memory.lend(shown=True)
-    memory.take_back(buffer)
+    memory.reclaim(buffer)
     with pytest.raises(ProtocolBug, match="for pushes was given back twice"):
-        memory.take_back(buffer)
-    memory.take_back(more)
+        memory.reclaim(buffer)
+    memory.reclaim(more)
     assert memory.has_slot(0)
     assert not memory._lent
 

@@ -20,7 +20,7 @@ from paceline.errors import PeerError, UsageError
 from paceline.server.served_table import ACCEPTED, ServedTable
 from paceline.server.tables import ServedTables
 from paceline.transport.base import EMPTY, Connection
-from paceline.transport.buffer_pool import BufferPool, ExactPieces, is_poisoned
+from paceline.transport.buffer_pool import BufferPool, ExactAllocator, is_poisoned
 from paceline.transport.buffers import fresh_buffer
 from paceline.update.named_rules import Add
 from paceline.update.rows.spec import RowTableSpec
@@ -110,7 +110,7 @@ class World:
         self.tables.declare(kind.spec)
         self.table: ServedTable = self.tables["t"]
         kind.begin(self.table)
-        self.pool = BufferPool(ExactPieces(fresh_buffer), poisons=True)
+        self.pool = BufferPool(ExactAllocator(fresh_buffer), poisons=True)
 
     def accept(self, seq: int, value: float = 1.0, kind: Kind | None = None, **fields: Any) -> str:
         """Have a push arrive in memory of the pool; return why it is refused."""

@@ -159,11 +159,11 @@ def test_steps_that_are_left_out_are_told(tmp_path: Path, capsys: pytest.Capture
 
 def test_a_quorum_that_goes_on_without_a_worker_is_not_told() -> None:
     told: list[str] = []
-    meter = StepMetrics(Trace(None), 2, tell=told.append)
+    metrics = StepMetrics(Trace(None), 2, tell=told.append)
     for reason in (completed_without(2, "w", 5), closed_before("w", 5, 7)):
-        meter.watch_push("w", "backup:1", 5, finished_push(PushOutcome(applied=False, reason=reason)))
+        metrics.watch_push("w", "backup:1", 5, finished_push(PushOutcome(applied=False, reason=reason)))
     assert told == []
-    meter.watch_push("w", "bsp", 5, finished_push(PushOutcome(applied=False, reason=reason)))
+    metrics.watch_push("w", "bsp", 5, finished_push(PushOutcome(applied=False, reason=reason)))
     assert told == [f"worker 2, clock 5: a push of 'w' was refused: {reason}"]
 
 

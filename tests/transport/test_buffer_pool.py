@@ -9,13 +9,13 @@ from threading import Barrier
 import pytest
 
 from paceline.errors import ProtocolBug
-from paceline.transport.buffer_pool import BufferPool, ExactPieces, is_poisoned
+from paceline.transport.buffer_pool import BufferPool, ExactAllocator, is_poisoned
 from paceline.transport.buffers import fresh_buffer
 
 
 @pytest.mark.parametrize("size_bytes", [1, 24, 1 << 20])
 def test_what_came_back_is_poisoned_and_lent_again(size_bytes: int) -> None:
-    pool = BufferPool(ExactPieces(fresh_buffer), poisons=True)
+    pool = BufferPool(ExactAllocator(fresh_buffer), poisons=True)
     first = pool.lend(size_bytes)
     late = first.memory[:]
     late[:] = bytes(size_bytes)
@@ -30,14 +30,14 @@ def test_what_came_back_is_poisoned_and_lent_again(size_bytes: int) -> None:
 
 @pytest.mark.parametrize("kind", ["f", "d"])
 def test_poison_is_no_number(kind: str) -> None:
-    pool = BufferPool(ExactPieces(fresh_buffer), poisons=True)
+    pool = BufferPool(ExactAllocator(fresh_buffer), poisons=True)
     buffer = pool.lend(16)
     buffer.release()
     assert all(math.isnan(number) for number in buffer.memory.cast(kind))
 
 
 def test_memory_stays_as_it_is_where_nobody_asked_for_poison() -> None:
-    pool = BufferPool(ExactPieces(fresh_buffer))
+    pool = BufferPool(ExactAllocator(fresh_buffer))
     buffer = pool.lend(4)
     buffer.memory[:] = b"abcd"
     buffer.release()
@@ -45,7 +45,7 @@ def test_memory_stays_as_it_is_where_nobody_asked_for_poison() -> None:
 
 
 def test_a_late_owner_cannot_give_away_what_is_lent_to_another() -> None:
-    pool = BufferPool(ExactPieces(fresh_buffer))
+    pool = BufferPool(ExactAllocator(fresh_buffer))
     late = pool.lend(8)
     late.release()
     owner = pool.lend(8)
@@ -56,7 +56,7 @@ def test_a_late_owner_cannot_give_away_what_is_lent_to_another() -> None:
 
 
 def test_sizes_are_kept_apart() -> None:
-    pool = BufferPool(ExactPieces(fresh_buffer))
+    pool = BufferPool(ExactAllocator(fresh_buffer))
     small = pool.lend(8)
     small.release()
     large = pool.lend(16)
@@ -68,7 +68,7 @@ def test_sizes_are_kept_apart() -> None:
 
 
 def test_of_two_threads_that_give_back_the_same_one_is_told() -> None:
-    pool, together = BufferPool(ExactPieces(fresh_buffer)), Barrier(2)
+    pool, together = BufferPool(ExactAllocator(fresh_buffer)), Barrier(2)
 
     def give_back(buffer_of: list) -> bool:
         together.wait(timeout=10)

@@ -26,22 +26,22 @@ class Watch:
 
 
 class Metered:
-    """A meter, its watch, and the steps that it has recorded."""
+    """A metrics, its watch, and the steps that it has recorded."""
 
     def __init__(self, run: Path, trace: Trace) -> None:
         self.watch = Watch()
-        self.meter = StepMetrics(trace, 0, self.watch)
+        self.metrics = StepMetrics(trace, 0, self.watch)
         self._run = run
 
     def read(self, wait_s: float) -> None:
         """Read values, which takes as long as they are waited for."""
-        with self.meter.communicating():
+        with self.metrics.communicating():
             self.watch.forward(wait_s)
-        self.meter.note_read("w", ReadOutcome(0, 0, "fetch", wait_s))
+        self.metrics.note_read("w", ReadOutcome(0, 0, "fetch", wait_s))
 
     def steps(self) -> list[tuple[float, float, float]]:
         """Communication, waiting and length of each step."""
-        self.meter.trace.flush()
+        self.metrics.trace.flush()
         return [(step.comm_s, step.wait_s, step.step_s) for step in read_run(self._run).steps]
 
 
@@ -54,22 +54,22 @@ def metered(tmp_path: Path) -> Iterator[Metered]:
 def test_communication_is_what_passes_inside(metered: Metered) -> None:
     metered.watch.forward(8.0)
     for _ in range(2):
-        with metered.meter.communicating():
+        with metered.metrics.communicating():
             metered.watch.forward(0.5)
         metered.watch.forward(0.25)
-    metered.meter.finish_clock(0)
+    metered.metrics.finish_clock(0)
     assert metered.steps() == [(1.0, 0.0, 9.5)]
 
 
 def test_uses_within_another_count_once(metered: Metered) -> None:
-    with metered.meter.communicating():
+    with metered.metrics.communicating():
         metered.watch.forward(1.0)
         for _ in range(2):
-            with metered.meter.communicating():
+            with metered.metrics.communicating():
                 metered.watch.forward(2.0)
         metered.watch.forward(4.0)
     metered.watch.forward(16.0)
-    metered.meter.finish_clock(0)
+    metered.metrics.finish_clock(0)
     assert metered.steps() == [(9.0, 0.0, 25.0)]
 
 
@@ -77,53 +77,53 @@ def test_what_follows_the_end_of_a_clock_is_of_the_next(metered: Metered) -> Non
     """As in a step: push, clock, pull."""
     for clock in range(2):
         metered.watch.forward(10.0)
-        with metered.meter.communicating():
+        with metered.metrics.communicating():
             metered.watch.forward(1.0)
-            metered.meter.finish_clock(clock)
+            metered.metrics.finish_clock(clock)
             metered.watch.forward(0.5)
             metered.read(wait_s=2.0)
     metered.watch.forward(10.0)
-    metered.meter.finish_clock(2)
+    metered.metrics.finish_clock(2)
     assert metered.steps() == [(1.0, 0.0, 11.0), (3.5, 2.0, 13.5), (2.5, 2.0, 12.5)]
 
 
 def test_what_fails_has_been_communication_all_the_same(metered: Metered) -> None:
     def fail() -> None:
-        with metered.meter.communicating():
+        with metered.metrics.communicating():
             metered.watch.forward(1.0)
             raise TimeoutError
 
     with pytest.raises(TimeoutError):
         fail()
     metered.watch.forward(1.0)
-    metered.meter.finish_clock(0)
+    metered.metrics.finish_clock(0)
     assert metered.steps() == [(1.0, 0.0, 2.0)]
 
 
 def test_nothing_before_the_first_clock_begins_is_counted(metered: Metered) -> None:
     metered.read(wait_s=1.0)
-    with metered.meter.communicating():
+    with metered.metrics.communicating():
         metered.watch.forward(2.0)
-        metered.meter.start_training()
+        metered.metrics.start_training()
         metered.watch.forward(4.0)
-    metered.meter.finish_clock(0)
+    metered.metrics.finish_clock(0)
     metered.read(wait_s=8.0)
-    metered.meter.start_training()  # from now on it changes nothing
-    metered.meter.finish_clock(1)
+    metered.metrics.start_training()  # from now on it changes nothing
+    metered.metrics.finish_clock(1)
     assert metered.steps() == [(4.0, 0.0, 4.0), (8.0, 8.0, 8.0)]
 
 
 def test_a_loss_that_no_step_has_is_recorded_by_itself(tmp_path: Path) -> None:
     with Trace(trace_path(tmp_path, "worker", 0)) as trace:
-        meter = StepMetrics(trace, 0, Watch())
+        metrics = StepMetrics(trace, 0, Watch())
         for loss in (3.0, 2.0):
-            meter.note_loss(0, loss)
-        meter.finish_clock(0)
-        meter.note_loss(1, float("nan"))
-        meter.finish_clock(1)
-        meter.note_loss(2, 1.0)
-        meter.note_end(2)
-        meter.note_end(2)
+            metrics.note_loss(0, loss)
+        metrics.finish_clock(0)
+        metrics.note_loss(1, float("nan"))
+        metrics.finish_clock(1)
+        metrics.note_loss(2, 1.0)
+        metrics.note_end(2)
+        metrics.note_end(2)
     run = read_run(tmp_path)
     assert [(told.clock, told.loss) for told in run.reported] == [(0, 3.0), (1, None), (2, 1.0)]
     assert [step.loss for step in run.steps] == [2.0, None]
@@ -137,17 +137,17 @@ def test_a_measurement_that_is_no_number_can_be_read_back(tmp_path: Path) -> Non
 
 
 def test_a_worker_says_what_it_does_when_it_has_done_it_for_a_while(metered: Metered, tmp_path: Path) -> None:
-    meter, watch = metered.meter, metered.watch
-    meter.record_state()
+    metrics, watch = metered.metrics, metered.watch
+    metrics.record_state()
     watch.forward(2.0)
-    meter.record_state()
-    meter.finish_clock(0)
-    with meter.communicating():
+    metrics.record_state()
+    metrics.finish_clock(0)
+    with metrics.communicating():
         watch.forward(1.0)
-        meter.record_state()
+        metrics.record_state()
         watch.forward(2.0)
-        meter.record_state()
-    meter.record_state()
+        metrics.record_state()
+    metrics.record_state()
 
     lines = trace_path(tmp_path, "worker", 0).read_text().splitlines()
     states = [record for record in map(json.loads, lines) if record["kind"] == "state"]

@@ -78,7 +78,7 @@ def assemble_session(config: SessionConfig, notice: PreemptionNotice | None = No
     with ExitStack() as undo:
         undo.callback(node.close)
         node.join()
-        meter = StepMetrics(Trace(config.trace_path, config.trace_bytes), rank)
+        metrics = StepMetrics(Trace(config.trace_path, config.trace_bytes), rank)
         workers = WorkerSet(
             rank,
             size,
@@ -93,7 +93,7 @@ def assemble_session(config: SessionConfig, notice: PreemptionNotice | None = No
             size,
             config.local_rank,
             node,
-            meter,
+            metrics,
             config.consistency,
             config.scale,
             Collectives(workers),
@@ -101,7 +101,7 @@ def assemble_session(config: SessionConfig, notice: PreemptionNotice | None = No
             notice=notice or PreemptionNotice(),
         )
         if config.trace_path is not None:
-            meter.start_states()
+            metrics.start_states()
         undo.pop_all()
     session.notice.may_save = lambda: node.is_failing
     session.notice.listen()

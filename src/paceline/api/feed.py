@@ -81,4 +81,4 @@ def feed(
     session = current()
     sharding = session.sharding(seed)
     reader = session.readers.open(BatchRecipe(source, transform, on_error, seed), prefetch)
-    return FedLoader(reader, plan, sharding, session.slicing, session.meter.trace)
+    return FedLoader(reader, plan, sharding, session.slicing, session.metrics.trace)

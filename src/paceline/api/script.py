@@ -214,11 +214,11 @@ def report(*, loss: float | None = None, accuracy: float | None = None) -> None:
     loss = None if loss is None else as_number(loss, here, "loss")
     accuracy = None if accuracy is None else as_number(accuracy, here, "accuracy")
     if accuracy is None:
-        session.meter.note_loss(clock, loss)
+        session.metrics.note_loss(clock, loss)
     elif loss is None:
         raise UsageError("report(accuracy=...) also needs loss=..., measured on the same data.")
     else:
-        session.meter.note_evaluation(clock, loss, accuracy)
+        session.metrics.note_evaluation(clock, loss, accuracy)
     if accuracy is not None or clock == 0:
         session.exit_if_preempted()
 

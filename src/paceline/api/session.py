@@ -78,7 +78,7 @@ class Session:
     size: int
     local_rank: int
     node: WorkerNode
-    meter: StepMetrics
+    metrics: StepMetrics
     consistency: Consistency | None  # the launcher's; one that the script names takes precedence
     scale: Scale | None
     exchange: Collectives
@@ -99,7 +99,7 @@ class Session:
 
     def __post_init__(self) -> None:
         """Create the parts that need the node."""
-        self.tables = TableOpener(self.rank, self.node, self.meter)
+        self.tables = TableOpener(self.rank, self.node, self.metrics)
         self.named = NamedTensors(self.tables)
         self.slicing = Slicing(self.size, self.node.rpc, self._optimizers, lambda: self.node.clock)
 
@@ -243,11 +243,11 @@ class Session:
         Gradients of embeddings are pushed first, weighted by `samples`: by default the number that loaders have
         returned. Does not block: the next pull waits. Only rows under `paceline.managed` may wait for their budget.
         """
-        with self.meter.communicating():
+        with self.metrics.communicating():
             clock = self.node.clock
             here = f"worker {self.rank}, clock {clock}"
-            self.lookups.push(self.meter.samples or None if samples is None else as_count(samples, here))
-            self.meter.finish_clock(clock)
+            self.lookups.push(self.metrics.samples or None if samples is None else as_count(samples, here))
+            self.metrics.finish_clock(clock)
             for optimizer in self._optimizers:
                 optimizer.freeze_values()
             self.node.tick()
@@ -266,11 +266,11 @@ class Session:
 
     def barrier(self) -> None:
         """Block until every live worker has called this, and all its pushes are settled."""
-        with self.meter.communicating():
+        with self.metrics.communicating():
             self.node.settle()
-            self.meter.resources.sample()
+            self.metrics.resources.sample()
             self.node.rpc.call(0, lambda number: Barrier(number, "barrier"), "the other workers to come to the barrier")
-        self.meter.start_training()
+        self.metrics.start_training()
 
     def barrier_at(self, place: str, problem: str = "", *, needs_first: bool = False, first: int = 0) -> None:
         """Block until every live worker has called this with the same place, and all its pushes are settled.
@@ -285,7 +285,7 @@ class Session:
             Refused: a worker has reported a problem, or the required worker is gone; raised on all workers.
         """
         needs = first if needs_first else -1
-        with self.meter.communicating():
+        with self.metrics.communicating():
             self.node.settle()
             self.node.rpc.call(
                 0, lambda number: Barrier(number, place, problem, needs), f"the other workers to come to '{place}'"
@@ -301,15 +301,15 @@ class Session:
             if self.server is not None:
                 freeing.callback(self.server.close, politely=politely)
             freeing.callback(self.notice.close)
-            freeing.callback(self.meter.trace.close)
-            freeing.callback(self.meter.stop_states)
+            freeing.callback(self.metrics.trace.close)
+            freeing.callback(self.metrics.stop_states)
             freeing.callback(self.exchange.close, politely=False)
             freeing.callback(self.node.close)
             freeing.callback(self.readers.close)
             self._settle_parameters(politely=politely)
             if politely:
                 self._tell_unfinished()
-            self.meter.note_end(self.node.clock)
+            self.metrics.note_end(self.node.clock)
             if politely:
                 self.exchange.close(politely=True)
                 self.node.leave()
@@ -318,7 +318,7 @@ class Session:
         """Warn of pushes and gradients in a clock that is not finished, and of steps that were not pushed."""
         held = _listed([(f"table '{table}'", num) for table, num in self.node.unfinished().items()], "push", "pushes")
         if held:
-            self.meter.tell(
+            self.metrics.tell(
                 f"worker {self.rank} leaves in the middle of clock {self.node.clock} with {held}: they take effect "
                 f"only now, all in one clock, and no read of this worker has seen them. {CLOCK_ADVICE}"
             )
@@ -326,14 +326,14 @@ class Session:
             [(f"embedding '{table}'", num) for table, num in self.lookups.unpushed()], "gradient", "gradients"
         )
         if lost:
-            self.meter.tell(
+            self.metrics.tell(
                 f"worker {self.rank} leaves in the middle of clock {self.node.clock} with {lost} that were never "
                 f"pushed: they are lost. {CLOCK_ADVICE}"
             )
         for name, (num_steps, every) in self.unpushed_steps.items():
             if num_steps:
                 steps = "step" if num_steps == 1 else "steps"
-                self.meter.tell(
+                self.metrics.tell(
                     f"worker {self.rank} leaves at clock {self.node.clock} with {num_steps} {steps} of '{name}' that "
                     f"were never pushed: the servers and the other workers do not have them. A push is made of {every} "
                     "steps: take a multiple of that, or fewer steps a push."
@@ -392,7 +392,7 @@ class Session:
 
     def _count_samples(self, num_samples: int) -> None:
         self.num_samples += num_samples
-        self.meter.samples += num_samples
+        self.metrics.samples += num_samples
 
     def _skip_batch(self) -> None:
         """Finish the clocks of a batch that only other workers have, one per optimizer, and take the optimizers' turns.
@@ -401,7 +401,7 @@ class Session:
         with the last batch take part; a script may still hold earlier ones.
         """
         used = optimizers_of_loop(list(self._optimizers))
-        with self.meter.communicating():
+        with self.metrics.communicating():
             for _ in range(max(1, len(used))):
                 self.clock()
             for optimizer in sorted(used, key=lambda one: (one.turn_s == 0.0, one.turn_s)):

@@ -9,7 +9,7 @@ from typing import Literal
 from paceline.errors import PeerError
 from paceline.server.served_table import ServedTable
 from paceline.transport.base import Connection
-from paceline.transport.buffer_pool import Buffer, BufferPool, ExactPieces
+from paceline.transport.buffer_pool import Buffer, BufferPool, ExactAllocator
 from paceline.transport.buffers import MIN_MAPPED_BYTES, fresh_buffer
 from paceline.wire.bounds import MAX_IDS, SMALL_BYTES
 from paceline.wire.messages import (
@@ -65,13 +65,13 @@ class SendBuffers:
         key = id(connection), purpose
         lent = self._lent.get(key)
         if lent is None:
-            lent = self._lent[key] = _LentBuffer(BufferPool(ExactPieces(self.allocate), poisons=self.poisons))
+            lent = self._lent[key] = _LentBuffer(BufferPool(ExactAllocator(self.allocate), poisons=self.poisons))
         if lent.buffer is not None:
             return fresh_buffer(size_bytes)
         lent.buffer, lent.mark = lent.pool.lend(size_bytes), mark
         return lent.buffer.memory
 
-    def take_back(self, connection: Connection, purpose: Purpose, mark: int) -> None:
+    def reclaim(self, connection: Connection, purpose: Purpose, mark: int) -> None:
         """Return the buffer to its pool if the worker has read everything up to this mark."""
         lent = self._lent.get((id(connection), purpose))
         if lent is not None and lent.buffer is not None and lent.mark <= mark:
@@ -99,7 +99,7 @@ class ReceiveBuffers:
 
     def __post_init__(self) -> None:
         """Create an empty pool."""
-        self.pool = BufferPool(ExactPieces(fresh_buffer), poisons=self.poisons)
+        self.pool = BufferPool(ExactAllocator(fresh_buffer), poisons=self.poisons)
 
     def place(self, header: bytes, size_bytes: int) -> Buffer | None:
         """Return memory for the body of a frame; None (small, or no push) leaves it to the transport."""

@@ -271,7 +271,7 @@ class ServedDenseTable:
         """See `ServedTable.accept_pull`."""
         if not isinstance(frame, PullFrame):
             raise PeerError(f"row pull of dense table '{self.spec.name}'")
-        self.send_buffers.take_back(connection, "read", frame.taken)
+        self.send_buffers.reclaim(connection, "read", frame.taken)
         return ACCEPTED
 
     def serve(self, life: Life, connection: Connection, message: Fetched | Delivered) -> ServedValues | None:
@@ -302,7 +302,7 @@ class ServedDenseTable:
 
     def note_taken(self, connection: Connection, clock: int) -> None:
         """See `ServedTable.note_taken`."""
-        self.send_buffers.take_back(connection, "delivery", clock)
+        self.send_buffers.reclaim(connection, "delivery", clock)
 
     def note_read(self, life: Life, message: RowsUsed | Unsubscribe, body: memoryview) -> None:
         """Ignore what is about rows."""

@@ -141,7 +141,7 @@ class CombinedOptimizer(CollectiveOptimizer):
         if weight is None:
             weight = float(self._job.num_samples - self._num_samples or 1)
         self._done = weight
-        with self._job.meter.communicating():
+        with self._job.metrics.communicating():
             if self._settings.nonfinite == "zero":
                 for tensor in self._flat.tensors:
                     if tensor.grad is not None:
@@ -152,7 +152,7 @@ class CombinedOptimizer(CollectiveOptimizer):
 
     def _apply(self, weight: float) -> None:
         """Step with combined gradients, and average buffers."""
-        with self._job.meter.communicating():
+        with self._job.metrics.communicating():
             if self._num_replicas > 1:
                 self._agree("step", weight)  # before calls whose sizes may differ
             self._copy_gradients()
@@ -162,7 +162,7 @@ class CombinedOptimizer(CollectiveOptimizer):
         with self._numbers.held(told):
             self._step_unless(problem)
         self._done, self._num_combined, self._num_steps = None, 0, self._num_steps + 1
-        with self._job.meter.communicating():
+        with self._job.metrics.communicating():
             self._average_buffers(weight)
 
     def _numbers_of_first(self, weight: float) -> bytes | None:

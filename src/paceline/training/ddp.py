@@ -309,7 +309,7 @@ class DDPReplica:
 
     def _call(self, call: CallSignature, act: Callable[[QueuedCall], T], what: str) -> T:
         """Make a call with all workers; blocks until it is over."""
-        with self._job.meter.communicating():
+        with self._job.metrics.communicating():
             return self._call_queue.wait(self._call_queue.submit(call, act), f"{what} of '{self._settings.name}'")
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -397,10 +397,10 @@ class DDPReplica:
                 f"worker {self._job.rank}, {what}: {self._without_gradient()}give "
                 "strategy=paceline.all_reduce(unused=True) if some parameters do not take part in every forward."
             )
-        with self._job.meter.communicating():
-            meter, began_s = self._job.meter, self._job.meter.now()
+        with self._job.metrics.communicating():
+            metrics, began_s = self._job.metrics, self._job.metrics.now()
             turn = self._call_queue.wait(round_.agreed, what)
-            meter.wait_s += meter.now() - began_s
+            metrics.wait_s += metrics.now() - began_s
             for future in round_.under_way:
                 self._call_queue.wait(future, what)
         self._weights = [call.weight for call in turn.calls]

@@ -267,7 +267,7 @@ class DownpourOptimizer(Distributed):
         asked, self._asked = self._asked, None
         if asked is None:
             return
-        with self._job.meter.communicating():
+        with self._job.metrics.communicating():
             self._table.finish_read(asked, self._weights.set_from)
             self._accrual.descend(self._rates())
             if self._buffers is not None:

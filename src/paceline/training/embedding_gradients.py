@@ -210,8 +210,10 @@ class EmbeddingLookup:
             gradient = gradient.detach().to("cpu")
             self._collected.append((ids, gradient if times is None else gradient / times.unsqueeze(1)))
             if len(self._collected) == MANY_PUSHES:
-                name, num, meter = self.table.name, len(self._collected), self.table.meter
-                meter.open_clocks.tell_of(name, self.table.node.clock, f"found {num} gradients for embedding '{name}'")
+                name, num, metrics = self.table.name, len(self._collected), self.table.metrics
+                metrics.open_clocks.tell_of(
+                    name, self.table.node.clock, f"found {num} gradients for embedding '{name}'"
+                )
 
     def _count_refusal(self, pushed: Future[PushOutcome]) -> None:
         if pushed.exception() is None:  # a failed worker raises in its next call

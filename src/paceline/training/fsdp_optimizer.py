@@ -178,7 +178,7 @@ class Passes:
         if torch.is_grad_enabled():
             same = self._same_batches
             digest = digest_of_batch(tree_leaves((args, kwargs))) if same.is_checking else 0
-            with self._job.meter.communicating():
+            with self._job.metrics.communicating():
                 told = agree_on(self._mesh, "forward", digest)
             if same.is_checking:
                 group = self._mesh.group("data")
@@ -195,7 +195,7 @@ class Passes:
     def _weighed(self, gradient: Tensor) -> Tensor:
         """Return scaled inputs of backward; the first of several outputs agrees on the scale with all workers."""
         if self._scale is None:
-            with self._job.meter.communicating():
+            with self._job.metrics.communicating():
                 self._scale = self._agreed()
             Variable._execution_engine.queue_callback(self._end_backward)  # pyright: ignore[reportPrivateUsage]
         return gradient if self._scale == 1.0 else gradient * self._scale
@@ -371,14 +371,14 @@ class ShardedOptimizer(CollectiveOptimizer):
 
     def _apply(self) -> None:
         """Step, unless gradients are not finite."""
-        with self._job.meter.communicating():
+        with self._job.metrics.communicating():
             told = numbers_of_first(self._mesh, self._numbers.encoded(), has_batch=self._passes.has_batch)
             self._numbers.align_gradients(told)
             self._passes.copy_gradients()
             problem = self._passes.objection()
         with self._numbers.held(told):
             self._step_unless(problem)
-        with self._job.meter.communicating():
+        with self._job.metrics.communicating():
             self._passes.average_buffers()
 
 

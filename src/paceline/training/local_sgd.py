@@ -323,7 +323,7 @@ class LocalOptimizer(Distributed):
         for fragment in self._fragments:
             fragment.num_samples += weight
             if self._rounds.is_pushed(fragment.turn, self._num_steps):
-                with self._job.meter.communicating():
+                with self._job.metrics.communicating():
                     fragment.push().add_done_callback(self._count_refusal)
         return weight
 
@@ -341,7 +341,7 @@ class LocalOptimizer(Distributed):
 
     def wait_for_values(self) -> None:
         """Merge all values under way, including those that overlap with further steps."""
-        with self._job.meter.communicating():
+        with self._job.metrics.communicating():
             for fragment in self._fragments:
                 fragment.merge_values(self._rounds.merge)
 
@@ -470,7 +470,7 @@ class LocalOptimizer(Distributed):
 
     def _exchange(self, *, was_pushed: bool) -> None:
         rounds, step = self._rounds, self._num_steps
-        with self._job.meter.communicating():
+        with self._job.metrics.communicating():
             for fragment in self._fragments:
                 if rounds.is_pushed(fragment.turn, step):
                     fragment.request_values(is_owing=not was_pushed)

@@ -70,7 +70,7 @@ class DistributedOptimizer(Distributed):
         Raises:
             UsageError: a gradient is sparse, or is not finite under nonfinite="halt".
         """
-        with self._job.meter.communicating():
+        with self._job.metrics.communicating():
             weight = self._weight_of_step(samples)
             hyper = self._hyper.of(self.param_groups)  # without what schedulers keep beside them
             expected = self.expected if self._settings.consistency.lockstep else 0.0
@@ -89,7 +89,7 @@ class DistributedOptimizer(Distributed):
     def receive(self) -> None:
         """Fetch values when `fetch_every` and the consistency require it."""
         self._num_steps += 1
-        with self._job.meter.communicating():
+        with self._job.metrics.communicating():
             self._fetch(refresh=self._refreshes(self._num_steps))
 
     def _refreshes(self, step: int) -> bool:
@@ -228,7 +228,7 @@ class DistributedOptimizer(Distributed):
 
     def _send(self, bucket: Bucket) -> None:
         """Send a bucket while backward runs; samples and hyperparameters of the step must be final."""
-        with self._job.meter.communicating():
+        with self._job.metrics.communicating():
             weight = self._job.num_samples - self._num_samples or 1
             bucket.push_in_backward(weight, self._hyper.of(self.param_groups))
 

@@ -113,7 +113,7 @@ class TrainingJob(Protocol):
         ...
 
     @property
-    def meter(self) -> StepMetrics:
+    def metrics(self) -> StepMetrics:
         """Metrics of this worker's steps."""
         ...
 
@@ -293,7 +293,7 @@ class Distributed(torch.optim.Optimizer, ABC):
         if found_inf is not None:
             self._apply_scaler(parameters, overflowed=bool(found_inf.item()))
         if self._accumulator is not None:
-            with self._job.meter.communicating():
+            with self._job.metrics.communicating():
                 if self._accumulator.add_slice(parameters, samples):
                     return loss
             samples = self._accumulator.finish_mean(parameters, samples)
@@ -340,10 +340,10 @@ class Distributed(torch.optim.Optimizer, ABC):
         self.overflowed = False
         if not overflowed:
             return
-        meter, clock = self._job.meter, self._job.exchange.worker_set.node.clock
-        meter.note_refused("step", self._settings.name, clock, _OVERFLOW, is_told=False)
+        metrics, clock = self._job.metrics, self._job.exchange.worker_set.node.clock
+        metrics.note_refused("step", self._settings.name, clock, _OVERFLOW, is_told=False)
         if self._num_overflows >= _USUAL_OVERFLOWS and is_told(self._num_overflows):
-            meter.tell(
+            metrics.tell(
                 f"worker {self._job.rank}, clock {clock}: the last {self._num_overflows} steps of "
                 f"'{self._settings.name}' were left out, as the GradScaler found gradients that are not finite at "
                 "every scale: see whether the loss is finite, and train in bfloat16 if it is."
@@ -353,7 +353,7 @@ class Distributed(torch.optim.Optimizer, ABC):
         """Count a step that was not applied, and report it unless another worker does."""
         self.num_refused += 1
         clock = self._job.exchange.worker_set.node.clock
-        self._job.meter.note_refused("step", self._settings.name, clock, reason, is_told=is_told)
+        self._job.metrics.note_refused("step", self._settings.name, clock, reason, is_told=is_told)
 
     def _count_refusal(self, pushed: Future[PushOutcome]) -> None:
         if pushed.exception() is None:  # a failed worker raises in its next call

@@ -27,7 +27,7 @@ def is_poisoned(memory: memoryview) -> bool:
     return bytes(memory).count(_POISON) == memory.nbytes
 
 
-class Pieces(Protocol):
+class Allocator(Protocol):
     """The free memory of a pool. Used under the lock of the pool."""
 
     def allocate(self, size_bytes: int) -> memoryview:
@@ -44,7 +44,7 @@ class Pieces(Protocol):
 
 
 @final
-class ExactPieces:
+class ExactAllocator:
     """Free memory by exact size; what was released last is reused first."""
 
     def __init__(self, make: Callable[[int], memoryview]) -> None:
@@ -52,7 +52,7 @@ class ExactPieces:
         self._free: dict[int, list[memoryview]] = {}
 
     def allocate(self, size_bytes: int) -> memoryview:
-        """Return memory of this size; see `Pieces.allocate`."""
+        """Return memory of this size; see `Allocator.allocate`."""
         free = self._free.get(size_bytes)
         return free.pop() if free else self._make(size_bytes)
 
@@ -85,7 +85,7 @@ class Buffer:
         Raises:
             ProtocolBug: it was released before.
         """
-        self._pool.take_back(self)
+        self._pool.reclaim(self)
 
 
 @final
@@ -97,7 +97,7 @@ class BufferPool:
         poisons: overwrite released memory; tests do.
 
     Example:
-        >>> pool = BufferPool(ExactPieces(lambda size_bytes: memoryview(bytearray(size_bytes))))
+        >>> pool = BufferPool(ExactAllocator(lambda size_bytes: memoryview(bytearray(size_bytes))))
         >>> first = pool.lend(8)
         >>> first.release()
         >>> second = pool.lend(8)
@@ -109,7 +109,7 @@ class BufferPool:
         paceline.errors.ProtocolBug: memory of 8 bytes was given back twice
     """
 
-    def __init__(self, pieces: Pieces, *, poisons: bool = False) -> None:
+    def __init__(self, pieces: Allocator, *, poisons: bool = False) -> None:
         self._pieces = pieces
         self._poisons = poisons
         self._lock = threading.Lock()
@@ -128,7 +128,7 @@ class BufferPool:
             self._lent.add(buffer)
         return buffer
 
-    def take_back(self, buffer: Buffer) -> None:
+    def reclaim(self, buffer: Buffer) -> None:
         """Release a buffer; see `Buffer.release`."""
         with self._lock:
             if buffer not in self._lent:

@@ -127,7 +127,7 @@ class DenseClient:
     def return_buffer(self, buffer: PushBuffer) -> None:
         """Return reserved memory without a push."""
         with self.context.lock.changed:
-            self.pushes.take_back(buffer)
+            self.pushes.reclaim(buffer)
 
     def parts(self, buffer: PushBuffer) -> list[memoryview]:
         """Return each server's part of reserved memory, by rank."""

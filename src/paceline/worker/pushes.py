@@ -225,7 +225,7 @@ class Pushes:
         self._lent[buffer] = shown
         return buffer
 
-    def take_back(self, buffer: PushBuffer) -> None:
+    def reclaim(self, buffer: PushBuffer) -> None:
         """Return a lent buffer: no push in flight needs its content any more.
 
         Raises:
@@ -262,7 +262,7 @@ class Pushes:
         outgoing.answers.note(effect)
         if outgoing.bodies:
             return None
-        self.take_back(outgoing.buffer)
+        self.reclaim(outgoing.buffer)
         self._counts.remove(outgoing.frame.push)
         return self._under_way.pop(effect.id)
 

@@ -47,7 +47,7 @@ class Table:
     shape: tuple[int, ...]
     client: DenseClient
     node: WorkerNode
-    meter: StepMetrics
+    metrics: StepMetrics
 
     def __repr__(self) -> str:
         return f"Table({shortened(repr(self.name))}, {self.shape} of {self.spec.dtype}, {self.spec.consistency})"
@@ -89,7 +89,7 @@ class Table:
             UsageError: wrong shape, or values that are not finite in a table with nonfinite="halt".
             PeerError: a server is gone.
         """
-        with self.meter.communicating():
+        with self.metrics.communicating():
             flat = self._flat(gradient)
             count = as_count(samples, self._here())
             return self._watched(self.client.push(flat, count=count, absent=absent, hyper=hyper))
@@ -108,7 +108,7 @@ class Table:
             DeadlineExceeded: the values did not become fresh enough in time.
             PeerError: a server is gone, or this worker was given up.
         """
-        with self.meter.communicating():
+        with self.metrics.communicating():
             values = self._new() if out is None else self._checked(out)
             flat = values.view(-1)
 
@@ -153,21 +153,21 @@ class Table:
 
         For callers that read without a tensor of the whole table; otherwise as `pull`.
         """
-        with self.meter.communicating():
+        with self.metrics.communicating():
             outcome = self.client.read(use, refresh=refresh, exact=exact)
         if not exact:
-            self.meter.note_read(self.name, outcome)
+            self.metrics.note_read(self.name, outcome)
 
     def start_read(self, *, refresh: bool = True) -> PendingRead:
         """Start a read for `finish_read`; computing in between hides its latency. Does not block."""
-        with self.meter.communicating():
+        with self.metrics.communicating():
             return self.client.start_read(refresh=refresh)
 
     def finish_read(self, started: PendingRead, use: Callable[[TableCache], None]) -> None:
         """Finish a read that `start_read` started; blocks as `read` does."""
-        with self.meter.communicating():
+        with self.metrics.communicating():
             outcome = self.client.wait_read(started, use)
-        self.meter.note_read(self.name, outcome)
+        self.metrics.note_read(self.name, outcome)
 
     def push_reserved(
         self,
@@ -180,7 +180,7 @@ class Table:
         ends_clock: bool = False,
     ) -> Future[PushOutcome]:
         """Push from memory that `client.reserve` returned, without a copy; do not write to it any more."""
-        with self.meter.communicating():
+        with self.metrics.communicating():
             return self._watched(
                 self.client.push_reserved(
                     buffer, count=samples, absent=absent, hyper=hyper, expected=expected, ends_clock=ends_clock
@@ -234,7 +234,7 @@ class Table:
             ...     w.pull()
             tensor([1., 1., 1.])
         """
-        with self.meter.communicating():
+        with self.metrics.communicating():
             servers = holders(spans(self.spec, self.node.settings))
             called = TableCalls(self.node, self.name, servers).call(function, numbers, exact=exact)
             if called.num_changed:  # the cache here is older
@@ -242,7 +242,7 @@ class Table:
         return called.results
 
     def _watched(self, pushed: Future[PushOutcome]) -> Future[PushOutcome]:
-        return self.meter.watch_push(self.name, self.spec.consistency, self.node.clock, pushed)
+        return self.metrics.watch_push(self.name, self.spec.consistency, self.node.clock, pushed)
 
     def _new(self) -> Tensor:
         return torch.empty(self.shape, dtype=torch_dtype(self.spec))
@@ -251,13 +251,13 @@ class Table:
         return as_output(out, self.shape, torch_dtype(self.spec), self._here())
 
     def _here(self) -> str:
-        return f"table '{self.name}', worker {self.meter.worker}, clock {self.node.clock}"
+        return f"table '{self.name}', worker {self.metrics.worker}, clock {self.node.clock}"
 
     def _flat(self, gradient: Array | Sequence[float]) -> Tensor:
         tensor = as_values(gradient, torch_dtype(self.spec), self._here(), "a push")
         if tuple(tensor.shape) != self.shape:
             raise UsageError(
                 f"a push to table '{self.name}' has shape {tuple(tensor.shape)}, expected {self.shape}; "
-                f"worker {self.meter.worker}, clock {self.node.clock}"
+                f"worker {self.metrics.worker}, clock {self.node.clock}"
             )
         return tensor.contiguous().view(-1)

@@ -40,7 +40,7 @@ class TableOpener:
 
     rank: int
     node: WorkerNode
-    meter: StepMetrics
+    metrics: StepMetrics
     _opened: dict[str, _Opened] = field(default_factory=dict[str, _Opened])
     _claimed: set[str] = field(default_factory=set[str])  # prefixes of the names of tables
 
@@ -114,8 +114,8 @@ class TableOpener:
         except Refused:  # that worker is gone, and this one has the lowest rank of those that are left
             self._give_values(client, write_first)
             self._await_values(spec.name, first)
-        self.meter.start_training()
-        table = Table(spec, shape, client, self.node, self.meter)
+        self.metrics.start_training()
+        table = Table(spec, shape, client, self.node, self.metrics)
         self._opened[spec.name] = _Opened(spec, dense_options(read_my_writes=read_my_writes, live=live), table)
         return table
 
@@ -127,15 +127,15 @@ class TableOpener:
         spec.validate()
         client = self.node.open_table(spec)
         self._give_values(client, Tensor.zero_)  # servers ignore those of other workers, which are the same
-        return Table(spec, shape, client, self.node, self.meter)
+        return Table(spec, shape, client, self.node, self.metrics)
 
     def open_rows(self, spec: RowTableSpec, options: CacheOptions) -> RowTable:
         """Declare a row table; the initial values of its rows follow from the declaration."""
         self._require_new(spec.name)
         spec.validate()
         client = self.node.open_rows(spec, options)
-        self.meter.start_training()
-        table = RowTable(spec, client, self.node, self.meter)
+        self.metrics.start_training()
+        table = RowTable(spec, client, self.node, self.metrics)
         self._opened[spec.name] = _Opened(spec, row_options(options), table)
         return table
 

@@ -85,7 +85,7 @@ class RowTable:
     spec: RowTableSpec
     client: RowClient
     node: WorkerNode
-    meter: StepMetrics
+    metrics: StepMetrics
 
     def __repr__(self) -> str:
         spec = self.spec
@@ -180,7 +180,7 @@ class RowTable:
             UsageError: wrong ids or shape, or values that are not finite in a table with nonfinite="halt".
             PeerError: a server is gone.
         """
-        with self.meter.communicating():
+        with self.metrics.communicating():
             keys = self.keys(ids)
             num = keys.numel()
             values = self._values(rows, keys)
@@ -202,7 +202,7 @@ class RowTable:
 
     def flush(self) -> Future[PushOutcome]:
         """Send all that filters have kept back, as an update of the current clock."""
-        with self.meter.communicating():
+        with self.metrics.communicating():
             return self.client.flush()
 
     # -- the table as a whole ----------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ class RowTable:
         """
         num_changed = 1  # as far as is known, if it fails
         try:
-            with self.meter.communicating():
+            with self.metrics.communicating():
                 called = self._whole.call(function, numbers, exact=exact)
             num_changed = called.num_changed
         finally:
@@ -253,7 +253,7 @@ class RowTable:
 
     def server_statistics(self, *, exact: bool = True) -> list[RowStatistics]:
         """Return the statistics of each server, by rank."""
-        with self.meter.communicating():
+        with self.metrics.communicating():
             return self._whole.statistics(exact=exact)
 
     def items(self, *, exact: bool = True) -> Iterator[tuple[Tensor, Tensor]]:
@@ -293,7 +293,7 @@ class RowTable:
             ...     users.pull([7])
             tensor([[1., 2.]])
         """
-        with self.meter.communicating():
+        with self.metrics.communicating():
             RowFile(Path(path), self.spec, self._whole).save()
 
     def load(self, path: str | Path) -> None:
@@ -310,7 +310,7 @@ class RowTable:
             PeerError: a server is gone, or this worker was given up.
         """
         try:
-            with self.meter.communicating():
+            with self.metrics.communicating():
                 RowFile(Path(path), self.spec, self._whole).load()
         finally:
             self._forget()
@@ -324,19 +324,19 @@ class RowTable:
         self.client.clear_cache()
 
     def _watched(self, pushed: Future[PushOutcome]) -> Future[PushOutcome]:
-        return self.meter.watch_push(self.name, self.spec.consistency, self.node.clock, pushed)
+        return self.metrics.watch_push(self.name, self.spec.consistency, self.node.clock, pushed)
 
     # -- reads and pushes --------------------------------------------------------------------------------------------
 
     def finish(self, future: RowFuture) -> Tensor:
         """Return the rows of a read that was started; they may share the memory of the read."""
         began = time.monotonic()
-        with self.meter.communicating():
+        with self.metrics.communicating():
             found = [self.client.wait_read(reading) for reading in (future.reading, *future.further)]
         rows, clocks = found[0] if len(found) == 1 else tuple(torch.cat(parts) for parts in zip(*found, strict=True))
         waited_s = time.monotonic() - began
         if future.clock >= 0:
-            self.meter.note_row_read(self.name, future.clock, self._contained(clocks), waited_s)
+            self.metrics.note_row_read(self.name, future.clock, self._contained(clocks), waited_s)
         values = rows if rows.shape[1] == self.width else rows[:, : self.width].contiguous()
         if future.inverse is not None:
             distinct, values = values, values.new_empty((future.inverse.numel(), self.width))
@@ -358,7 +358,7 @@ class RowTable:
         return nums
 
     def _start(self, keys: Tensor, *, refresh: bool | None, exact: bool, ahead: int) -> RowFuture:
-        with self.meter.communicating():
+        with self.metrics.communicating():
             distinct, inverse = self.client.ops.unique(keys.view(-1))
             num, most = distinct.numel(), self._most_a_read
             clock = self.node.clock + ahead
@@ -410,7 +410,7 @@ class RowTable:
             )
 
     def _here(self) -> str:
-        return f"table '{self.name}', worker {self.meter.worker}, clock {self.node.clock}"
+        return f"table '{self.name}', worker {self.metrics.worker}, clock {self.node.clock}"
 
     def _objection(self, ids: Tensor, rows: Tensor) -> str:
         """Return why rows are not sent, "" if they are; raises UsageError under nonfinite="halt"."""
@@ -424,5 +424,5 @@ class RowTable:
             f"row of id {int(ids[int((~rows.isfinite()).any(1).nonzero()[0])])}; it was not sent. {NONFINITE_ADVICE}"
         )
         if self.spec.nonfinite == "halt":
-            raise UsageError(f"worker {self.meter.worker}, clock {self.node.clock}: {problem}")
+            raise UsageError(f"worker {self.metrics.worker}, clock {self.node.clock}: {problem}")
         return problem
