@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,27 @@ def test_bytes_leave_as_they_came(pipe: tuple[io.TextIOWrapper, io.FileIO]) -> N
     said = bytes(range(1, 256))
     Outlet(stream).write(said.decode(errors="surrogateescape"))
     assert reader.read(PIPE_BYTES) == said
+
+
+def test_several_threads_write_and_each_line_leaves_once(pipe: tuple[io.TextIOWrapper, io.FileIO]) -> None:
+    stream, reader = pipe
+    os.set_blocking(reader.fileno(), False)
+    outlet = Outlet(stream)
+    written = [[f"{writer} {number}" for number in range(2000)] for writer in range(4)]
+
+    def write(lines: list[str]) -> None:
+        for line in lines:
+            outlet.write(f"{line}\n")
+
+    heard = bytearray()
+    with ThreadPoolExecutor(len(written)) as threads:
+        writing = [threads.submit(write, lines) for lines in written]
+        while outlet.waiting_bytes or not all(done.done() for done in writing) or heard.count(b"\n") < 8000:
+            outlet.push()
+            heard += reader.read(PIPE_BYTES) or b""
+    for done in writing:
+        done.result()
+    assert sorted(heard.decode().splitlines()) == sorted(line for lines in written for line in lines)
 
 
 def test_a_reader_that_never_comes_back_is_given_up_and_what_it_missed_is_counted(

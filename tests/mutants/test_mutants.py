@@ -16,7 +16,7 @@ import paceline
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(paceline.__file__).parent
-COPIED = ("core", "simulate", "errors.py", "version.py", "__init__.py")
+COPIED = ("core", "collective", "simulate", "errors.py", "version.py", "__init__.py")
 NUM_SEEDS = 250
 
 

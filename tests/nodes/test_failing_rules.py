@@ -144,16 +144,20 @@ def test_an_update_that_fails_as_values_are_looked_at_ends_no_server(served: tup
     servers, one, two = served
     declare(one, RuleSpec(DENSE.name, ({},), Quorum(1, 3600.0, 2)), "asynchronous")
 
+    passed: SimpleQueue[float] = SimpleQueue()
+
     def let_pass(held: ServerState) -> None:
         merger = held.tables["w"].shard._merger
         assert merger is not None
         now = merger.now() + 7200.0
         merger.now = lambda: now
+        passed.put(now)
 
     for seq in (0, 1):
         one.say(push(seq, worker=0), ONES)
         one.hear(Applied)  # it waits for others
         servers.servers[0].do(let_pass)
+        passed.get(timeout=10)  # a frame may come before a call
         one.say(PullFrame(Pull(Sender(1, 0, 0), seq + 1, "w", 0, 0), seq))
         heard, _ = one.hear(Fetched if seq == 0 else PullRefused)
     assert isinstance(heard, PullRefused)

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -193,6 +194,9 @@ def test_a_worker_that_was_given_up_is_told_so(tmp_path: Path) -> None:
     with cluster("memory", tmp_path, num_servers=1) as servers, member(servers, 1) as worker:
         serve_table(worker)
         servers.servers[0].report_death(1, 0, "the test says so")
+        is_gone = threading.Event()
+        servers.servers[0].do(lambda _: is_gone.set())
+        assert is_gone.wait(10)  # a frame may come before a death
         worker.say(push(0), ONES)
         refused, _ = worker.hear(WorkerRefused)
 

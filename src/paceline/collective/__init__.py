@@ -1,1 +1,1 @@
-"""Collectives among the workers of a job, over process groups of torch (Gloo)."""
+"""Collectives among the workers of a job: in shared memory on one machine, else over Gloo."""

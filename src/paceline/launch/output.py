@@ -9,6 +9,7 @@ import io
 import os
 import select
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -36,7 +37,8 @@ LINE_BYTES_MAX: Final = 64 * 1024
 class Outlet(io.TextIOBase):
     """A text stream over a descriptor that keeps what its reader does not take; without a descriptor it drops all.
 
-    Text that was decoded with `surrogateescape` leaves as the bytes that it was made of.
+    Any thread may write to it, and a signal handler within another write. Text that was decoded with `surrogateescape`
+    leaves as the bytes that it was made of.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -45,11 +47,10 @@ class Outlet(io.TextIOBase):
         self._isatty = False
         self._waiting = bytearray()
         self._num_dropped = 0  # bytes
+        self._writing = threading.Lock()  # one writes at a time, also what others add meanwhile
         if stream is not None:
             stream.flush()
             self._descriptor, self._isatty = stream.fileno(), stream.isatty()
-            self._poll = select.poll()
-            self._poll.register(self._descriptor, select.POLLOUT)
 
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] - a property there, too
@@ -92,28 +93,36 @@ class Outlet(io.TextIOBase):
         return len(text)
 
     def push(self) -> None:
-        """Write what the reader takes now; never blocks."""
-        while self._waiting and self._descriptor is not None and self._is_ready(0):
-            try:
+        """Write what the reader takes now; never blocks, and leaves it to another thread that writes."""
+        if not self._writing.acquire(blocking=False):
+            return
+        try:
+            while self._waiting and self._descriptor is not None and _is_ready(self._descriptor, 0.0):
                 del self._waiting[: os.write(self._descriptor, self._waiting[:_CHUNK_BYTES])]
-            except BlockingIOError:
-                return
-            except OSError:  # the reader is gone; training is worth more than its output, so the run goes on
-                self._descriptor = None
-                self._waiting.clear()
+        except BlockingIOError:
+            return
+        except OSError:  # the reader is gone; training is worth more than its output, so the run goes on
+            self._descriptor = None
+            self._waiting.clear()
+        finally:
+            self._writing.release()
 
     def drain(self) -> int:
         """Wait until the reader has taken everything, as long as it takes some; return how many bytes it never took."""
         last, give_up_s = len(self._waiting), time.monotonic() + DRAIN_TIMEOUT_S
-        while self._waiting and time.monotonic() < give_up_s:
-            self._is_ready(max(0.0, give_up_s - time.monotonic()))
+        while self._waiting and self._descriptor is not None and time.monotonic() < give_up_s:
+            _is_ready(self._descriptor, max(0.0, give_up_s - time.monotonic()))
             self.push()
             if len(self._waiting) < last:
                 last, give_up_s = len(self._waiting), time.monotonic() + DRAIN_TIMEOUT_S
         return self._num_dropped + len(self._waiting)
 
-    def _is_ready(self, timeout_s: float) -> bool:
-        return bool(self._poll.poll(timeout_s * 1000))
+
+def _is_ready(descriptor: int, timeout_s: float) -> bool:
+    """Wait until a write would not block, or has no reader; return whether that is so."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    return bool(poll.poll(timeout_s * 1000))
 
 
 class Outlets(NamedTuple):
