@@ -46,7 +46,6 @@ from paceline.server.table_rpc import TableRpc
 from paceline.server.tables import ServedTables
 from paceline.server.wait_reports import WaitReports
 from paceline.transport.base import EMPTY, Connection, Frame, Listener, Transport
-from paceline.transport.memory import MemoryTransport
 from paceline.wire.messages import (
     Hello,
     PullFrame,
@@ -460,9 +459,9 @@ class EmbeddedServer:
     addresses: tuple[str, ...]
 
     @staticmethod
-    def start(transport: MemoryTransport, *, checks_memory: bool = False) -> EmbeddedServer:
+    def start(transport: Transport, address: str, *, checks_memory: bool = False) -> EmbeddedServer:
         """Start a server for one worker; see `ServerNode`."""
-        listener = transport.listen("memory://server-0")
+        listener = transport.listen(address)
         addresses = (listener.address,)
         settings = ServerSettings(0, 1, workers=(0,))
         node = ServerNode(settings, listener, transport, lambda: addresses, Trace(None), checks_memory=checks_memory)

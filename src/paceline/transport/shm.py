@@ -6,13 +6,13 @@ import stat
 import struct
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from errno import EADDRINUSE
 from pathlib import Path
 from typing import Final, final
 
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
-from paceline.transport.base import Limits, check_identity, strip_scheme
+from paceline.transport.base import Limits, Listener, check_identity, strip_scheme
 from paceline.transport.carrier import Carrier
 from paceline.transport.channel import SocketChannel
 from paceline.transport.deadline import Deadline, seconds
@@ -32,9 +32,9 @@ class ShmTransport:
     """Carries frames over a Unix socket; allocated bodies are shared, not copied.
 
     Addresses are "shm:///run/job/server-0.sock", with or without the scheme. The directory must be closed to others
-    (mode 0700); it is made when missing. Both sides must run as the same user and name the same job. When shared
-    memory is not to be had, bodies go through the socket and `notice` is called once with the reason. It is also told
-    of every client that is turned away.
+    (mode 0700); it is made when missing. "shm://@server-0" names a socket without a file, which ends with its process.
+    Both sides must run as the same user and name the same job. When shared memory is not to be had, bodies go through
+    the socket and `notice` is called once with the reason. It is also told of every client that is turned away.
 
     >>> import tempfile
     >>> transport = ShmTransport("example")
@@ -72,28 +72,30 @@ class ShmTransport:
         """Return memory that peers map, or plain memory when none is available; see `Transport.allocate`."""
         return self._segments.allocate(size_bytes)
 
-    def listen(self, address: str) -> "ShmListener":
-        """Listen on a socket file; raises UsageError when it is in use, or its directory is open to other users."""
-        path = _parse(address)
-        _check_directory(path.parent)
-        return ShmListener(path, self._serve(path, _bind(path)))
+    def listen(self, address: str) -> Listener:
+        """Listen on a socket; raises UsageError when it is in use, or the directory of its file open to other users."""
+        name = _parse(address)
+        if isinstance(name, str):
+            return self._serve(f"shm://@{name}", _bind_name(name))
+        _check_directory(name.parent)
+        return ShmListener(name, self._serve(f"shm://{name}", _bind(name)))
 
     def connect(self, address: str, identity: bytes, *, timeout_s: float) -> StreamConnection:
         """Connect to a listener; see `Transport.connect`."""
         check_identity(identity)
-        path = _parse(address)
-        peer = f"shm://{path}"
+        name = _parse(address)
+        peer = f"shm://{'@' if isinstance(name, str) else ''}{name}"
         deadline = Deadline.after(timeout_s)
-        sock = _open(path, peer, timeout_s)
+        sock = _open(name, peer, timeout_s)
         greeted = introduce_within(
             self._handshake, SocketChannel(sock), identity, peer, timeout_s=timeout_s, deadline=deadline
         )
         return self._welcome(greeted, peer)
 
-    def _serve(self, path: Path, sock: socket.socket) -> StreamListener:
+    def _serve(self, address: str, sock: socket.socket) -> StreamListener:
         return StreamListener(
             sock,
-            f"shm://{path}",
+            address,
             self._handshake,
             self._limits,
             inspect=_inspect,
@@ -148,8 +150,12 @@ class _Once:
             notice(message)
 
 
-def _parse(address: str) -> Path:
-    path = Path(strip_scheme(address, "shm"))
+def _parse(address: str) -> Path | str:
+    """Return the path of a socket file, or the name of a socket without one."""
+    plain = strip_scheme(address, "shm")
+    if len(plain) > 1 and plain.startswith("@"):
+        return plain[1:]
+    path = Path(plain)
     if not path.is_absolute() or not path.name:
         raise UsageError(f"{address!r} is not an shm address, expected the full path of a socket file")
     return path
@@ -189,6 +195,18 @@ def _bind(path: Path) -> socket.socket:
     return sock
 
 
+def _bind_name(name: str) -> socket.socket:
+    """Return a socket listening under a name of the kernel, which ends with the socket."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(f"\0{name}")
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise UsageError(f"cannot listen at shm://@{name}: {error.strerror or error}") from error
+    return sock
+
+
 def _remove_dead(path: Path, name: str) -> None:
     """Remove a socket file without a listener; raises UsageError if it has one, or is not a socket."""
     if not path.is_socket():
@@ -205,14 +223,14 @@ def _remove_dead(path: Path, name: str) -> None:
     raise UsageError(f"{path} is taken by a living listener: close it first or choose another path")
 
 
-def _open(path: Path, peer: str, timeout_s: float) -> socket.socket:
+def _open(name: Path | str, peer: str, timeout_s: float) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     # A full backlog makes connect wait; only this option bounds that wait on a Unix socket.
     timeout_us = max(1, round(timeout_s * 1e6))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(*divmod(timeout_us, 1_000_000)))
     try:
-        with _reachable(path) as name:
-            sock.connect(name)
+        with nullcontext(f"\0{name}") if isinstance(name, str) else _reachable(name) as reachable:
+            sock.connect(reachable)
         check_same_user(sock, peer)
     except BlockingIOError:
         sock.close()
