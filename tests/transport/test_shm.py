@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from tests.leaks import open_descriptors
@@ -281,6 +282,30 @@ def test_long_name_is_the_callers_mistake(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     with pytest.raises(UsageError, match="too long"):
         ShmTransport("job").listen(f"{tmp_path}/{'n' * 108}")
+
+
+def test_a_socket_without_a_file_carries_the_same_and_keeps_other_jobs_out() -> None:
+    transport, address = ShmTransport("job"), f"shm://@paceline-test-{uuid4()}"
+    with closing(connect_pair(transport, address)) as pair:
+        body = transport.allocate(1 << 16)
+        pair.client.send(b"push", body, timeout_s=5)
+        received = pair.server.receive(timeout_s=5).body
+        body[:5] = b"later"
+        assert bytes(received[:5]) == b"later"
+    with closing(ShmTransport("job").listen(address)) as listener:  # its name is free again
+        assert listener.address == address
+        with pytest.raises(UsageError, match=r"cannot listen at shm://@paceline-test-.*in use"):
+            ShmTransport("job").listen(address)
+        with ThreadPoolExecutor(1) as thread:
+            stranger = thread.submit(ShmTransport("another").connect, address, b"worker 1", timeout_s=5)
+            with pytest.raises(DeadlineExceeded):
+                listener.accept(timeout_s=0.2)
+            with pytest.raises(PeerError, match="job"):
+                stranger.result()
+    with pytest.raises(PeerError, match="no listener at"):
+        transport.connect(address, b"worker 1", timeout_s=5)
+    with pytest.raises(UsageError, match=r"cannot listen at shm://@nnn.*too long"):
+        transport.listen(f"shm://@{'n' * 108}")
 
 
 def test_relative_path_is_the_callers_mistake() -> None:
