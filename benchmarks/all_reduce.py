@@ -1,6 +1,6 @@
 """How long an all-reduce on one machine takes: the backend "paceline" beside Gloo, in turns in the same processes.
 
-Run as `python benchmarks/all_reduce.py [--workers 2] [--elements 1000 25000000] [--rounds 15] [--json]`.
+python benchmarks/all_reduce.py [--workers 2] [--elements 1000 25000000] [--rounds 15] [--json]
 """
 
 import argparse
@@ -26,24 +26,21 @@ def worker(folder: str, rank: int, num_workers: int, elements: Sequence[int], nu
     torch.set_num_threads(fair_share(num_workers))
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=num_workers)
     groups = {backend: dist.new_group(backend=backend) for backend in BACKENDS}
+    sizes: list[dict[str, object]] = []
     for size in elements:
         times = measure(groups, size, num_rounds)
-        if rank:
-            continue
         found = {backend: Sample.of(each) for backend, each in times.items()}
         ratio = found["gloo"].median / found["paceline"].median
-        best = min(times["gloo"]) / min(times["paceline"])
-        if as_json:
-            medians = {f"{backend}_ms": one.median * 1e3 for backend, one in found.items()}
-            print_json(
-                {"workers": num_workers, "elements": size, **medians, "times_as_fast": ratio, "times_best": best}
-            )
-        else:
-            told = ", ".join(
-                f"{backend} {Sample(one.median * 1e3, one.low * 1e3, one.high * 1e3).text(' ms', 3)}"
-                for backend, one in found.items()
-            )
+        medians = {f"{backend}_ms": one.median * 1e3 for backend, one in found.items()}
+        sizes.append({"name": f"{num_workers}-{size}", "ratio": ratio, **medians})
+        told = ", ".join(
+            f"{backend} {Sample(one.median * 1e3, one.low * 1e3, one.high * 1e3).text(' ms', 3)}"
+            for backend, one in found.items()
+        )
+        if not rank and not as_json:
             print(f"{num_workers} workers, {size} x float32: {told}; {ratio:.2f} times as fast", flush=True)
+    if not rank and as_json:
+        print_json({"name": "all-reduce", "workers": num_workers, "sizes": sizes})
     dist.barrier()
     dist.destroy_process_group()
 
