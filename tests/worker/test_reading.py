@@ -235,6 +235,6 @@ def test_a_worker_that_is_closed_in_a_wait_says_so(tmp_path: Path, monkeypatch: 
     with bsp_worker("shm", tmp_path) as (_, node):
         closing = threading.Timer(0.05, node.close)
         closing.start()
-        with pytest.raises(PeerError, match="has closed its connections"), node._changed:
+        with pytest.raises(PeerError, match="its session is closed"), node._changed:
             node._lock.wait(lambda: False, "a test")
         closing.join(PATIENCE_S)

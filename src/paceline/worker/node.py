@@ -323,7 +323,10 @@ class WorkerNode:
     def close(self) -> None:
         """Close all connections and threads and release all memory, without waiting for pushes in flight."""
         self._periodic.stop()
-        self._fail("this worker has closed its connections")
+        self._fail(
+            "this worker has left the job, as its session is closed: use its tables before close(), inside the "
+            "`with` block"
+        )
         for connection in self._connections:
             connection.close()
         self._lock.turns.close()
