@@ -1,5 +1,6 @@
 """Starts a whole job on this machine and watches over it: what `paceline run` does."""
 
+import os
 import secrets
 import sys
 import tempfile
@@ -274,7 +275,9 @@ def _share_cores(run: LocalRun, console: Console) -> dict[str, str]:
     num_servers = run.num_servers if busy else 0
     num_processes = 1 if run.transport == "memory" else run.num_workers + num_servers + run.num_data_servers
     num_cores = len(cores_here())
-    environment = child_environment(num_processes, num_cores, traceback=run.traceback)
+    environment = child_environment(
+        num_processes, num_cores, {**dict(run.defaults), **os.environ}, traceback=run.traceback
+    )
     if not (run.quiet or chose_num_threads()):
         console.announce(
             f"{NUM_THREADS}={environment[NUM_THREADS]} for each of {num_processes} processes "

@@ -69,6 +69,7 @@ class LocalRun:
     pin: bool = False  # keep each worker on cores of its own; servers go where there is room
     traceback: bool = False  # show where the errors of workers and servers come from
     debug: int | None = None  # the worker that has the terminal, for a debugger
+    defaults: tuple[tuple[str, str], ...] = ()  # variables of all processes, where the user has not set them
     num_data_servers: int = 0  # that `paceline.feed` gets its batches from; without any, workers read them themselves
 
     @property

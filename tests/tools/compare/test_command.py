@@ -33,6 +33,13 @@ def test_it_runs_one_after_another_and_a_failure_does_not_end_the_others(
     assert 4 * 1001 < run["sent_bytes_per_worker_and_step"] < 40 * 1001  # a gradient at least, and first values
 
 
+def test_bytes_of_all_reduce_are_counted_as_those_to_servers(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert answer(["compare", str(SCRIPT), "--strategies", "all-reduce", "-n", "2", "--out", str(out)]) == 0
+    run = json.loads((out / "comparison.json").read_text())["all-reduce@2"]
+    assert 4 * 1001 < run["sent_bytes_per_worker_and_step"] < 40 * 1001  # a gradient at least
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [

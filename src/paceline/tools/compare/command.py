@@ -29,7 +29,8 @@ _MEASURED: Final = (
 )
 _TABLE_WIDTH: Final = 100  # a line longer than the terminal is better than numbers cut off
 _SHARED: Final = (
-    "Bytes to and from servers went through shared memory and are not counted; --transport tcp counts them."
+    "Bytes that went through shared memory are not counted, to and from servers or between workers; --transport tcp "
+    "counts them."
 )
 
 
@@ -65,7 +66,7 @@ def compare(
         New or empty folder for the picture (comparison.png), the numbers (comparison.json), and the traces and output
         of every run.
     transport
-        Transport between workers and servers. Bytes to and from servers are counted over tcp only.
+        Transport between workers and servers. Bytes are counted over tcp only, which also takes Gloo between workers.
     title
         Title of the picture.
     """

@@ -10,6 +10,7 @@ from typing import Final
 from paceline.api.programs import PROGRAMS
 from paceline.errors import UsageError
 from paceline.job.choices import ProcessTransport
+from paceline.job.environment import COLLECTIVES
 from paceline.job.strategy import Distribution
 from paceline.launch.local import run_local
 from paceline.launch.plan import LocalRun
@@ -140,6 +141,7 @@ class RunPlan:
             policy=Policy(on_crash="stop"),
             progress=True,
             quiet=True,
+            defaults=((COLLECTIVES, "gloo"),) if self.carrier == "tcp" else (),  # over TCP, where bytes are counted
         )
 
 
