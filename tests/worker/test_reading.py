@@ -16,6 +16,7 @@ from tests.nodes.cluster import Cluster, cluster, open_table, read_values, run_t
 from paceline.errors import DeadlineExceeded, PeerError
 from paceline.transport.base import Connection, Frame, receive_all
 from paceline.transport.memory import MemoryTransport
+from paceline.wire.reading import ReadTurns
 from paceline.worker.lock import WorkerLock
 from paceline.worker.node import FrameHandler, WorkerNode
 from paceline.worker.waits import Waits
@@ -145,6 +146,30 @@ def test_ctrl_c_interrupts_the_wait(lock: WorkerLock, server: Server) -> None:
     interrupting.join(PATIENCE_S)
     server.say(b"1")
     wait_for(lock, lambda: server.heard == [b"1"])
+
+
+@pytest.mark.parametrize("name", ["take", "read", "end"])
+def test_ctrl_c_around_a_turn_leaves_the_lock_and_the_turn_free(
+    lock: WorkerLock, server: Server, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = getattr(ReadTurns, name)
+
+    def interrupted(*args: object) -> object:
+        signal.raise_signal(signal.SIGINT)
+        result = call(*args)
+        signal.raise_signal(signal.SIGINT)
+        return result
+
+    server.say(b"1")
+    with monkeypatch.context() as patch:
+        patch.setattr(ReadTurns, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            wait_for(lock, lambda: False)
+    run_threads([lambda: wait_for(lock, lambda: server.heard == [b"1"])])
+    server.say(b"2")
+    run_threads([lambda: wait_for(lock, lambda: server.heard == [b"1", b"2"])])
+    assert lock.turns.num_waiting == 0
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 # -- workers and servers ---------------------------------------------------------------------------------------------

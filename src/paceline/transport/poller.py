@@ -5,10 +5,12 @@ import os
 import select
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
-from typing import final
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Final, final
 
 from paceline.transport.base import Connection
+
+_NO_CONTEXT: Final = nullcontext()
 
 
 @final
@@ -36,16 +38,21 @@ class Poller:
         self._event: int | None = None  # the descriptor of what `wake` sets; made on demand
         self._is_closed = False
 
-    def wait(self, connections: Sequence[Connection], timeout_s: float) -> list[Connection]:
+    def wait(
+        self, connections: Sequence[Connection], timeout_s: float, asleep: AbstractContextManager[None] = _NO_CONTEXT
+    ) -> list[Connection]:
         """Wait until some of these connections have a frame, a part of one, or have ended; return those.
 
         Returns none after `timeout_s`, or once another thread has called `wake`. Connections without a descriptor are
-        not waited for. A connection that another thread closes meanwhile may be returned or not.
+        not waited for. A connection that another thread closes meanwhile may be returned or not. `asleep` is entered
+        around what blocks, and an exception of a signal handler there leaves everything as it was.
         """
         if connections != self._watched:
             self._watch(connections)
         ready = [connection for connection in self._last if connection.has_frame()]
-        for descriptor, _ in self._poll.poll(0 if ready else math.ceil(timeout_s * 1000)):
+        with asleep:
+            events = self._poll.poll(0 if ready else math.ceil(timeout_s * 1000))
+        for descriptor, _ in events:
             connection = self._by_descriptor.get(descriptor)
             if connection is None:
                 self._note_woken()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, final
 
 from paceline.transport.base import Connection
 from paceline.transport.poller import Poller
-from paceline.wire.signals import interrupt_deferred
 
 ASIDE_S = 0.02  # after a wait, the next one mostly follows as soon, and nothing else is worth a wake-up
 
@@ -76,15 +76,13 @@ class ReadTurns:
         self._is_polling = True
         return True
 
-    def read(self, timeout_s: float) -> None:
-        """Wait until something has arrived, and handle it."""
-        ready = self._poller.wait([connection for connection, _ in self._taken], timeout_s)
+    def read(self, timeout_s: float, asleep: AbstractContextManager[None]) -> None:
+        """Wait until something has arrived, and handle it. `asleep`: see `Poller.wait`."""
+        ready = self._poller.wait([connection for connection, _ in self._taken], timeout_s, asleep)
         self._is_polling = False
-        if ready:
-            with interrupt_deferred():
-                for connection, each in self._taken:
-                    if connection in ready:
-                        each.read_ready()
+        for connection, each in self._taken:
+            if connection in ready:
+                each.read_ready()
 
     def end(self) -> None:
         """Let other threads read."""

@@ -6,11 +6,30 @@ import signal
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
+from typing import final
+
+
+@final
+@dataclass(slots=True)
+class Deferral:
+    """Whether Ctrl-C is deferred now: it is, except inside `lifted`."""
+
+    is_lifted: bool = False
+
+    @contextmanager
+    def lifted(self) -> Generator[None]:
+        """Have Ctrl-C take effect inside this block. Once it has raised an exception, it is deferred again."""
+        self.is_lifted = True
+        try:
+            yield
+        finally:
+            self.is_lifted = False
 
 
 @contextmanager
-def interrupt_deferred() -> Generator[None]:
+def interrupt_deferred() -> Generator[Deferral]:
     """Have Ctrl-C (SIGINT) that comes inside this block take effect at its end.
 
     Python calls its handler in the main thread, between any two instructions, and it mostly raises KeyboardInterrupt.
@@ -20,18 +39,24 @@ def interrupt_deferred() -> Generator[None]:
         >>> with interrupt_deferred():
         ...     pass  # Ctrl-C raises KeyboardInterrupt only after this
     """
+    deferral = Deferral()
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
+        yield deferral
         return
     came: list[int] = []
 
-    def note(number: int, _: FrameType | None) -> None:
-        came.append(number)
+    def note(number: int, frame: FrameType | None) -> None:
+        if not deferral.is_lifted:
+            came.append(number)
+            return
+        deferral.is_lifted = False
+        handler(number, frame)
+        deferral.is_lifted = True  # it has not raised
 
     signal.signal(signal.SIGINT, note)
     try:
-        yield
+        yield deferral
     finally:
         signal.signal(signal.SIGINT, handler)
         if came:

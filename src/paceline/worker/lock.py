@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Final, final
 
@@ -14,6 +14,7 @@ from paceline.stopwatch import Stopwatch
 from paceline.transport.deadline import seconds
 from paceline.wire.reading import ReadTurns
 from paceline.wire.send_queue import SendHold
+from paceline.wire.signals import interrupt_deferred
 from paceline.worker.waits import ADVICE, PERIOD_S, About, OpenWait, Waits, print_lines
 
 _LAST_ANSWER_S: Final = 1.0  # deadline of server 0 to explain a wait that has timed out
@@ -114,12 +115,17 @@ class WorkerLock:
 
     def _wait_for_news(self, timeout_s: float) -> None:
         """Wait until something may have changed: read the connections, or wait for the threads that do."""
-        if not self.turns.take():
-            self.changed.wait(timeout_s)
-            return
+        with interrupt_deferred() as deferral:  # else a turn that was taken might never end, and no thread read
+            if self.turns.take():
+                self._read(timeout_s, deferral.lifted())
+                return
+        self.changed.wait(timeout_s)
+
+    def _read(self, timeout_s: float, asleep: AbstractContextManager[None]) -> None:
+        """Read the connections without the lock, and end the turn."""
         depth = self._release_wholly()
         try:
-            self.turns.read(timeout_s)
+            self.turns.read(timeout_s, asleep)
         finally:
             for _ in range(depth):
                 self.changed.acquire()
