@@ -12,8 +12,12 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from importlib.machinery import ExtensionFileLoader
-from typing import final
+from contextlib import suppress
+from pathlib import Path
+from sysconfig import get_path
+from typing import Final, final
+
+_OWN_MODULES: Final = get_path("platstdlib")
 
 
 @final
@@ -44,7 +48,7 @@ class QuickEnd:
 
     def _end(self) -> None:
         # A library that the script has loaded may have something to do at the end, and so may an object.
-        if self._code is None or _libraries() != self._shared or _something_ends(gc.get_objects()):
+        if self._code is None or not self._shared or _libraries() - self._shared or _something_ends(gc.get_objects()):
             return
         try:
             for stream in (sys.stdout, sys.stderr):
@@ -61,10 +65,12 @@ def _exit_code(code: object) -> int:
 
 
 def _libraries() -> set[str]:
-    """Return the compiled modules of this process, but for Python's own."""
-    loaders = {name: getattr(getattr(module, "__spec__", None), "loader", None) for name, module in sys.modules.items()}
-    compiled = {name for name, loader in loaders.items() if isinstance(loader, ExtensionFileLoader)}
-    return compiled - sys.stdlib_module_names
+    """Return the files of compiled code in this process, but for Python's own modules; also those that ctypes loads."""
+    with suppress(OSError):
+        mapped = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text(errors="replace").splitlines())
+        files = {fields[5] for fields in mapped if len(fields) == 6 and "x" in fields[1] and fields[5].startswith("/")}
+        return {file for file in files if not file.startswith(_OWN_MODULES)}
+    return set()
 
 
 def _something_ends(objects: Sequence[object]) -> bool:
