@@ -1,6 +1,8 @@
 """Gradients lie in the memory that is pushed, and scripts that do unusual things with them do not notice."""
 
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -335,3 +337,35 @@ def test_parameters_outlive_their_optimizer_and_train_with_another(tmp_path: Pat
             one_batch(expected, 0, step)
             optimizer.step()
     assert torch.equal(run_job(tmp_path, work, carrier="shm")[0], parameters(expected))
+
+
+BACKWARD_IN_A_CHILD = """
+import os
+import torch, paceline
+
+paceline.init()
+model = torch.nn.Linear(4, 1)
+optimizer = paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.1))
+for keep in (True, False):
+    model(torch.ones(4)).backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    child = os.fork()
+    if not child:
+        if not keep:
+            model.zero_grad()
+        model(torch.full((4,), 3.0)).backward()
+        expected = [4.0, 2.0] if keep else [3.0, 1.0]
+        assert [parameter.grad.view(-1)[0].item() for parameter in model.parameters()] == expected
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert all(map(torch.equal, gradients, (parameter.grad for parameter in model.parameters())))
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_backward_in_a_forked_child_leaves_the_gradients_of_its_parent(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(BACKWARD_IN_A_CHILD)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

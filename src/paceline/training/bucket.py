@@ -70,6 +70,7 @@ class Bucket:
             return sent.future
         if self._requested is not None:
             self.wait_for_values()  # of a module that did not run; others have waited in their forward
+        self.table.client.context.lock.check()  # before it writes memory that a forked child shares with its parent
         absent = self.gradients.collect()
         buffer, self._reserved = self._reserved, None
         assert buffer is not None, "reserved when the table was opened, and whenever values arrive"
