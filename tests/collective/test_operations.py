@@ -149,3 +149,18 @@ def test_what_makes_no_sense_is_refused_before_anything_is_sent(tmp_path, call, 
         same(paceline.all_reduce(torch.ones(1)), torch.ones(1))
 
     run_job(tmp_path, work, workers=1)
+
+
+def test_views_of_other_values_come_through_as_what_they_show(tmp_path: Path) -> None:
+    def work(worker: Session) -> None:
+        whole = [torch.tensor([complex(1, rank + 1)]).conj() for rank in range(2)]  # torch conjugates when it is read
+        for everyone in (whole, [one.imag for one in whole], [torch.arange(2.0)[rank::2] for rank in range(2)]):
+            mine = everyone[worker.rank]
+            same(paceline.all_gather(mine)[1], everyone[1].clone())
+            same(paceline.broadcast(mine, root=1), everyone[1].clone())
+            same(paceline.all_reduce(mine), everyone[0] + everyone[1])
+            sent = paceline.send(mine, to=1 - worker.rank, later=True)
+            same(paceline.receive(1 - worker.rank), everyone[1 - worker.rank].clone())
+            paceline.wait(sent)
+
+    run_job(tmp_path, work, workers=2)

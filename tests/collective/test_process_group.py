@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed import HashStore
 
+from paceline.collective import process_group
 from paceline.collective.exchange import DIRECT_BYTES
 from paceline.collective.group import connect_gloo
 from paceline.collective.process_group import OwnGroup
@@ -324,3 +325,10 @@ def test_a_group_that_torch_has_dropped_leaves_nothing() -> None:
 
     with nothing_left_behind():
         start_and_join([threading.Thread(target=live, args=(rank,)) for rank in range(2)])
+
+
+def test_a_single_value_with_strides_is_flat_in_its_own_memory() -> None:
+    one = torch.arange(2.0)[1::2]
+    flat = process_group._flat(one)
+    assert flat.view(torch.uint8).numel() == 4
+    assert flat.data_ptr() == one.data_ptr()

@@ -121,7 +121,7 @@ class Collectives:
             raise UsageError(
                 f"{pattern} got a tensor with layout {tensor.layout}: use .to_dense() or .to_sparse_coo()."
             )
-        given = tensor.detach()
+        given = patterns.values_of(tensor)
         given = given.coalesce() if given.layout == torch.sparse_coo else given
         call = CallSignature.over(given, pattern, op, root)
         return self._calls.submit(call, lambda queued: act(queued, given), timeout_s)

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from paceline.collective.failures import FailureReports
 from paceline.collective.group import NEVER, WorkerSet, connect_members, group_of
+from paceline.collective.operations import values_of
 from paceline.collective.process_group import OwnGroup
 from paceline.collective.signature import NUM_WORDS, CallSignature, name_of
 from paceline.errors import PacelineError, PeerError, UsageError
@@ -48,7 +49,7 @@ class Messages:
             raise UsageError(f"send got {brief(tensor)}, expected a tensor: torch.as_tensor makes one of numbers.")
         if tensor.layout != torch.strided or tensor.device.type == "meta":
             raise UsageError(f"send got {brief(tensor)}, expected a dense tensor with values.")
-        given = tensor.detach()
+        given = values_of(tensor)
         call = CallSignature.over(given, "send", root=self._checked(to, "send", timeout_s))
         pair = self._pair(to)
         return pair.sending.submit(lambda: pair.send(call, given.cpu().contiguous(), timeout_s))

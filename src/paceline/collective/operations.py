@@ -43,6 +43,20 @@ def require_reducible(tensor: Tensor, op: Op, pattern: str) -> None:
         raise UsageError(f"{pattern} ({op}) got a {kind} tensor, which has only {' and '.join(sums)}.")
 
 
+def values_of(tensor: Tensor) -> Tensor:
+    """Return a tensor without its gradient, in whose memory are its values: a view of `conj` has those of another.
+
+    >>> values_of(torch.tensor([1 + 2j]).conj()).view(torch.float32)
+    tensor([ 1., -2.])
+    """
+    given = tensor.detach()
+    if given.layout != torch.strided:
+        return given
+    given = given.resolve_conj().resolve_neg()
+    # One value counts as contiguous whatever its strides are, which do not let its bytes be seen.
+    return given.as_strided(given.shape, (1,) * given.ndim) if given.numel() == 1 else given
+
+
 def broadcast(queued: QueuedCall, tensor: Tensor) -> Tensor:
     """Return the root's tensor."""
     root, own = queued.call.root, queued.group.worker_set.rank

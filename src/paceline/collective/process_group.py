@@ -573,7 +573,8 @@ def _checked(tag: int) -> int:
 
 def _flat(tensor: Tensor) -> Tensor:
     """Return a tensor's values in one dimension, in the memory of the host: its own memory if that is contiguous."""
-    return tensor.detach().cpu().contiguous().view(-1)
+    # One value counts as contiguous whatever its strides are, which do not let its bytes be seen.
+    return tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
 
 
 def _copy_back(tensor: Tensor, flat: Tensor) -> None:
