@@ -126,7 +126,7 @@ with paceline.connect() as ps:
     table = ps.table("w", shape=(1,), update=paceline.update.Add(), scale="sum")
     table.push([1.0])
     ps.clock()
-    print(ps.size, table.pull().tolist(), paceline.init() is ps)
+    print(f"{ps.size} {table.pull().tolist()} {paceline.init() is ps}\\n", end="")  # threads write by the piece
 """
 
 

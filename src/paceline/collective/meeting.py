@@ -15,9 +15,9 @@ from paceline.collective.failures import names
 from paceline.collective.peers import Peers
 from paceline.collective.rounds import SEGMENT_BYTES, SharedRounds, share_segments
 from paceline.errors import DeadlineExceeded, PacelineError, PeerError
-from paceline.transport.base import Connection, Limits
+from paceline.transport.base import Connection, Limits, Listener
 from paceline.transport.deadline import Deadline
-from paceline.transport.shm import ShmListener, ShmTransport
+from paceline.transport.shm import ShmTransport
 
 # Rounds need stores of one processor to be seen in their order by the others, as on these.
 _ORDERED: Final = ("x86_64", "AMD64")
@@ -35,7 +35,7 @@ class Offer:
 
     transport: ShmTransport
     segment: memoryview
-    listener: ShmListener
+    listener: Listener
     text: str
 
     @staticmethod

@@ -1,6 +1,5 @@
 """Starts a whole job on this machine and watches over it: what `paceline run` does."""
 
-import os
 import secrets
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from paceline.job.environment import (
     child_environment,
     chose_num_threads,
     fork_server_environment,
+    inherited,
     wait_timeout_s,
 )
 from paceline.job.folders import require_own
@@ -276,7 +276,7 @@ def _share_cores(run: LocalRun, console: Console) -> dict[str, str]:
     num_processes = 1 if run.transport == "memory" else run.num_workers + num_servers + run.num_data_servers
     num_cores = len(cores_here())
     environment = child_environment(
-        num_processes, num_cores, {**dict(run.defaults), **os.environ}, traceback=run.traceback
+        num_processes, num_cores, {**dict(run.defaults), **inherited()}, traceback=run.traceback
     )
     if not (run.quiet or chose_num_threads()):
         console.announce(

@@ -13,7 +13,7 @@ from typing import final
 
 @final
 @dataclass(slots=True)
-class Deferral:
+class InterruptDeferral:
     """Whether Ctrl-C is deferred now: it is, except inside `lifted`."""
 
     is_lifted: bool = False
@@ -29,7 +29,7 @@ class Deferral:
 
 
 @contextmanager
-def interrupt_deferred() -> Generator[Deferral]:
+def interrupt_deferred() -> Generator[InterruptDeferral]:
     """Have Ctrl-C (SIGINT) that comes inside this block take effect at its end.
 
     Python calls its handler in the main thread, between any two instructions, and it mostly raises KeyboardInterrupt.
@@ -39,7 +39,7 @@ def interrupt_deferred() -> Generator[Deferral]:
         >>> with interrupt_deferred():
         ...     pass  # Ctrl-C raises KeyboardInterrupt only after this
     """
-    deferral = Deferral()
+    deferral = InterruptDeferral()
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield deferral
