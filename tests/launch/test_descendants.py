@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.data.service.feeders import until
 from tests.faults.running import running
 from tests.faults.running import write_script as write_whole
 from tests.launch.launching import launched, processes_of, read_until, wait_gone, write_script
@@ -35,16 +36,24 @@ if place.incarnation == 0:
 """
 NUM_LEFT = 4
 PAUSE = "while True: signal.sigtimedwait([], 0.05)\n"
+TURNING = PAUSE.rstrip() + "; print('turn', flush=True)\n"
 
 
 def pids(lines: list[str]) -> set[int]:
     return {int(line.split()[-1]) for line in lines}
 
 
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_what_left_its_session_ends_with_the_launcher(number: signal.Signals, tmp_path: Path) -> None:
-    with launched(write_script(tmp_path, LEAVERS + PAUSE), num_workers=1) as process:
+    with launched(write_script(tmp_path, LEAVERS + TURNING), num_workers=1) as process:
         left = pids(read_until(process, "left", times=NUM_LEFT))
+        # What has wiped its mark is known once it has fallen to the launcher, and that has had a turn since.
+        until(lambda: sum(parent_of(pid) == process.pid for pid in left) == NUM_LEFT - 1)
+        read_until(process, "turn", times=3)
         process.send_signal(number)
 
         assert wait_gone(left, LEFT_WITHIN_S) == set()
