@@ -91,14 +91,7 @@ class OwnGroup(ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Options) -> Work:
         """Replace a tensor by the reduction of those of all workers."""
-        how, combine = _reduction(opts.reduceOp)
-        return self._call(
-            tensors,
-            opts,
-            lambda flats, deadline: exchange.all_reduce(
-                self._rounds, _call_over("all_reduce", flats[0], how), flats[0], combine, deadline
-            ),
-        )
+        return self.allreduce_coalesced(tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Options) -> Work:
         """Replace each of some tensors by the reduction of those of all workers."""

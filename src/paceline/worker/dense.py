@@ -32,7 +32,7 @@ from paceline.worker.pushes import (
 from paceline.worker.table_client import ClientContext
 from paceline.worker.waits import About
 
-# A larger push leaves at once: it takes long on its way, and a step is repeated whole until values answer it.
+# A larger push leaves at once: it takes long on its way, and one in a step is repeated until values answer it.
 _MOST_STEP_BYTES: Final = 4 << 20
 
 
