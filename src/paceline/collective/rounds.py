@@ -27,7 +27,8 @@ SLOT_BYTES: Final = 1 << 21
 SEGMENT_TAG: Final = -1
 _CONTROL_BYTES: Final = 4096
 SEGMENT_BYTES: Final = _CONTROL_BYTES + 2 * SLOT_BYTES
-# Words of the first page, in cache lines of their own: how many rounds are filled, and whether this worker sleeps.
+# Words of the first page, in cache lines of their own: how many rounds are filled, whether this worker sleeps, and in
+# which round it gave up (0: in none).
 _FILLED: Final = 0
 _SLEEPS: Final = 8
 _GAVE_UP: Final = 9
@@ -162,10 +163,10 @@ class SharedRounds:
         self._slots, self._bytes, self._words = [], [], []
 
     def _missing(self) -> list[int]:
-        """Return the workers that have not filled their slots, or else those that have given up since."""
+        """Return the workers that have not filled their slots, or else those that gave up in this round or before."""
         others, words = self.peers.others, self._words
         absent = [rank for rank in others if words[rank][_FILLED] < self._num_rounds]
-        return absent or [rank for rank in others if words[rank][_GAVE_UP]]
+        return absent or [rank for rank in others if 0 < words[rank][_GAVE_UP] <= self._num_rounds]
 
     def _wait(self, call: Call, deadline: Deadline) -> None:
         """Wait for all workers: a little while without sleeping, as they mostly come soon."""
@@ -184,8 +185,8 @@ class SharedRounds:
         self._words[peers.rank][_SLEEPS] = 1
         try:
             peers.wait(self._missing, call.kind, deadline)
-        except PeerError:
-            self._words[peers.rank][_GAVE_UP] = 1  # a worker that comes late is not to go on without this one
+        except PeerError:  # a worker that comes late is not to go on without this one
+            self._words[peers.rank][_GAVE_UP] = self._num_rounds
             raise
         finally:
             self._words[peers.rank][_SLEEPS] = 0
