@@ -89,7 +89,7 @@ def test_torchrun_over_two_machines_learns_what_one_machine_does(tmp_path: Path)
     bits = {(tmp_path / f"bits-{rank}").read_text() for rank in range(2)}
     (tmp_path / "here").mkdir()
     assert bits == set(run_job(tmp_path / "here", train, workers=2, servers=2))
-    assert wait_gone(family, 5.0) == set()
+    assert wait_gone(family, PATIENCE_S) == set()
     assert [path for path in secrets if path.exists()] == [run_dir]
 
 

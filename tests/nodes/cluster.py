@@ -152,7 +152,7 @@ def cluster(
         for server in servers:
             server.stop()
         for thread in threads:
-            thread.join(timeout=10.0)
+            thread.join(timeout=JOIN_S)
         assert not any(thread.is_alive() for thread in threads), "a server hangs"
 
 

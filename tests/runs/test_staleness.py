@@ -61,4 +61,4 @@ def test_eager_reads_are_the_newest_and_lazy_ones_spread_over_the_bound(finished
 
 
 def test_no_process_is_left(finished: Finished) -> None:
-    assert wait_gone(processes_of(finished.folder), 5.0) == set()
+    assert wait_gone(processes_of(finished.folder), 30.0) == set()

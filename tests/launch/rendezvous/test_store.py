@@ -165,7 +165,7 @@ def test_who_is_missing_is_named(tmp_path: Path) -> None:
 
     taken += [LivenessLock.acquire(tmp_path, "worker", index, 3) for index in (0, 2)]
     (tmp_path / "server-1.address").write_text("shm:///run/t")
-    wait_complete(spec, lambda: declare_complete(spec, roster), timeout_s=1.0)
+    wait_complete(spec, lambda: declare_complete(spec, roster), timeout_s=30.0)
     assert ClusterSpec.read(tmp_path / CLUSTER_NAME).addresses == ("shm:///run/s", "shm:///run/t")
     for liveness_lock in taken:
         liveness_lock.release()
