@@ -15,7 +15,7 @@ from tests.examples.conftest import Alone
 from tests.examples.planted import write_bags, write_text
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TIMEOUT_S = 90
+TIMEOUT_S = 200
 JOB = ("-m", "paceline", "run", "--quiet", "--no-progress", "-n", "2", "-m", "2")
 
 

@@ -13,7 +13,7 @@ from benchmarks.hosted_job import HostedJob, hosted_spec
 from benchmarks.shaped_network import CannotShapeError, Line, ShapedNetwork
 
 WORKER = Path(__file__).parent / "worker.py"
-PATIENCE_S = 60.0
+PATIENCE_S = 200.0
 SINK = """
 import socket, sys
 listener = socket.create_server((sys.argv[1], 0))

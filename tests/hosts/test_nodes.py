@@ -17,7 +17,7 @@ from tests.launch.launching import processes_of, wait_gone
 
 WORKER = Path(__file__).with_name("nodes_worker.py")
 MASTER_PORT = 29431
-PATIENCE_S = 90.0
+PATIENCE_S = 200.0
 CUT_S = 1.0
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 DRIVER = Path(__file__).with_name("driver.py")
-TIMEOUT_S = 60.0
+TIMEOUT_S = 200.0
 
 
 @dataclass(frozen=True, slots=True)

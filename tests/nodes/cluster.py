@@ -41,7 +41,7 @@ from paceline.worker.node import WorkerNode
 CARRIERS = ("memory", "tcp", "shm")  # and "tls"
 CREDENTIALS = Credentials(bytes(range(32)), "nodes")
 RETRY_S = 0.05
-JOIN_S = 60.0  # by then every thread of a test has ended, or the test fails
+JOIN_S = 150.0  # by then every thread of a test has ended, or the test fails
 
 Work = Callable[[WorkerNode], None]
 

@@ -15,7 +15,7 @@ from paceline.observe.summary import RunSummary, summarize
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "paced_worker.py"
 NUM_CLOCKS = 60
 STALENESS = 2
-TIMEOUT_S = 90.0
+TIMEOUT_S = 200.0
 
 
 @dataclass(frozen=True, slots=True)

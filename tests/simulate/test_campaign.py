@@ -61,7 +61,7 @@ def test_a_trace_does_not_depend_on_the_hash_seed_of_the_process() -> None:
         environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
         command = [sys.executable, "-c", "from tests.simulate.test_campaign import main; main()"]
         done = subprocess.run(
-            command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+            command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200, check=True
         )
         assert done.stdout.split() == here
 

@@ -1,4 +1,4 @@
-"""Trains in lockstep, and calls the others each time, until a file appears; its waits may take three seconds once it is under way."""
+"""Trains in lockstep, calling the others each time, until a file appears; once under way, waits may take 3 seconds."""
 
 import sys
 from pathlib import Path
