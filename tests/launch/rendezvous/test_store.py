@@ -112,11 +112,12 @@ def test_the_store_of_a_launcher_has_one_invitation_for_each_start() -> None:
 
 
 def test_a_store_that_is_not_there() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
 
-    with pytest.raises(PeerError, match=f"the store of the launcher at 127.0.0.1:{port} does not answer"):
-        TorchRendezvous("127.0.0.1", port, 0).wait_invitation(0.2)
+        with pytest.raises(PeerError, match=f"the store of the launcher at 127.0.0.1:{port} does not answer"):
+            TorchRendezvous("127.0.0.1", port, 0).wait_invitation(0.2)
 
 
 def test_a_place_is_taken_once(tmp_path: Path) -> None:
