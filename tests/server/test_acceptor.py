@@ -16,7 +16,7 @@ from paceline.transport.deadline import Deadline
 from paceline.transport.frames import Kind, Prefix, encode_prefix
 from paceline.transport.stream import StreamConnection
 
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 LARGE = 1 << 20
 
 

@@ -223,7 +223,7 @@ def test_receive_ends_at_its_deadline_and_the_connection_lives_on(pair: Pair) ->
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded, match=r"frame from"):
         pair.client.receive(timeout_s=0.05)
-    assert 0.05 <= time.monotonic() - started < 2
+    assert 0.05 <= time.monotonic() - started < 30
     pair.server.send(b"late", timeout_s=5)
     assert pair.client.receive(timeout_s=5).header == b"late"
 

@@ -14,7 +14,7 @@ from paceline.transport.base import EMPTY, MAX_TOGETHER, Frame, Place, receive_a
 from paceline.wire.send_queue import SendHold, SendQueue
 
 LARGE = 1 << 20
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 
 
 class Gate:
