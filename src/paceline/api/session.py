@@ -358,11 +358,13 @@ class Session:
         )
 
     def _settle_parameters(self, *, politely: bool) -> None:
-        """Give parameters the values still in flight, and memory of their own."""
+        """Give parameters the values still in flight, and memory of their own; backward sends nothing any more."""
         try:
             for optimizer in list(self._optimizers) if politely else ():
                 optimizer.wait_for_values()
         finally:
+            for optimizer in list(self._optimizers):
+                optimizer.detach()
             for weights in list(self._weights):
                 weights.detach()
 

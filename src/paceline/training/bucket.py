@@ -70,10 +70,11 @@ class Bucket:
             return sent.future
         if self._requested is not None:
             self.wait_for_values()  # of a module that did not run; others have waited in their forward
-        self.table.client.context.lock.check()  # before it writes memory that a forked child shares with its parent
+        self.table.client.context.lock.check()
+        self.reserve()  # where the push before this one was not sent, as under nonfinite="halt"
         absent = self.gradients.collect()
         buffer, self._reserved = self._reserved, None
-        assert buffer is not None, "reserved when the table was opened, and whenever values arrive"
+        assert buffer is not None, "it was just reserved"
         return self.table.push_reserved(
             buffer, samples=samples, absent=absent, hyper=hyper, expected=expected, ends_clock=ends_clock
         )

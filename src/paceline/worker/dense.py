@@ -169,7 +169,11 @@ class DenseClient:
 
         `ends_clock`: the caller finishes the clock at once, and then reads the table. So one frame can do for all.
         """
-        problem = self._objection(buffer.gradient)
+        try:
+            problem = self._objection(buffer.gradient)
+        except UsageError:  # the script may go on with other gradients
+            self.return_buffer(buffer)
+            raise
         if problem:
             self.return_buffer(buffer)
             return finished_push(PushOutcome(applied=False, reason=problem))
