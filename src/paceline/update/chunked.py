@@ -14,9 +14,8 @@ from torch.nn.functional import pad
 from paceline.errors import UsageError
 from paceline.update.kernels import Kernel, Numbers, Operands
 from paceline.update.rules import Hyper
-from paceline.update.summing import CHUNK, Contribution, combine_stretch, divisor_of
+from paceline.update.summing import CHUNK, Contribution, ThreadPool, combine_stretch, divisor_of
 from paceline.update.table import NonFinite, Scale, SegmentPiece
-from paceline.update.thread_pool import ThreadPool
 from paceline.update.torch_rule import require_count
 
 if TYPE_CHECKING:
