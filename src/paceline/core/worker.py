@@ -48,9 +48,8 @@ from paceline.core.messages import (
     WorkerRefused,
 )
 from paceline.core.retransmit import Key, Retransmit
-from paceline.core.row_reads import RowReads
 from paceline.core.settings import WorkerSettings
-from paceline.core.table_reads import DenseReads, TableReads
+from paceline.core.table_reads import DenseReads, RowReads, TableReads
 from paceline.errors import ProtocolBug
 
 WorkerEvent = Arrived | Connected | Opened | Timeout | WantClock | WantJoin | WantLeave | WantPush | WantRead | WantRows

@@ -386,6 +386,8 @@ class Trace:
 
     def record(self, record: Record) -> None:
         """Add one record; writes to the file when the last write is 20 ms older than the record."""
+        if self._file is None:
+            return
         with self._lock:
             if self._file is None or not self._file.is_open:
                 return

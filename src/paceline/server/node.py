@@ -35,16 +35,13 @@ from paceline.core.work_queue import Life
 from paceline.errors import PeerError, UsageError
 from paceline.observe import trace as records
 from paceline.observe.trace import Trace
-from paceline.server.acceptor import Acceptor, Expel, Incoming, Stop
 from paceline.server.buffers import BodyLimits, ReceiveBuffers
-from paceline.server.connections import Connections
-from paceline.server.load_meter import LoadMeter
+from paceline.server.connections import Acceptor, Connections, Expel, Incoming, LoadMeter, Stop
 from paceline.server.preload import RulePreload
-from paceline.server.requests import RequestHandler
+from paceline.server.requests import RequestHandler, WaitReports
 from paceline.server.served_table import ACCEPTED, TableHost
 from paceline.server.table_rpc import TableRpc
 from paceline.server.tables import ServedTables
-from paceline.server.wait_reports import WaitReports
 from paceline.transport.base import EMPTY, Connection, Frame, Listener, Transport
 from paceline.wire.messages import (
     Hello,

@@ -19,7 +19,7 @@ from paceline.core.consistency import Consistency
 from paceline.core.messages import Delivered, Fetched, PushId
 from paceline.core.settings import ServerSettings
 from paceline.core.work_queue import Life
-from paceline.server.same_gradients import SameGradients
+from paceline.server.push_checks import SameGradients
 from paceline.transport.base import Connection, Transport
 from paceline.transport.buffer_pool import Buffer
 from paceline.update.rows.ops import RowOps, row_ops

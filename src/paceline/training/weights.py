@@ -160,12 +160,12 @@ class Weights:
 def _can_view(tensor: Tensor, values: Tensor) -> bool:
     """Return whether a tensor may become a view of these live values: it must be alone in its current storage."""
     return (
-        tensor.device.type == "cpu"
+        values.data_ptr() % _ALIGNMENT_BYTES == 0  # first, as it is cheap and often decides
+        and tensor.device.type == "cpu"
         and tensor.dtype == values.dtype
         and tensor.is_contiguous()
         and tensor.untyped_storage().nbytes() == tensor.nbytes
         and not tensor.is_shared()
-        and values.data_ptr() % _ALIGNMENT_BYTES == 0
     )
 
 

@@ -1,7 +1,8 @@
-"""Transport within one process, for tests, examples, and threads that play worker and server."""
+"""Transport within one process: for a worker alone and its server, for threads that play several, and for tests."""
 
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,8 +11,19 @@ from typing import Final, final
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
 from paceline.transport.base import EMPTY, NO_IDENTITY, Frame, Limits, Place, check_identity, strip_scheme
-from paceline.transport.buffers import MemoryRegions, check_size, copied, destination, flat, fresh_buffer, map_private
+from paceline.transport.buffers import (
+    MemoryRegion,
+    MemoryRegions,
+    check_size,
+    copied,
+    destination,
+    flat,
+    fresh_buffer,
+    map_private,
+)
 from paceline.transport.deadline import seconds
+from paceline.transport.peer_memory import PeerMemory
+from paceline.transport.segments import Segments, create_memory
 
 # A sender waits while this much is unread, as with a full socket. Only copied bodies count, not the senders' memory.
 _MAX_UNREAD_FRAMES: Final = 4096
@@ -87,6 +99,8 @@ class _FrameQueue:
 
     def fileno(self) -> int | None:
         """Return the descriptor of an event that is set while `get` would not wait; None once it was dropped."""
+        if self._descriptor is not None:
+            return self._descriptor
         with self._changed:
             if self._descriptor is None and not self._over:
                 self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -108,6 +122,35 @@ class _FrameQueue:
 
 
 @final
+class _Mappings:
+    """Private mappings of the other end's memory, each for as long as that lives. Used by the thread that receives."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[int, tuple[PeerMemory, weakref.ref[object]]] = {}  # by the number of a region
+        self._freed: deque[int] = deque()
+
+    def view(self, body: memoryview, region: MemoryRegion, offset: int) -> memoryview:
+        """Return a view of a body that lies in a region; a copy if the region cannot be mapped."""
+        while self._freed:
+            self._mapped.pop(self._freed.popleft(), None)
+        number, freed = region.number, self._freed
+        if number not in self._mapped:
+            owner = region.mapping()
+            assert owner is not None, "the body keeps it alive"
+            assert region.descriptor is not None, "it is shared memory"
+            try:
+                mapping = PeerMemory.of(region.descriptor, region.size_bytes)
+            except OSError:
+                return copied(body)
+            self._mapped[number] = mapping, weakref.ref(owner, lambda _: freed.append(number))
+        return memoryview(self._mapped[number][0])[offset : offset + body.nbytes]
+
+    def clear(self) -> None:
+        """Drop the mappings; memory with existing views lives until these are dropped."""
+        self._mapped.clear()
+
+
+@final
 class MemoryConnection:
     """One end of a connection: two queues, one for each direction."""
 
@@ -118,7 +161,7 @@ class MemoryConnection:
         outgoing: _FrameQueue,
         incoming: _FrameQueue,
         limits: Limits,
-        regions: MemoryRegions,
+        regions: MemoryRegions | Segments,
     ) -> None:
         self.peer: Final = peer
         self.identity: Final = identity
@@ -127,6 +170,7 @@ class MemoryConnection:
         self._incoming = incoming
         self._limits = limits
         self._regions = regions
+        self._mappings = _Mappings() if isinstance(regions, Segments) else None
 
     def send(self, header: bytes, body: memoryview = EMPTY, *, timeout_s: float) -> None:
         """Send one frame; see `Connection.send`."""
@@ -178,6 +222,8 @@ class MemoryConnection:
         """End the connection; see `Connection.close`."""
         self._outgoing.end()
         self._incoming.drop()
+        if self._mappings is not None:
+            self._mappings.clear()
 
     def _pack(self, header: bytes, body: memoryview) -> tuple[Frame, int]:
         """Return a frame that is independent of `body` unless that is shared, and how many bytes were copied."""
@@ -194,8 +240,9 @@ class MemoryConnection:
 
     def _placed(self, frame: Frame, place: Place | None) -> Frame:
         """Copy a body that is not the sender's memory to the memory that `place` gives."""
-        if self._regions.find(frame.body) is not None:
-            return frame
+        shared = self._regions.find(frame.body)
+        if shared is not None:
+            return frame if self._mappings is None else Frame(frame.header, self._mappings.view(frame.body, *shared))
         found = destination(place, frame.header, frame.body.nbytes)
         if found is None:
             return frame
@@ -251,6 +298,9 @@ class MemoryListener:
 class MemoryTransport:
     """Carries frames between threads; only connections made through the same instance meet.
 
+    With `maps`, an allocated body arrives as a private mapping, as between processes; else as the memory itself. When
+    shared memory is not to be had, such bodies are copied.
+
     >>> transport = MemoryTransport()
     >>> listener = transport.listen("memory://server-0")
     >>> worker = transport.connect(listener.address, b"worker 3", timeout_s=1)
@@ -260,17 +310,19 @@ class MemoryTransport:
     (b'worker 3', b'push')
     """
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    def __init__(self, limits: Limits | None = None, *, maps: bool = False) -> None:
         self.name: Final = "memory"
-        self.maps_memory: Final = False  # receivers get the memory itself, and could write to it
+        self.maps_memory: Final = maps  # else receivers get the memory itself, and could write to it
         self._limits = limits or Limits()
         self._lock = threading.Lock()
         self._listeners: dict[str, MemoryListener] = {}
         self._numbers = count()
-        self._regions = MemoryRegions()
+        self._regions = Segments(create_memory, lambda _: None) if maps else MemoryRegions()
 
     def allocate(self, size_bytes: int) -> memoryview:
         """Give memory whose views are sent as they are; see `Transport.allocate`."""
+        if isinstance(self._regions, Segments):
+            return self._regions.allocate(size_bytes)
         check_size(size_bytes)
         if size_bytes == 0:
             return fresh_buffer(0)
