@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.nodes.client import TIMEOUT_S
 from tests.transport.carriers import make_carrier
 
 from paceline.core.messages import Follow, Ticked
-from paceline.errors import ConnectionLost, DeadlineExceeded
-from paceline.server.connections import Connections, LateConnection
+from paceline.server.connections import Connections
 from paceline.transport.base import Connection
-from paceline.transport.memory import MemoryTransport
 from paceline.wire.messages import Hello, decode
 from paceline.wire.requests import RequestDone
 
@@ -94,41 +90,6 @@ def test_a_server_that_does_not_read_delays_no_worker(house: House) -> None:
 def test_a_server_that_came_back_is_reached_again(house: House) -> None:
     house.peers.send_server(1, Follow(1, 0, "w", 0))
     house.accept().close()
-    for clock in range(1, 1000):  # the first are lost: the end of the connection is not noticed before
+    for clock in range(1, 100):  # the first may be lost: the end of the connection is not noticed before
         house.peers.send_server(1, Follow(1, 0, "w", clock))
-        with suppress(DeadlineExceeded):
-            house.ends.append(house.listener.accept(timeout_s=0.05))
-            break
-    assert isinstance(messages(house.ends[-1], 1)[0], Follow)
-
-
-def test_a_server_that_is_stopped_delays_nothing(tmp_path: Path) -> None:
-    said = [Follow(1, 0, "w", clock) for clock in range(3)]
-    with closing(House("memory", tmp_path)) as house:
-        stopped, connect = threading.Event(), house.transport.connect
-
-        def connect_late(*args: Any, **kwargs: Any) -> Connection:
-            assert stopped.wait(TIMEOUT_S)
-            return connect(*args, **kwargs)
-
-        house.transport.connect = connect_late
-        for message in said:
-            house.peers.send_server(1, message)
-        stopped.set()  # only now, so that none of the calls has waited for it
-        assert messages(house.accept(), len(said)) == said
-
-
-def test_a_connection_that_comes_after_its_close_is_closed() -> None:
-    late: list[LateConnection] = []
-    transport = MemoryTransport()
-    with closing(transport.listen("memory://server")) as listener:
-
-        def make() -> Connection:
-            late[0].close()
-            return transport.connect(listener.address, b"", timeout_s=TIMEOUT_S)
-
-        late.append(LateConnection("server", make))
-        with pytest.raises(ConnectionLost):
-            late[0].send(b"", timeout_s=TIMEOUT_S)
-        with closing(listener.accept(timeout_s=TIMEOUT_S)) as end, pytest.raises(ConnectionLost):
-            end.receive(timeout_s=TIMEOUT_S)
+    assert isinstance(messages(house.accept(), 1)[0], Follow)

@@ -9,26 +9,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from functools import partial
 from queue import SimpleQueue
 
 from paceline.core.messages import Delivered, Held, Ticked
-from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError
+from paceline.errors import DeadlineExceeded, PeerError
 from paceline.observe.resources import ResourceUsage
 from paceline.observe.trace import Load, Trace
-from paceline.transport.base import (
-    EMPTY,
-    NO_IDENTITY,
-    Connection,
-    Frame,
-    Listener,
-    PeerIdentity,
-    Place,
-    Transport,
-    receive_all,
-)
+from paceline.transport.base import EMPTY, Connection, Frame, Listener, Place, Transport, receive_all
 from paceline.transport.buffer_pool import Buffer
 from paceline.transport.deadline import Deadline
 from paceline.transport.poller import Poller
@@ -255,75 +244,6 @@ _CONNECT_TIMEOUT_S = 5.0
 
 
 @dataclass(slots=True)
-class LateConnection:
-    """A connection that the first `send` makes, so that a send queue leaves the wait for the peer to its thread.
-
-    Args:
-        peer: the address of the peer.
-        make: makes the connection; blocks, and raises as `Transport.connect`.
-    """
-
-    peer: str
-    make: Callable[[], Connection]
-    identity: bytes = b""
-    _made: Connection | None = None
-    _closed: bool = False
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def peer_identity(self) -> PeerIdentity:
-        """See `Connection.peer_identity`; of no process until the connection is made."""
-        made = self._made
-        return NO_IDENTITY if made is None else made.peer_identity
-
-    def send(self, header: bytes, body: memoryview = EMPTY, *, timeout_s: float) -> None:
-        """Connect if need be, and send; see `Connection.send`."""
-        made = self._made
-        (self._open() if made is None else made).send(header, body, timeout_s=timeout_s)
-
-    def try_send(self, frames: Sequence[tuple[bytes, memoryview]], *, timeout_s: float) -> bool:
-        """See `Connection.try_send`; sends nothing until the connection is made."""
-        made = self._made
-        return made is not None and made.try_send(frames, timeout_s=timeout_s)
-
-    def has_room(self, body: memoryview) -> bool:
-        """See `Connection.has_room`."""
-        made = self._made
-        return made is not None and made.has_room(body)
-
-    def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
-        """Connect if need be, and receive; see `Connection.receive`."""
-        made = self._made
-        return (self._open() if made is None else made).receive(timeout_s=timeout_s, place=place)
-
-    def has_frame(self) -> bool:
-        """See `Connection.has_frame`."""
-        made = self._made
-        return made is not None and made.has_frame()
-
-    def fileno(self) -> int | None:
-        """See `Connection.fileno`."""
-        made = self._made
-        return None if made is None else made.fileno()
-
-    def close(self) -> None:
-        """See `Connection.close`; a connection that is being made is closed once it is there."""
-        with self._lock:
-            self._closed, made = True, self._made
-        if made is not None:
-            made.close()
-
-    def _open(self) -> Connection:
-        made = self.make()
-        with self._lock:
-            if not self._closed:
-                self._made = made
-                return made
-        made.close()
-        raise ConnectionLost(f"the connection to {self.peer} was closed")
-
-
-@dataclass(slots=True)
 class Connections:
     """Connections by peer.
 
@@ -391,14 +311,13 @@ class Connections:
             queue.send(encode(message), body, urgent=urgent, owed=owed, copy=copy)
 
     def send_server(self, server: int, message: object) -> None:
-        """Queue a message for another server; connects when first needed. Dropped if the server cannot be reached.
-
-        Does not wait for the connection: a server that is stopped delays nothing here.
-        """
+        """Queue a message for another server; connects when first needed. Dropped if the server cannot be reached."""
         queue = self._servers.get(server)
         if queue is None or queue.is_over:
-            late = LateConnection(self.addresses()[server], partial(self._connect, server))
-            queue = self._servers[server] = SendQueue(late, late.close, bounded=True, hold=self.hold)
+            try:
+                queue = self._connect(server)
+            except PeerError:
+                return
         queue.send(encode(message))
 
     def expel(self, names: frozenset[str]) -> None:
@@ -417,11 +336,12 @@ class Connections:
             queue.close()
         self._servers.clear()
 
-    def _connect(self, server: int) -> Connection:
+    def _connect(self, server: int) -> SendQueue:
         identity = encode(Hello("server", self.server, 0, self.generation))
         connection = self.transport.connect(self.addresses()[server], identity, timeout_s=_CONNECT_TIMEOUT_S)
         check_server(connection, server)
-        return connection
+        queue = self._servers[server] = SendQueue(connection, connection.close, bounded=True, hold=self.hold)
+        return queue
 
 
 @dataclass(slots=True)
