@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.attacks.malformed import seeds
 from tests.data.service.test_messages import MESSAGES as FED
@@ -43,7 +43,7 @@ from paceline.wire.messages import decode, encode
 MOST_BYTES = 64 << 10
 MOST_S = 0.5  # of processor time: ten times what it may take
 MOST_TAKEN_BYTES = 16 << 20
-IN_A_FOLDER = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+IN_A_FOLDER = settings(max_examples=40)
 
 VALID = [encode(message) for message, _ in seeds()]
 TABLE = encode_table(next(message.spec for message, _ in seeds() if type(message).__name__ == "Declare"))

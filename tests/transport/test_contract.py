@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.transport.carriers import Carrier, Pair, connect_pair, make_carrier
 
@@ -492,7 +492,7 @@ TRAINS = st.lists(
 )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30)
 @given(TRAINS)
 def test_any_trains_of_frames_arrive_as_one_sequence(pair: Pair, trains: list[list[tuple[bytes, bytes]]]) -> None:
     for train in trains:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.data.service.feeders import (
     DEADLINE_S,
@@ -34,7 +34,7 @@ from paceline.errors import DataError, DeadlineExceeded, PeerError, RecordError,
 from paceline.transport import FaultPlan, MemoryTransport
 from paceline.transport.base import EMPTY, Connection
 
-FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=12)
 
 
 @pytest.mark.parametrize("kind", CARRIERS)
