@@ -115,6 +115,7 @@ class ServerNode:
     _preload: RulePreload = field(init=False)
     _wait_reports: WaitReports = field(init=False)
     _deadline: float | None = None  # of the core, after the last item
+    _callers: dict[Connection, Hello] = field(default_factory=dict[Connection, Hello])
 
     def __post_init__(self) -> None:
         """Connect the parts; nothing runs yet."""
@@ -216,10 +217,11 @@ class ServerNode:
         connection = item.connection
         hello: Hello | None = None
         try:
-            hello = check_caller(decode(connection.identity), connection)
+            hello = self._callers.get(connection) or check_caller(decode(connection.identity), connection)
             if item.frame is None:
                 self._on_lost(hello, connection)
             else:
+                self._callers[connection] = hello  # removed with the connection, whose end is its last item
                 self._dispatch(hello, connection, decode(item.frame.header), item.frame)
         except PeerError as error:
             rank = self.settings.server
@@ -320,6 +322,7 @@ class ServerNode:
 
     def _on_lost(self, hello: Hello | None, connection: Connection) -> None:
         current = hello is not None and self._peers.is_current(hello, connection)
+        self._callers.pop(connection, None)
         self._peers.forget(connection)
         for table in self._tables.values():
             table.forget_connection(connection)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
-from typing import Final, final
+from typing import Final, NamedTuple, final
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
 from paceline.transport.base import EMPTY, NO_IDENTITY, Frame, Limits, Place, check_identity, strip_scheme
@@ -30,20 +30,49 @@ _MAX_UNREAD_FRAMES: Final = 4096
 _MAX_UNREAD_BYTES: Final = 32 << 20
 
 
+class _Packed(NamedTuple):
+    """A frame under way, how many of its bytes were copied, and where in the sender's memory its body lies, if so."""
+
+    frame: Frame
+    num_copied: int = 0
+    shared: tuple[MemoryRegion, int] | None = None
+
+
+@final
+class _Event:
+    """An event of the kernel that lives as long as this object, so that no thread sets one that is closed already."""
+
+    def __init__(self) -> None:
+        self.descriptor: Final = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def __del__(self) -> None:
+        """Free the descriptor."""
+        os.close(self.descriptor)
+
+    def set(self) -> None:
+        """Make the descriptor readable."""
+        os.eventfd_write(self.descriptor, 1)
+
+    def clear(self) -> None:
+        """Make the descriptor not readable."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.descriptor)
+
+
 @final
 class _FrameQueue:
     """The frames under way in one direction."""
 
     def __init__(self) -> None:
-        # With each frame, how many bytes were copied for it; `_num_unread` is their sum.
-        self._frames: deque[tuple[Frame, int]] = deque()
-        self._num_unread = 0
+        self._frames: deque[_Packed] = deque()
+        self._num_unread = 0  # the sum of the bytes that were copied for these frames
         self._changed = threading.Condition()
         self._over = False
-        self._descriptor: int | None = None  # of an event that is set while there are frames or the end; made on demand
+        # Made on demand. Set while there are frames or the end, and at times when there are none any more.
+        self._event: _Event | None = None
 
-    def put(self, frames: Sequence[tuple[Frame, int]], timeout_s: float) -> None:
-        """Wait for room, then add frames, each with how many of its bytes were copied.
+    def put(self, frames: Sequence[_Packed], timeout_s: float) -> None:
+        """Wait for room, then add frames.
 
         Raises TimeoutError, or EOFError once the queue has ended.
         """
@@ -52,25 +81,27 @@ class _FrameQueue:
                 raise TimeoutError
             if self._over:
                 raise EOFError
-            if not self._frames:
-                self._set_event()
+            event = None if self._frames else self._event
             self._frames.extend(frames)
-            self._num_unread += sum(num_copied for _, num_copied in frames)
+            self._num_unread += sum(packed.num_copied for packed in frames)
             self._changed.notify_all()
+        if event is not None:
+            event.set()  # without the lock, which the thread that this wakes takes at once
 
-    def get(self, timeout_s: float) -> Frame:
+    def get(self, timeout_s: float) -> _Packed:
         """Wait for a frame; raises TimeoutError, or EOFError once the queue has ended and is empty."""
         with self._changed:
             if not self._frames and not self._changed.wait_for(self._has_news, timeout_s):
+                self._clear_event()  # which was set late, for a frame that was read before
                 raise TimeoutError
             if not self._frames:
                 raise EOFError
-            frame, num_copied = self._frames.popleft()
-            self._num_unread -= num_copied
+            packed = self._frames.popleft()
+            self._num_unread -= packed.num_copied
             if not self._frames and not self._over:
                 self._clear_event()
             self._changed.notify_all()
-            return frame
+            return packed
 
     def has_frame(self) -> bool:
         """Return whether `get` would not wait for a frame."""
@@ -84,7 +115,8 @@ class _FrameQueue:
         """Accept no more frames; those in the queue may still be read."""
         with self._changed:
             self._over = True
-            self._set_event()
+            if self._event is not None:
+                self._event.set()
             self._changed.notify_all()
 
     def drop(self) -> None:
@@ -93,29 +125,23 @@ class _FrameQueue:
             self._frames.clear()
             self._num_unread = 0
             self.end()
-            if self._descriptor is not None:
-                os.close(self._descriptor)
-                self._descriptor = None
+            self._event = None
 
     def fileno(self) -> int | None:
         """Return the descriptor of an event that is set while `get` would not wait; None once it was dropped."""
-        if self._descriptor is not None:
-            return self._descriptor
+        event = self._event
+        if event is not None:
+            return event.descriptor
         with self._changed:
-            if self._descriptor is None and not self._over:
-                self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            if self._event is None and not self._over:
+                self._event = _Event()
                 if self._frames:
-                    self._set_event()
-            return self._descriptor
-
-    def _set_event(self) -> None:
-        if self._descriptor is not None:
-            os.eventfd_write(self._descriptor, 1)
+                    self._event.set()
+            return None if self._event is None else self._event.descriptor
 
     def _clear_event(self) -> None:
-        if self._descriptor is not None:
-            with suppress(BlockingIOError):
-                os.eventfd_read(self._descriptor)
+        if self._event is not None:
+            self._event.clear()
 
     def _has_news(self) -> bool:
         return self._over or bool(self._frames)
@@ -200,8 +226,8 @@ class MemoryConnection:
     def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
         """Wait for the next frame; see `Connection.receive`."""
         try:
-            frame = self._incoming.get(timeout_s)
-            return self._placed(frame, place) if frame.body.nbytes else frame
+            packed = self._incoming.get(timeout_s)
+            return self._placed(packed, place) if packed.frame.body.nbytes else packed.frame
         except TimeoutError:
             raise DeadlineExceeded(f"waited {seconds(timeout_s)} for a frame from {self.peer}; none came") from None
         except EOFError:
@@ -225,22 +251,23 @@ class MemoryConnection:
         if self._mappings is not None:
             self._mappings.clear()
 
-    def _pack(self, header: bytes, body: memoryview) -> tuple[Frame, int]:
-        """Return a frame that is independent of `body` unless that is shared, and how many bytes were copied."""
+    def _pack(self, header: bytes, body: memoryview) -> _Packed:
+        """Return a frame that is independent of `body` unless that is shared."""
         if len(header) > self._limits.max_header_bytes or body.nbytes > self._limits.max_body_bytes:
             raise UsageError(
                 f"a frame with a header of {len(header)} and a body of {body.nbytes} bytes is over the limits"
             )
         if not body.nbytes:
-            return Frame(bytes(header), EMPTY), 0
+            return _Packed(Frame(bytes(header), EMPTY))
         body = flat(body)
-        if self._regions.find(body) is not None:
-            return Frame(bytes(header), body[:]), 0
-        return Frame(bytes(header), copied(body)), body.nbytes
+        shared = self._regions.find(body)
+        if shared is not None:
+            return _Packed(Frame(bytes(header), body[:]), shared=shared)
+        return _Packed(Frame(bytes(header), copied(body)), body.nbytes)
 
-    def _placed(self, frame: Frame, place: Place | None) -> Frame:
+    def _placed(self, packed: _Packed, place: Place | None) -> Frame:
         """Copy a body that is not the sender's memory to the memory that `place` gives."""
-        shared = self._regions.find(frame.body)
+        frame, _, shared = packed
         if shared is not None:
             return frame if self._mappings is None else Frame(frame.header, self._mappings.view(frame.body, *shared))
         found = destination(place, frame.header, frame.body.nbytes)

@@ -28,6 +28,7 @@ from paceline.worker.pushes import (
     may_push,
     objection,
     pending_future,
+    require_fit,
 )
 from paceline.worker.table_client import ClientContext
 from paceline.worker.waits import About
@@ -148,6 +149,8 @@ class DenseClient:
         may be overwritten as soon as this returns. The future ends with `PeerError` if this worker fails first: then
         it is unknown whether the push was applied.
         """
+        self.context.lock.check()
+        require_fit(self.cache.spec, gradient)
         problem = self._objection(gradient)
         if problem:
             return finished_push(PushOutcome(applied=False, reason=problem))
