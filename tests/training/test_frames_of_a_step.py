@@ -71,8 +71,10 @@ def test_values_of_steps_are_those_of_plain_torch(frames: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("session")
-def test_a_model_with_buffers_pushes_two_tables_and_keeps_the_frames_of_each(frames: list[str]) -> None:
-    assert "StepFrame" not in steps(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), frames, "bsp")
+@pytest.mark.parametrize("consistency", ["bsp", "ssp:2", "asynchronous"])
+def test_buffers_travel_with_the_parameters(frames: list[str], consistency: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    assert steps(model, frames, consistency) == ["StepFrame", "Fetched", "Fetched"] * 3
 
 
 @pytest.mark.usefixtures("session")

@@ -328,21 +328,34 @@ class ServerCore:
     # -- reads -------------------------------------------------------------------------------------------------------
 
     def _on_step(self, step: WholeStep, effects: list[ServerEffect]) -> None:
-        """Process a push, its tick and a pull in turn. Only the pull is answered, unless the push is a copy."""
-        push, sender = step.push, step.pull.sender
+        """Process pushes, their tick and pulls in turn. Unless a push is a copy, leave out what other answers say."""
+        sender = step.sender
         life = self._life_of(sender, effects)
         if life is None:
             return
-        is_copy = self._on_push(push, "", effects, life)
-        self._on_clock(step.tick, effects, life)
-        self._on_pull(step.pull, effects, life)
-        if not is_copy:
-            told = (Ticked(self._clocks.of(sender.worker)), Held(push.id), Applied(push.id))
+        copies = [push for push in step.pushes if self._on_push(push, "", effects, life)]
+        if step.tick is not None:
+            self._on_clock(step.tick, effects, life)
+        for pull in step.pulls:
+            self._on_pull(pull, effects, life)
+        if not copies:
+            told = self._told_otherwise(step)
             effects[:] = [
                 effect
                 for effect in effects
                 if not (isinstance(effect, Reply) and effect.worker == sender.worker and effect.message in told)
             ]
+
+    def _told_otherwise(self, step: WholeStep) -> set[Held | Applied | Ticked]:
+        """Return the answers to a step that others imply: a known tick what it closes is held, values the rest."""
+        told: set[Held | Applied | Ticked] = set()
+        if step.tick is not None:
+            told.update(Held(push.id) for push in step.pushes)
+            if step.pulls:
+                told.add(Ticked(self._clocks.of(step.sender.worker)))
+        read = {pull.table for pull in step.pulls}
+        told.update(Applied(push.id) for push in step.pushes if push.table in read)
+        return told
 
     def _on_pull(self, pull: Pull, effects: list[ServerEffect], life: Incarnation | None = None) -> None:
         if life is None and self._life_of(pull.sender, effects) is None:

@@ -158,10 +158,13 @@ class Table:
         if not exact:
             self.metrics.note_read(self.name, outcome)
 
-    def start_read(self, *, refresh: bool = True) -> PendingRead:
-        """Start a read for `finish_read`; computing in between hides its latency. Does not block."""
+    def start_read(self, *, refresh: bool = True, more: bool = False) -> PendingRead:
+        """Start a read for `finish_read`; computing in between hides its latency. Does not block.
+
+        `more`: see `DenseClient.start_read`.
+        """
         with self.metrics.communicating():
-            return self.client.start_read(refresh=refresh)
+            return self.client.start_read(refresh=refresh, more=more)
 
     def finish_read(self, started: PendingRead, use: Callable[[TableCache], None]) -> None:
         """Finish a read that `start_read` started; blocks as `read` does."""
