@@ -28,6 +28,11 @@ class ReadQueue(ABC):
     _last_request: dict[int, int] = field(default_factory=dict[int, int])
     _subscribers: dict[int, _Subscriber] = field(default_factory=dict[int, _Subscriber])
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no reader waits or subscribes."""
+        return not self._waiting and not self._subscribers
+
     def add_pull(self, pull: Pull, clock: int) -> bool:
         """Add a pull; return whether it is answered now, else it waits. An outdated copy is ignored."""
         worker = pull.sender.worker

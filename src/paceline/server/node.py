@@ -169,6 +169,7 @@ class ServerNode:
             if self._is_due():
                 self._handle(Timeout())
                 self._deadline = self._core.next_deadline()
+        self._table_rpc.advance_idle()
         return True
 
     def _is_due(self) -> bool:
