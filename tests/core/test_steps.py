@@ -198,6 +198,16 @@ def test_a_lost_step_of_several_tables_is_repeated_message_by_message() -> None:
     assert core.handle(Arrived(0, Held(push_id(0, 1))), 1.5) == [Send(0, tick(0, 1))]
 
 
+def test_more_reads_than_fit_leave_in_several_messages() -> None:
+    core = make_worker(bsp())
+    names = [f"t{number}" for number in range(MAX_TOGETHER + 2)]
+    sent: list[Send] = []
+    for name in names:
+        core.handle(Opened(name, bsp(), (0,)), 0.0)
+        sent += of(core.handle(WantRead(name, more=name != names[-1]), 0.0), Send)
+    assert [len(found.message.pulls) for found in sent if isinstance(found.message, WholeStep)] == [MAX_TOGETHER, 2]
+
+
 def test_more_tables_than_fit_leave_in_several_messages_and_the_tick_by_itself() -> None:
     core = make_worker(bsp())
     names = [f"t{number}" for number in range(MAX_TOGETHER + 1)]

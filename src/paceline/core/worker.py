@@ -53,7 +53,7 @@ from paceline.core.settings import WorkerSettings
 from paceline.core.table_reads import DenseReads, TableReads
 from paceline.errors import ProtocolBug
 
-MAX_TOGETHER = 256  # pushes that wait for each other, to travel in one message
+MAX_TOGETHER = 256  # pushes, or pulls, that wait for each other, to travel in one message
 
 WorkerEvent = Arrived | Connected | Opened | Timeout | WantClock | WantJoin | WantLeave | WantPush | WantRead | WantRows
 
@@ -206,13 +206,11 @@ class WorkerCore:
         Where there are several servers, it also has to be one that shows only once its clock is complete.
         """
         table = self._tables[want.table]
+        if not (want.may_wait or want.ends_clock) or not isinstance(table.reads, DenseReads) or self._withdrawn:
+            return False
         is_fit = self.settings.num_servers == 1 or table.consistency.visible == "on_clock"
-        is_dense, of_clock = (
-            isinstance(table.reads, DenseReads),
-            all(push.clock == self.clock for push in self._kept[:1]),
-        )
-        is_first = self._unseen.total() == len(self._kept) < MAX_TOGETHER and not self._withdrawn
-        return (want.may_wait or want.ends_clock) and is_fit and is_dense and of_clock and is_first
+        of_clock = not self._kept or self._kept[0].clock == self.clock
+        return is_fit and of_clock and self._unseen.total() == len(self._kept) < MAX_TOGETHER
 
     def _ends_wait(self, event: WorkerEvent) -> bool:
         """Return whether what is kept leaves before this event is processed."""
@@ -316,7 +314,7 @@ class WorkerCore:
             for effect in started:
                 if isinstance(effect, Send) and isinstance(effect.message, Pull):
                     self._asked.append((effect.server, effect.message))
-            if not want.more:
+            if not want.more or len(self._asked) >= MAX_TOGETHER:
                 self._send_kept(now, effects)
             effects += [effect for effect in started if not isinstance(effect, Send)]
         self._follow(table.consistency, now, effects)

@@ -421,18 +421,19 @@ class WorkerNode:
         """Send a step as one frame; or the parts of a large one, and its tick once the server has confirmed them."""
         found = [self._tables[push.table].push_part(server, push) for push in step.pushes]
         parts = [part for part in found if part is not None]
-        if len(parts) > 1 and sum(body.nbytes for _, body in parts) > MAX_JOINED_BYTES:
+        frames, bodies = tuple(frame for frame, _ in parts), [body for _, body in parts]
+        sizes = tuple(body.nbytes for body in bodies)
+        pulls = tuple(self._tables[pull.table].pull_part(server, pull) for pull in step.pulls)
+        ends = -1 if step.tick is None else step.tick.clock
+        whole = StepFrame(frames, ends, pulls, sizes)
+        if len(parts) > 1 and max(sum(sizes), len(encode(whole))) > MAX_JOINED_BYTES:
             for part in (*step.pushes, *step.pulls):
                 self._perform(Send(server, part), EMPTY)
             return
-        ends = -1 if step.tick is None else step.tick.clock
         for table in self._keyed if step.tick is not None else ():
             table.send_before_tick(server, ends)
-        frames, bodies = tuple(frame for frame, _ in parts), [body for _, body in parts]
-        pulls = tuple(self._tables[pull.table].pull_part(server, pull) for pull in step.pulls)
         if frames or pulls:
-            sizes = tuple(body.nbytes for body in bodies)
-            self._send_frame(server, StepFrame(frames, ends, pulls, sizes), joined(bodies))
+            self._send_frame(server, whole, joined(bodies))
 
     def _send_tick(self, server: int, tick: Clock) -> None:
         is_urgent = True
