@@ -35,6 +35,11 @@ class ReadQueue(ABC):
     _last_request: dict[int, int] = field(default_factory=dict[int, int])
     _subscribers: dict[int, _Subscriber] = field(default_factory=dict[int, _Subscriber])
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no reader waits or subscribes."""
+        return not self._waiting and not self._subscribers
+
     def add_pull(self, pull: Pull, clock: int) -> bool:
         """Add a pull; return whether it is answered now, else it waits. An outdated copy is ignored."""
         worker = pull.sender.worker
@@ -176,12 +181,18 @@ class TableCore:
     # Number of updates applied here; a reader orders values by it.
     version: int = 0
     ask_lead_at: float = 0.0
+    reached: int = 0  # the last clock that `Advanced` has said
 
     def __post_init__(self) -> None:
         """Create the read queue, which has subscribers if the consistency delivers on clock."""
         self.closes_clocks = self.consistency.visible == "on_clock"
         subscribing = self.consistency.deliver == "on_clock"
         self.readers = RowReadQueue(subscribing) if self.keyed else DenseReadQueue(subscribing)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the end of a clock changes nothing here; row tables have accounts of clocks."""
+        return not self.keyed and self.readers.is_idle and self.commit.is_idle
 
     def is_complete(self, clocks: Clocks) -> bool:
         """Return whether enough workers have finished its current clock, and no follower is too far behind."""

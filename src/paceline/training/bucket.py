@@ -112,11 +112,11 @@ class Bucket:
         """Whether the gradients of the current step were sent before it."""
         return self._sent is not None
 
-    def request_values(self, *, refresh: bool) -> None:
-        """Request the values of the next step; `wait_for_values` waits for them."""
+    def request_values(self, *, refresh: bool, more: bool = False) -> None:
+        """Request the values of the next step, for `wait_for_values`. `more`: see `DenseClient.start_read`."""
         if self._requested is not None:
             self.wait_for_values()
-        self._requested = self.table.start_read(refresh=refresh)
+        self._requested = self.table.start_read(refresh=refresh, more=more)
 
     def wait_for_values(self) -> None:
         """Wait for the requested values, if any, and set the parameters to them."""

@@ -6,13 +6,17 @@ that does not match its declared fields is refused before it is used.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final, Generic, TypeVar, final
 
 import msgspec
 
 from paceline.core import messages
+from paceline.core.worker import MAX_TOGETHER
 from paceline.errors import PeerError
+from paceline.transport.base import EMPTY
 from paceline.update.table import Hyper
 from paceline.wire import requests
 
@@ -100,19 +104,59 @@ class PullFrame:
 
 @dataclass(frozen=True, slots=True)
 class StepFrame:
-    """A step of a dense table: its push, and the pull in the next clock; `taken` as in a `PullFrame`."""
+    """A step of dense tables: pushes, the tick that ends their clock, and pulls.
 
-    frame: PushFrame
-    request: int
-    needs: int
-    taken: int
+    `ends`: the clock below which all are finished, -1 without a tick. `sizes`: the bytes of each push in the body, each
+    at the next multiple of 8.
+    """
+
+    pushes: tuple[PushFrame, ...]
+    ends: int
+    pulls: tuple[PullFrame, ...]
+    sizes: tuple[int, ...]
 
     @property
     def step(self) -> messages.WholeStep:
         """The step, for the core."""
-        push = self.frame.push
-        pull = messages.Pull(push.id.sender, self.request, push.table, push.clock + 1, self.needs)
-        return messages.WholeStep(push, pull)
+        pushes, pulls = tuple(frame.push for frame in self.pushes), tuple(frame.pull for frame in self.pulls)
+        sender = pushes[0].id.sender if pushes else pulls[0].sender
+        return messages.WholeStep(pushes, None if self.ends < 0 else messages.Clock(sender, self.ends), pulls)
+
+    def check(self) -> None:
+        """Raise PeerError for a step of nothing, or of too much."""
+        if not (self.pushes or self.pulls) or max(len(self.pushes), len(self.pulls)) > MAX_TOGETHER:
+            raise PeerError(f"a step has {len(self.pushes)} pushes and {len(self.pulls)} pulls")
+        if len(self.sizes) != len(self.pushes) or min(self.sizes, default=0) < 0:
+            raise PeerError(f"a step of {len(self.pushes)} pushes has bodies of {self.sizes[:3]} bytes")
+
+    def bodies(self, body: memoryview) -> list[memoryview]:
+        """Return the body of each push, as views of the body of the frame; raises PeerError if it has other bytes."""
+        starts = _starts(self.sizes)
+        if starts[-1] != len(body):
+            raise PeerError(f"a step of {len(self.pushes)} pushes came with {len(body)} bytes, expected {starts[-1]}")
+        return [body[start : start + size] for start, size in zip(starts, self.sizes, strict=False)]
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    """Return where in the body of a step each push begins, and where the last one ends."""
+    if len(sizes) == 1:
+        return [0, sizes[0]]
+    return list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+
+
+def joined(bodies: Sequence[memoryview]) -> memoryview:
+    r"""Return the body of a step: that of its only push, or a copy of all.
+
+    >>> bytes(joined([memoryview(b"abc"), memoryview(b"de")]))
+    b'abc\x00\x00\x00\x00\x00de\x00\x00\x00\x00\x00\x00'
+    """
+    if len(bodies) < 2:
+        return bodies[0] if bodies else EMPTY
+    starts = _starts([body.nbytes for body in bodies])
+    whole = memoryview(bytearray(starts[-1]))
+    for body, start in zip(bodies, starts, strict=False):
+        whole[start : start + body.nbytes] = body
+    return whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +222,8 @@ class RowsUsed:
     table: str
     clock: int
 
+
+_ALIGNMENT: Final = 8  # bytes of the widest number
 
 # The position is the kind byte: append, never reorder.
 _CODEC: Final = MessageCodec[object](
