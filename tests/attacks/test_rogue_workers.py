@@ -108,10 +108,18 @@ def outcome(victim: Target, attack: Attack) -> list[object]:
 FORGED: dict[str, Attack] = {
     "a push of another": lambda rogue: rogue.say(PushFrame(rogue.push(worker=0), 1.0, (), ()), ONES),
     "a step of another": lambda rogue: rogue.say(
-        StepFrame(PushFrame(rogue.push(worker=0), 1.0, (), ()), 1, 1, 0), ONES
+        StepFrame((PushFrame(rogue.push(worker=0), 1.0, (), ()),), 1, (), (16,)), ONES
     ),
-    "a step of rows": lambda rogue: rogue.say(StepFrame(rogue.frame(table="r"), 1, 1, 0), ONES),
-    "a step after the last clock": lambda rogue: rogue.say(StepFrame(rogue.frame(clock=2**64 - 1), 1, 1, 0), ONES),
+    "a step of rows": lambda rogue: rogue.say(StepFrame((rogue.frame(table="r"),), 1, (), (16,)), ONES),
+    "a step after the last clock": lambda rogue: rogue.say(StepFrame((rogue.frame(),), 2**64 - 1, (), (16,)), ONES),
+    "a step of two tables with the bytes of one": lambda rogue: rogue.say(
+        StepFrame((rogue.frame(), rogue.frame()), 1, (), (16, 16)), ONES
+    ),
+    "a step with more bytes than it names": lambda rogue: rogue.say(StepFrame((rogue.frame(),), 1, (), (8,)), ONES),
+    "a step with fewer than no bytes": lambda rogue: rogue.say(
+        StepFrame((rogue.frame(), rogue.frame()), 1, (), (32, -16)), ONES
+    ),
+    "a step of nothing": lambda rogue: rogue.say(StepFrame((), 1, (), ())),
     "a pull of another": lambda rogue: rogue.say(rogue.pull(worker=0)),
     "a tick of another": lambda rogue: rogue.say(Clock(Sender(1, 0, 0), 9)),
     "a tick of another life": lambda rogue: rogue.say(Clock(Sender(1, rogue.rank, 7), 9)),

@@ -16,7 +16,7 @@ from tests.nodes.cluster import cluster
 from paceline.core.commit import MAX_AT_ONCE
 from paceline.core.messages import Clock, Join, Joined, Sender, Ticked
 from paceline.core.server import ServerCore
-from paceline.server.acceptor import Acceptor
+from paceline.server.connections import Acceptor
 from paceline.server.node import ServerCall, ServerNode, ServerState
 from paceline.wire.messages import Hello
 

@@ -17,7 +17,7 @@ from tests.nodes.cluster import Cluster, cluster, open_table, read_values, run_t
 from paceline.errors import DeadlineExceeded, PeerError
 from paceline.transport.base import Connection, Frame, receive_all
 from paceline.transport.memory import MemoryTransport
-from paceline.wire.reading import ReadTurns
+from paceline.wire.connection import ReadTurns
 from paceline.worker.lock import WorkerLock
 from paceline.worker.node import FrameHandler, WorkerNode
 from paceline.worker.waits import Waits
