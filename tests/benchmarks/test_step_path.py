@@ -8,7 +8,8 @@ import sys
 
 from benchmarks.__main__ import HERE
 
-# Measured: 57 files, 322 functions, 454 calls, and some more where others use the cores. A change that shortens the way of a step lowers these.
+# Measured: 57 files, 322 functions, 454 calls; some more where other programs use the cores. A change that shortens the
+# way of a step lowers these.
 MAX_FILES = 57
 MAX_FUNCTIONS = 330
 MAX_CALLS = 475
