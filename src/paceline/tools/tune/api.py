@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cyclopts import App, CycloptsError
 
+from paceline.core.calls import checked
 from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
 from paceline.job.strategy import Distribution
@@ -107,6 +108,7 @@ class Tuned:
     folder: Path
 
 
+@checked
 def tune(
     search: Mapping[str, object] | Path | str,
     script: Path | str,
@@ -150,6 +152,8 @@ def tune(
         ({'lr': 0.3}, 0.97)
     """
     check_needed()
+    if not isinstance(script, Path | str):  # pyright: ignore[reportUnnecessaryIsInstance] - it comes from callers
+        raise UsageError(f"the script is a {type(script).__name__}, expected its path")
     limits = DriverOptions(jobs, trial_timeout_s)
     task = describe_task(search, Path(script), args, {"workers": workers, "servers": servers, "engine": engine})
     path = Path("runs", f"tune-{task.name.partition('.')[0]}") if out is None else Path(out)
@@ -178,6 +182,8 @@ def describe_task(
     Raises:
         UsageError: an option, the search or the script is not valid.
     """
+    if not isinstance(search, Mapping | Path | str):  # pyright: ignore[reportUnnecessaryIsInstance] - it comes from callers
+        raise UsageError(f"the search is a {type(search).__name__}, expected a mapping, or a file that describes it")
     told = search if isinstance(search, Mapping) else read_mapping(Path(search))
     name = _CALLED if isinstance(search, Mapping) else Path(search).name
     options = told.get("run", {})
