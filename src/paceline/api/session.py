@@ -281,10 +281,16 @@ class Session:
     @checked_late
     def barrier(self) -> None:
         """Block until every live worker has called this, and all its pushes are settled."""
-        with self.metrics.communicating():
-            self.node.settle()
-            self.metrics.resources.sample()
-            self.node.rpc.call(0, lambda number: Barrier(number, "barrier"), "the other workers to come to the barrier")
+        self.metrics.call = "barrier()"
+        try:
+            with self.metrics.communicating():
+                self.node.settle()
+                self.metrics.resources.sample()
+                self.node.rpc.call(
+                    0, lambda number: Barrier(number, "barrier"), "the other workers to come to the barrier"
+                )
+        finally:
+            self.metrics.call = ""
         self.metrics.start_training()
 
     def barrier_at(self, place: str, problem: str = "", *, needs_first: bool = False, first: int = 0) -> None:

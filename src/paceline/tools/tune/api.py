@@ -175,7 +175,11 @@ def check_needed() -> None:
 
 
 def describe_task(
-    search: Mapping[str, object] | Path | str, script: Path, args: Sequence[str], run: Mapping[str, Choice | None]
+    search: Mapping[str, object] | Path | str,
+    script: Path,
+    args: Sequence[str],
+    run: Mapping[str, Choice | None],
+    module: str | None = None,
 ) -> SearchTask:
     """Check a search and return it as a task; the options given here override those of the search.
 
@@ -194,7 +198,12 @@ def describe_task(
     check_run_options(checked, name)
     check_script(script)
     return SearchTask(
-        name=name, search=checked, script=str(script.absolute()), args=tuple(args), working_folder=str(Path.cwd())
+        name=name,
+        search=checked,
+        script=str(script.absolute()),
+        args=tuple(args),
+        working_folder=str(Path.cwd()),
+        module=module,
     )
 
 
