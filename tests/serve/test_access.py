@@ -187,6 +187,7 @@ def test_a_name_without_an_address_is_told(tmp_path: Path, monkeypatch: pytest.M
         raise socket.gaierror
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setattr("paceline.serve.client.CONNECT_TIMEOUT_S", 0.3)
     with told_in_time(UsageError, "no address is known for the host 'absent'"):
         make_keys(tmp_path / "keys")
         paceline.connect("paceline://absent:7700", keys=tmp_path / "keys")
