@@ -10,7 +10,7 @@ from benchmarks.__main__ import HERE
 
 # Measured: 58 files, 323 functions, 455 calls; some more where other programs use the cores. A change that shortens the
 # way of a step lowers these.
-MAX_FILES = 58
+MAX_FILES = 60
 MAX_FUNCTIONS = 330
 MAX_CALLS = 470
 
