@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.api.script import current
-from paceline.core.calls import checked
+from paceline.core.calls import checked_late
 from paceline.data.source_loader import FedLoader, FeedPlan
 from paceline.data.sources.declared import BatchRecipe, OnError, Source
 from paceline.errors import UsageError
@@ -11,7 +11,7 @@ from paceline.errors import UsageError
 _WHAT_NOW = {"raise": "the batch fails", "skip": "the record is left out"}
 
 
-@checked
+@checked_late
 def feed(
     source: Source,
     *,

@@ -39,7 +39,7 @@ class Wire:
             self.frames.append(Frame(header, memoryview(bytearray(body))))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)  # a connection is itself alone
 class End:
     """One end of a connection as a node sees it."""
 
