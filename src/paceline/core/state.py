@@ -6,7 +6,7 @@ A state is a tree of dataclasses, containers, numbers and texts. Every field cou
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Final, Generic, TypeVar, cast, final, get_args, get_type_hints
 
@@ -16,8 +16,9 @@ T = TypeVar("T")
 
 Plain = None | bool | int | float | str | bytes | list["Plain"]
 
-_CONTAINERS: Final[dict[str, type]] = {"tuple": tuple, "list": list, "set": set}
-_MAPS: Final[dict[str, type]] = {"dict": dict, "Counter": Counter}
+_CONTAINERS: Final[Mapping[str, type]] = {"tuple": tuple, "list": list, "set": set}
+_MAPS: Final[Mapping[str, type]] = {"dict": dict, "Counter": Counter}
+_BYTES: Final = "memoryview"
 
 
 @final
@@ -28,6 +29,7 @@ class StateCodec(Generic[T]):
 
     Args:
         root: a dataclass. The classes of what its fields hold are found by their annotations.
+        leaves_out: fields of the root that are no state.
 
     Example:
         >>> from paceline.core.clocks import Clocks
@@ -41,8 +43,9 @@ class StateCodec(Generic[T]):
         True
     """
 
-    def __init__(self, root: type[T]) -> None:
+    def __init__(self, root: type[T], leaves_out: Collection[str] = ()) -> None:
         self._root = root
+        self._left_out = frozenset(leaves_out)
         self._names: dict[type, tuple[str, ...]] = {}
         self._classes: dict[str, type] = {}
         self._find(root)
@@ -58,6 +61,12 @@ class StateCodec(Generic[T]):
             raise ProtocolBug(f"the state of a {self._root.__name__} was expected, got a {type(state).__name__}")
         return state
 
+    def load_into(self, target: T, plain: Plain) -> None:
+        """Replace the state of an object, which keeps the fields that are none; raises as `load` does."""
+        state = self.load(plain)
+        for name in self._names[self._root]:
+            setattr(target, name, getattr(state, name))
+
     def _find(self, hint: object) -> None:
         """Note the dataclasses that an annotation names, and those that these name."""
         for part in get_args(hint):
@@ -66,9 +75,11 @@ class StateCodec(Generic[T]):
             return
         if self._classes.setdefault(hint.__name__, hint) is not hint:
             raise ProtocolBug(f"two classes of a state are called {hint.__name__}: give one another name")
-        self._names[hint] = tuple(field.name for field in fields(hint))
-        for annotation in get_type_hints(hint).values():
-            self._find(annotation)
+        left_out = self._left_out if hint is self._root else frozenset[str]()
+        self._names[hint] = tuple(field.name for field in fields(hint) if field.name not in left_out)
+        hints = get_type_hints(hint)
+        for name in self._names[hint]:
+            self._find(hints[name])
         # By name: a dataclass with slots is a copy of the class that it was written as, which lives on beside it.
         for kind in {kind.__name__: kind for kind in hint.__subclasses__()}.values():
             self._find(kind)
@@ -79,9 +90,11 @@ class StateCodec(Generic[T]):
         kind = type(value)
         if kind in self._names:
             return [kind.__name__, *(self._dump(getattr(value, name)) for name in self._names[kind])]
+        if isinstance(value, memoryview):
+            return [_BYTES, bytes(value)]
         if kind.__name__ in _CONTAINERS:
-            entries = sorted(cast("set[int]", value)) if kind is set else cast("Iterable[object]", value)
-            return [kind.__name__, *map(self._dump, entries)]
+            entries = cast("Iterable[object]", value)
+            return [kind.__name__, *map(self._dump, sorted(entries, key=repr) if kind is set else entries)]
         if kind.__name__ in _MAPS:
             pairs = cast("dict[object, object]", value).items()
             return [kind.__name__, *(self._dump(part) for pair in pairs for part in pair)]
@@ -97,6 +110,8 @@ class StateCodec(Generic[T]):
             for field, part in zip(self._names[kind], parts, strict=True):
                 object.__setattr__(state, field, part)
             return state
+        if name == _BYTES and isinstance(parts[0], bytes):
+            return memoryview(parts[0])
         if name in _CONTAINERS:
             return _CONTAINERS[name](parts)
         if name in _MAPS:
