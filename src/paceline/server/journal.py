@@ -30,7 +30,7 @@ _COUNTS: Final = struct.Struct("<QQ")
 _COUNT: Final = struct.Struct("<Q")
 _ENTRY: Final = struct.Struct("<IIQd")  # length, checksum of all that follows, number, time
 _CHECKED: Final = 8  # bytes at the start of an entry that its checksum does not cover
-_SNAPSHOT: Final = struct.Struct("<QII")  # number of the last entry in it, plus 1; length; checksum
+_SNAPSHOT: Final = struct.Struct("<QII")  # number of the first entry after it, never 0; length; checksum
 _SLACK: Final = 2  # how much larger than needed memory for snapshots is made
 
 
@@ -168,7 +168,8 @@ class Journal:
         _SNAPSHOT.pack_into(memory, 0, 0, 0, 0)  # not whole, until all of it is written
         memory[_SNAPSHOT.size : needed] = state
         _SNAPSHOT.pack_into(memory, 0, 0, len(state), zlib.crc32(state))
-        _COUNT.pack_into(memory, 0, self._number + 1)
+        self._number += 1  # else two snapshots without an entry between them would look alike
+        _COUNT.pack_into(memory, 0, self._number)
         self._end = _COUNTS.size
 
     def note_resumed(self) -> None:
@@ -191,7 +192,7 @@ class Journal:
             raise ProtocolBug("a journal without a snapshot cannot be read")
         memory = self.memory.region(name, 0)
         number, size_bytes, _ = _SNAPSHOT.unpack_from(memory, 0)
-        entries = list(self._read_entries(number - 1))
+        entries = list(self._read_entries(number))
         return bytes(memory[_SNAPSHOT.size : _SNAPSHOT.size + size_bytes]), entries
 
     def _read_entries(self, first: int) -> Generator[Entry]:
