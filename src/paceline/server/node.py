@@ -48,7 +48,7 @@ from paceline.observe.trace import Trace
 from paceline.server.acceptor import Acceptor, Expel, Incoming, Stop
 from paceline.server.buffers import BodyLimits, ReceiveBuffers
 from paceline.server.connections import Connections
-from paceline.server.journal import Asked, Began, Entry, Journal, JournalFull, Memory, Written
+from paceline.server.journal import Asked, Began, Entry, Journal, JournalFull, Written
 from paceline.server.load_meter import LoadMeter
 from paceline.server.preload import RulePreload
 from paceline.server.recovery import CannotGoOn, Declarations, Recovery, ServerParts
@@ -59,6 +59,7 @@ from paceline.server.tables import ServedTables
 from paceline.server.wait_reports import WaitReports
 from paceline.stopwatch import Stopwatch
 from paceline.transport.base import EMPTY, Connection, Frame, Listener, Transport
+from paceline.transport.lasting_memory import LastingMemory
 from paceline.wire.messages import (
     Hello,
     PullFrame,
@@ -135,7 +136,7 @@ class ServerNode:
     allowed_paths: frozenset[str] | None = None
     num_threads: Callable[[Consistency], int] = lambda _: 1
     checks_memory: bool = False
-    memory: Memory | None = None
+    memory: LastingMemory | None = None
     tell: Callable[[str], None] = lambda _: None
     _core: ServerCore = field(init=False)
     _acceptor: Acceptor = field(init=False)
@@ -299,7 +300,10 @@ class ServerNode:
                 if table is not None:
                     table.note_taken(connection, message.clock)
                 self._handle(message)
-            case Clock() | Leave() | Follow() | Closed():
+            case Clock() | Leave():
+                self._handle(message)
+            case Follow() | Closed():
+                self._peers.note_heard(hello.rank, connection)
                 self._handle(message)
             case RowsUsed() | Unsubscribe():
                 table = self._tables.get(message.table)
