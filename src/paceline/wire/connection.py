@@ -22,6 +22,7 @@ from paceline.wire.send_queue import SendHold, SendQueue
 _POLL_S = 0.5
 _ATTEMPT_S = 2.0  # a handshake under TLS takes four round trips, and a host may have several addresses
 _FIRST_PAUSE_S = 0.02
+_HASTE_S = 1.0  # so long, pauses stay as the first: a server that was killed has a successor by then
 _LONGEST_PAUSE_S = 1.0
 _JOIN_TIMEOUT_S = 5.0
 NUM_FRUITLESS: Final = 3
@@ -276,7 +277,8 @@ class ReconnectingConnection:
             return f"{objection}; {advice} (it broke as follows: {problem})"
         watch, pause_s = Stopwatch(_LONGEST_PAUSE_S + _POLL_S), _FIRST_PAUSE_S
         while watch.elapsed_s() < self.patience_s and not self._closing.wait(pause_s):
-            pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+            if watch.elapsed_s() >= _HASTE_S:
+                pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
             how = self.how_ended()
             if how:
                 return f"is over: the server {how}"
