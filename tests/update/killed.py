@@ -16,7 +16,7 @@ import torch
 
 from paceline.transport.lasting_memory import LastingMemory, MemoryHolder
 from paceline.update.kernels import Kernel, Operands
-from paceline.update.lasting import Record, UpdateProgress
+from paceline.update.lasting import ChunkMemory, Record, UpdateProgress
 from paceline.update.rows.index import RowIndex
 from paceline.update.rows.memory import RowMemory
 
@@ -87,9 +87,10 @@ def _spoil_operands(_: Kernel, at: Operands, *__: object) -> None:
         tensors[0][: max(1, tensors[0].numel() // 2)].fill_(torch.nan)
 
 
-def _spoil_saved(progress: UpdateProgress, _: int, __: int, spans: list[tuple[int, int]], thread: int) -> None:
+def _spoil_saved(progress: UpdateProgress, _: int, chunk: ChunkMemory, thread: int) -> None:
     """Leave a copy in its middle."""
-    progress._keep_alive[thread][: spans[0][1] // 2] = bytes(spans[0][1] // 2)
+    num_bytes = chunk.spans[0][1] // 2
+    progress._memory[thread][:num_bytes] = bytes(num_bytes)
 
 
 def _spoil_column(memory: RowMemory, name: str, slots: torch.Tensor, _: object) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from paceline.core.partition import Range
+from paceline.errors import UsageError
+from paceline.transport.lasting_memory import LastingMemory, MemoryHolder
 from paceline.update import SGD, Adagrad, Adam, Add, chunked, lasting
 from paceline.update.lasting import Record, RowsMemory, ShardMemory
 from paceline.update.named_rules import resolve
@@ -21,7 +26,7 @@ from paceline.update.rules import RuleSpec
 from paceline.update.shard import Contribution, Shard
 from paceline.update.table import Segment
 
-from .killed import Story, killing
+from .killed import Killed, Story, killing
 from .rows.stores import rows_of
 from .tables import table
 
@@ -40,17 +45,28 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make updates of a few hundred elements, and of a few rows, go by several chunks."""
     monkeypatch.setattr(chunked, "CHUNK", 128)
     monkeypatch.setattr(lasting, "CHUNK", 128)
+    monkeypatch.setattr(lasting, "_LEAST_AHEAD_BYTES", 0)
     monkeypatch.setattr(row_memory, "PIECE_ROWS", 4)
     monkeypatch.setattr(lasting, "PIECE_ROWS", 4)
 
 
-def story_of_shard(rule: RuleSpec, dtype: str = "float32") -> Story[Shard]:
-    spec = replace(table(rule, (Segment("a", (150,)), Segment("b", (70,)))), dtype=dtype, nonfinite="zero")
+class AtOnce(Executor):
+    """Runs what is submitted before it returns."""
+
+    def submit(self, fn: Callable[..., object], /, *args: object, **kwargs: object) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(fn(*args, **kwargs))
+        return done
+
+
+def story_of_shard(rule: RuleSpec, *, ahead: bool = False) -> Story[Shard]:
+    spec = replace(table(rule, (Segment("a", (150,)), Segment("b", (70,)))), nonfinite="zero")
     span, built = Range(0, 0, 220), resolve(spec.rule, frozenset())
 
     def start(memory: lasting.LastingMemory) -> Shard:
         states = len(getattr(built, "known", ()))
-        kept = ShardMemory(memory, spec, span, num_states=states, num_threads=1)
+        saver = AtOnce() if ahead else None
+        kept = ShardMemory(memory, spec, span, num_states=states, num_threads=1, saver=saver)
         return Shard(spec, span, rule=resolve(spec.rule, frozenset()), lasting=kept)
 
     def work(shard: Shard) -> None:
@@ -123,6 +139,45 @@ def test_a_dense_update_that_is_killed_anywhere_ends_with_the_same_bytes(rule: s
     assert require_same_bytes(story_of_shard(RULES[rule])) > 30
 
 
+def test_what_was_saved_ahead_is_as_good() -> None:
+    assert require_same_bytes(story_of_shard(RULES["adam"], ahead=True)) > 30
+
+
 @pytest.mark.parametrize("rule", ["sgd", "adagrad"])
 def test_an_update_of_rows_that_is_killed_anywhere_ends_with_the_same_bytes(rule: str) -> None:
     assert require_same_bytes(story_of_rows(RULES[rule])) > 30
+
+
+@pytest.mark.parametrize("story", [story_of_shard(RULES["momentum"], ahead=True), story_of_rows(RULES["adagrad"])])
+def test_a_second_kill_while_a_successor_goes_on_is_as_harmless_as_the_first(story: Story[Any]) -> None:
+    expected = story.undisturbed()
+    for first in (14, 19, 21):
+        for second in range(1, 12):
+            assert story.killed_at(first, second, second)[0] == expected, (first, second)
+
+
+def test_a_copy_made_ahead_does_not_count_after_the_shard_has_changed() -> None:
+    story = story_of_shard(RULES["momentum"], ahead=True)
+    with MemoryHolder() as holder:
+        holder.start()
+        shard = story.start(LastingMemory.connect(holder.theirs))
+        story.work(shard)
+        shard.store(torch.zeros(220))
+        before = {name: tensor.clone() for name, tensor in shard.state().items()}
+        with killing(3), pytest.raises(Killed):  # in the middle of the first chunk
+            shard.apply([Contribution(torch.ones(220))])
+        successor = story.start(LastingMemory.connect(holder.theirs))
+        successor.apply([Contribution(torch.ones(220))])
+    plain = Shard(shard.spec, shard.span, rule=resolve(shard.spec.rule, frozenset()))
+    plain.load_state(before)
+    plain.hyper = shard.hyper
+    plain.apply([Contribution(torch.ones(220))])
+    assert torch.equal(successor.values, plain.values)
+
+
+def test_settings_that_do_not_fit_are_refused_with_their_size() -> None:
+    record = Record(memoryview(bytearray(Record.size_bytes(1, 8))), ("number",))
+    record.commit(b"12345678", number=1)
+    with pytest.raises(UsageError, match="9 bytes, expected 8"):
+        record.commit(b"123456789")
+    assert (record.numbers, record.settings) == ({"number": 1}, b"12345678")

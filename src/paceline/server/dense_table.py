@@ -21,7 +21,7 @@ from paceline.core.work_queue import Life
 from paceline.errors import PeerError, ProtocolBug, UsageError
 from paceline.server.buffers import SendBuffers
 from paceline.server.functions import call_over_range
-from paceline.server.memory_check import require_memory, require_room
+from paceline.server.memory_check import has_plenty, require_memory, require_room
 from paceline.server.push_checks import push_problem
 from paceline.server.served_table import ACCEPTED, Acceptance, Kind, ServedValues, TableHost
 from paceline.transport.base import Connection, SharesMemory
@@ -156,7 +156,10 @@ class ServedDenseTable:
             self.cold = f"table '{spec.name}' keeps pushes until a quorum of them has come"
         else:
             try:
-                found = ShardMemory(lasting, spec, span, num_states=len(rule.known), num_threads=num_threads)
+                num_states = len(rule.known)
+                has_plenty_of_room = has_plenty((1 + num_states) * span.length * self._dtype.itemsize)
+                saver = self.host.saver if has_plenty_of_room else None
+                found = ShardMemory(lasting, spec, span, num_states=num_states, num_threads=num_threads, saver=saver)
                 if isinstance(self.host.transport, SharesMemory):
                     self.host.transport.share(found.memory, found.descriptor)
             except OSError as error:

@@ -10,7 +10,9 @@ What holds for both:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
@@ -51,6 +53,7 @@ class TableHost:
         ops: gathers, scatters and sums rows.
         same_gradients: warns when workers push the same gradients.
         lasting: memory that outlives this server, for its successor; None if there is to be none.
+        saver: copies there what the next update is to change.
     """
 
     settings: ServerSettings
@@ -63,6 +66,7 @@ class TableHost:
     ops: RowOps = field(default_factory=row_ops)
     same_gradients: SameGradients = field(default_factory=SameGradients)
     lasting: LastingMemory | None = None
+    saver: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "paceline-save"))
 
     @property
     def name(self) -> str:

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from paceline.errors import UsageError
 from paceline.update.kernels import Kernel, Numbers, Operands
-from paceline.update.lasting import ShardMemory, ShardSettings, Span
+from paceline.update.lasting import ChunkMemory, ShardMemory, ShardSettings
 from paceline.update.rules import Hyper
 from paceline.update.summing import CHUNK, Contribution, combine_stretch, divisor_of
 from paceline.update.table import NonFinite, Scale, SegmentPiece
@@ -103,16 +103,14 @@ class Chunk:
         stop: one past the last element.
         sums: (start, stop) in the range, and the indices of the contributions with a gradient there.
         calls: kernel calls, in any order.
-        index: number of the chunk in its update.
-        memory: address and bytes of all that the calls change, values first.
+        memory: what the calls change.
     """
 
     start: int
     stop: int
     sums: tuple[tuple[tuple[int, int], tuple[int, ...]], ...]
     calls: tuple[UpdateCall, ...]
-    index: int = 0
-    memory: tuple[Span, ...] = ()
+    memory: ChunkMemory
 
 
 def cut_into_chunks(
@@ -165,7 +163,8 @@ def make_chunk(
     names: Sequence[tuple[str, ...]],
     *,
     in_lanes: bool,
-    index: int = 0,
+    index: int,
+    num_states: int,
 ) -> Chunk:
     """Return the sums and kernel calls of one chunk.
 
@@ -177,6 +176,7 @@ def make_chunk(
         names: states of each group.
         in_lanes: whether neighbouring slices get separate kernel calls.
         index: number of the chunk.
+        num_states: the most states that an element has.
     """
     start, stop = slices[0].start, slices[-1].stop
     sums = [
@@ -204,7 +204,8 @@ def make_chunk(
     )
     changed = [values, *(state[name] for name in sorted({name for call in calls for name in call.state}))]
     spans = tuple((part[start:stop].data_ptr(), part[start:stop].nbytes) for part in changed)
-    return Chunk(start, stop, tuple(sums), calls, index, spans)
+    offset = start * values.itemsize * (1 + num_states)
+    return Chunk(start, stop, tuple(sums), calls, ChunkMemory(index, offset, spans))
 
 
 def _neighbours(slices: Sequence[Slice], keys: Sequence[object]) -> list[list[Slice]]:
@@ -295,20 +296,26 @@ class Chunked:
     ) -> int:
         """Update all chunks so that a successor can go on in the middle; go on where a predecessor was killed."""
         progress, update = lasting.progress, lasting.record.numbers["num_applied"] + 1
+        progress.note_change()
         if self._resumes:
             progress.undo(update, [chunk.memory for chunk in chunks])
             self._resumes = False
 
         def change(chunk: Chunk, thread: int) -> int:
-            done = progress.num_zeroed(update, chunk.index)
+            done = progress.num_zeroed(update, chunk.memory)
             if done is not None:
                 return done
-            progress.save(update, chunk.index, chunk.memory, thread)
+            progress.save(update, chunk.memory, thread)
             num_zeroed = self._do(chunk, contributions, steps, thread, divisor)
-            progress.finish(update, chunk.index, num_zeroed)
+            progress.finish(update, chunk.memory, num_zeroed)
             return num_zeroed
 
         return self._threads.total(chunks, change)
+
+    def save_ahead(self) -> None:
+        """Have the chunks of the last update saved for the next one, which mostly has the same."""
+        if self._lasting is not None and self._plan is not None:
+            self._lasting.save_ahead([chunk.memory for chunk in self._plan.chunks])
 
     def _take_over(self, lasting: ShardMemory) -> None:
         """Go on with what a predecessor has committed, if there was one."""
@@ -459,7 +466,16 @@ class Chunked:
         for index in taken:
             self._hold(index, names[self._pieces[index].group])
         chunks = [
-            make_chunk(slices, having, ages, (self._values, self._state), names, in_lanes=in_lanes, index=number)
+            make_chunk(
+                slices,
+                having,
+                ages,
+                (self._values, self._state),
+                names,
+                in_lanes=in_lanes,
+                index=number,
+                num_states=len(self._kernel.known),
+            )
             for number, slices in enumerate(cut_into_chunks(self._pieces, taken, CHUNK, in_lanes=in_lanes))
         ]
         return chunks, torch.tensor([float(bool(contributors)) for contributors in having])

@@ -12,6 +12,7 @@ import ctypes
 import os
 import struct
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from mmap import PAGESIZE
 from typing import TYPE_CHECKING, Final, final
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 _HEAD_BYTES: Final = 64  # the first byte says which numbers are valid
 _NUMBER_BYTES: Final = 8
+_LEAST_AHEAD_BYTES: Final = 1 << 20  # less is copied faster than a thread is woken
 _BLOCK_BYTES: Final = 256 * 1024  # copied at once, as longer copies go past the cache
 
 
@@ -94,63 +96,115 @@ class Record:
         return _HEAD_BYTES + 2 * self._layout.size + area * self._room
 
 
-Span = tuple[int, int]  # address and number of bytes
+@dataclass(frozen=True, slots=True)
+class ChunkMemory:
+    """What one chunk of an update changes.
+
+    Args:
+        index: number of the chunk.
+        offset: where it lies in a copy of the whole shard, in bytes.
+        spans: address and bytes of each part.
+    """
+
+    index: int
+    offset: int
+    spans: tuple[tuple[int, int], ...]
+
+    def copy_to(self, target: int) -> None:
+        """Copy it to an address."""
+        for address, num_bytes in self.spans:
+            for start in range(0, num_bytes, _BLOCK_BYTES):
+                ctypes.memmove(target + start, address + start, min(_BLOCK_BYTES, num_bytes - start))
+            target += num_bytes
+
+    def copy_from(self, source: int) -> None:
+        """Restore it from a copy."""
+        for address, num_bytes in self.spans:
+            ctypes.memmove(address, source, num_bytes)
+            source += num_bytes
 
 
 @final
 class UpdateProgress:
     """Which chunks of one update are done, and what those under way looked like before.
 
-    Updates are numbered from 1. The threads of an update call it at once, each with its own chunks.
+    Updates are numbered from 1. The threads of an update call it at once, each with its own chunks. What a chunk looks
+    like is saved as it is about to be changed, in memory of the thread; or ahead, between two updates, while workers
+    compute, as an update takes half as long again otherwise. A copy that was made ahead counts if nothing has changed
+    the shard since then.
 
     Args:
         memory: of `size_bytes`, zero at first.
         num_chunks: the most chunks of an update.
-        saved: memory of each thread, in which it saves the chunk that it is about to change.
+        saved: memory of each thread.
+        whole: memory for the whole shard, to save chunks ahead; empty if there is none.
     """
 
-    def __init__(self, memory: memoryview, num_chunks: int, saved: Sequence[memoryview]) -> None:
+    def __init__(
+        self, memory: memoryview, num_chunks: int, saved: Sequence[memoryview], whole: memoryview | None = None
+    ) -> None:
         words = memory.cast("q")
         self._done = words[:num_chunks]  # by chunk, the last update that has changed it
         self._zeroed = words[num_chunks : 2 * num_chunks]  # by chunk, how many elements that update replaced by 0
-        self._notes = words[2 * num_chunks :]  # by thread, the update and the chunk that it has saved
+        self._notes = words[2 * num_chunks :]  # by thread: update, chunk, and whether it was saved ahead
         self._num_chunks = num_chunks
-        self._saved = [ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in saved]
-        self._keep_alive = tuple(saved)
+        self._memory = (*saved, *(() if whole is None else (whole,)))
+        self._saved = [_address(each) for each in saved]
+        self._whole = None if whole is None else _address(whole)
+        self._epoch = 0  # counts changes of the shard
+        self._ahead: dict[int, tuple[int, ChunkMemory]] = {}  # by chunk, what was saved ahead, and in which epoch
 
     @staticmethod
     def size_bytes(num_chunks: int, num_threads: int) -> int:
         """Return how much memory it takes, besides what chunks are saved in."""
         return _NUMBER_BYTES * (2 * num_chunks + num_threads)
 
-    def undo(self, update: int, chunks: Sequence[Sequence[Span]]) -> None:
+    def note_change(self) -> None:
+        """Note that the shard is about to change: what was saved ahead counts for this change alone."""
+        self._epoch += 1
+
+    def undo(self, update: int, chunks: Sequence[ChunkMemory]) -> None:
         """Restore the chunks that an update has begun and not done; called before the update goes on."""
         for thread, note in enumerate(self._notes):
-            number, chunk = divmod(note, self._num_chunks)
-            if number == update and self._done[chunk] != update:
-                source = self._saved[thread]
-                for address, num_bytes in chunks[chunk]:
-                    ctypes.memmove(address, source, num_bytes)
-                    source += num_bytes
+            number, rest = divmod(note, 2 * self._num_chunks)
+            index, is_ahead = divmod(rest, 2)
+            if number == update and self._done[index] != update:
+                chunk = chunks[index]
+                chunk.copy_from(self._at(chunk) if is_ahead else self._saved[thread])
             self._notes[thread] = 0  # only now may the thread save another chunk
 
-    def num_zeroed(self, update: int, chunk: int) -> int | None:
+    def num_zeroed(self, update: int, chunk: ChunkMemory) -> int | None:
         """Return what `finish` was told if the update has done this chunk, else None."""
-        return self._zeroed[chunk] if self._done[chunk] == update else None
+        return self._zeroed[chunk.index] if self._done[chunk.index] == update else None
 
-    def save(self, update: int, chunk: int, spans: Sequence[Span], thread: int) -> None:
-        """Save what a chunk looks like; called before it is changed."""
-        target = self._saved[thread]
-        for address, num_bytes in spans:
-            for start in range(0, num_bytes, _BLOCK_BYTES):
-                ctypes.memmove(target + start, address + start, min(_BLOCK_BYTES, num_bytes - start))
-            target += num_bytes
-        self._notes[thread] = update * self._num_chunks + chunk
+    def save(self, update: int, chunk: ChunkMemory, thread: int) -> None:
+        """Save what a chunk looks like, unless it was saved ahead; called before it is changed."""
+        is_ahead = self._ahead.get(chunk.index) == (self._epoch - 1, chunk)
+        if not is_ahead:
+            chunk.copy_to(self._saved[thread])
+        self._notes[thread] = 2 * (update * self._num_chunks + chunk.index) + is_ahead
 
-    def finish(self, update: int, chunk: int, num_zeroed: int) -> None:
+    def finish(self, update: int, chunk: ChunkMemory, num_zeroed: int) -> None:
         """Note that an update has changed a chunk."""
-        self._zeroed[chunk] = num_zeroed
-        self._done[chunk] = update
+        self._zeroed[chunk.index] = num_zeroed
+        self._done[chunk.index] = update
+
+    def save_ahead(self, chunks: Sequence[ChunkMemory]) -> None:
+        """Save what chunks look like, until the shard changes; in a thread of its own, called one at a time."""
+        epoch = self._epoch
+        for chunk in chunks:
+            if self._whole is None or self._epoch != epoch:
+                return
+            chunk.copy_to(self._at(chunk))
+            if self._epoch == epoch:  # nothing was changed while it was copied
+                self._ahead[chunk.index] = epoch, chunk
+
+    def _at(self, chunk: ChunkMemory) -> int:
+        return (self._whole or 0) + chunk.offset
+
+
+def _address(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,13 +239,21 @@ class ShardMemory:
         span: of the shard.
         num_states: the most states that an element has.
         num_threads: threads of an update.
+        saver: saves chunks ahead of updates, if there is to be memory for it: as much as the shard has.
 
     Raises:
         OSError: there is no such memory.
     """
 
     def __init__(
-        self, lasting: LastingMemory, spec: TableSpec, span: Range, *, num_states: int, num_threads: int
+        self,
+        lasting: LastingMemory,
+        spec: TableSpec,
+        span: Range,
+        *,
+        num_states: int,
+        num_threads: int,
+        saver: Executor | None = None,
     ) -> None:
         self._lasting, self._prefix, self._dtype = lasting, f"table/{spec.name}/", torch_dtype(spec)
         item_bytes, num_pieces = self._dtype.itemsize, len(cut(spec, span))
@@ -212,7 +274,11 @@ class ShardMemory:
             for thread in range(most_threads)
             if lasting.has(name := f"saved/{thread}/{saved_bytes}") or thread < num_threads
         ]
-        self.progress: Final = UpdateProgress(work[:progress_bytes], num_chunks, saved)
+        name, whole_bytes = f"{self._prefix}saved", (1 + num_states) * self.value_bytes
+        self._saver = saver if whole_bytes >= _LEAST_AHEAD_BYTES else None
+        has_whole = lasting.has(name) or self._saver is not None
+        whole = region_of(lasting, name, whole_bytes, sparse=True) if has_whole else None
+        self.progress: Final = UpdateProgress(work[:progress_bytes], num_chunks, saved, whole)
 
     @property
     def _values_name(self) -> str:
@@ -232,6 +298,11 @@ class ShardMemory:
         """Return the memory of a state, (elements of the range,), as a predecessor has left it; zero if it is new."""
         region = region_of(self._lasting, f"{self._prefix}state/{name}", max(1, self.value_bytes))
         return as_tensor(region[: self.value_bytes], self._dtype)
+
+    def save_ahead(self, chunks: Sequence[ChunkMemory]) -> None:
+        """Save these chunks for the next update, while the server waits for it; does not block."""
+        if self._saver is not None:
+            self._saver.submit(self.progress.save_ahead, chunks)
 
     @property
     def steps(self) -> Tensor:

@@ -148,6 +148,8 @@ class Shard:
     def store(self, values: Tensor) -> None:
         """Overwrite the values with a copy of `values`: (elements of the range,), dtype of the table."""
         self._require_fit(values, "values")
+        if self._lasting is not None:
+            self._lasting.progress.note_change()
         self.values.copy_(values)
         self.initialised = True
         self._commit()
@@ -206,6 +208,8 @@ class Shard:
         self.num_zeroed += self._updates.apply(contributions, self.hyper)
         self.version += 1
         self._commit(is_update=True)
+        if isinstance(self._updates, Chunked):
+            self._updates.save_ahead()
 
     @property
     def num_applied(self) -> int:
