@@ -35,7 +35,7 @@ EVENTS = (
 
 
 @dataclass
-class Regions:
+class Room:
     """Memory that outlives a journal; `room` bounds it."""
 
     regions: dict[str, memoryview] = field(default_factory=dict[str, memoryview])
@@ -54,20 +54,20 @@ class Regions:
     def drop(self, name: str) -> None:
         self.regions.pop(name, None)
 
-    def copy(self) -> Regions:
+    def copy(self) -> Room:
         """Return the memory as a process finds it that comes after one that ends now."""
-        return Regions({name: memoryview(bytearray(region)) for name, region in self.regions.items()}, self.room)
+        return Room({name: memoryview(bytearray(region)) for name, region in self.regions.items()}, self.room)
 
 
-def begun(size_bytes: int = 1 << 12) -> tuple[Regions, Journal]:
-    memory = Regions()
+def begun(size_bytes: int = 1 << 12) -> tuple[Room, Journal]:
+    memory = Room()
     journal = Journal(memory, size_bytes)
     assert journal.is_new
     journal.write_snapshot(b"at the start")
     return memory, journal
 
 
-def found(memory: Regions) -> tuple[bytes, list[object], list[float]]:
+def found(memory: Room) -> tuple[bytes, list[object], list[float]]:
     state, entries = Journal(memory).read()
     return state, [entry.written for entry in entries], [entry.now for entry in entries]
 

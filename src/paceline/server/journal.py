@@ -63,7 +63,7 @@ class Began:
 Written = ServerEvent | Asked | Began
 
 
-class Memory(Protocol):
+class Regions(Protocol):
     """Memory that outlives this process, by name."""
 
     def region(self, name: str, size_bytes: int) -> memoryview:
@@ -124,7 +124,7 @@ class Journal:
         size_bytes: of the entries; a snapshot is due when they fill half of it.
     """
 
-    memory: Memory
+    memory: Regions
     size_bytes: int = JOURNAL_BYTES
     _entries: memoryview = field(init=False)
     _end: int = _COUNTS.size  # where the next entry goes
