@@ -39,7 +39,7 @@ from paceline.core.messages import (
     Taken,
     WorkerRefused,
 )
-from paceline.core.server import ServerCore, ServerEvent
+from paceline.core.server import LEAD, ServerCore, ServerEvent
 from paceline.core.settings import ServerSettings
 from paceline.core.work_queue import Life
 from paceline.errors import PeerError, UsageError
@@ -342,7 +342,7 @@ class ServerNode:
             name = message.spec.name
             cold = self._tables[name].cold
             if cold:
-                self._keep_no_more(f"table '{name}' {cold}")
+                self._keep_no_more(cold, tells=self.settings.server == LEAD)
 
     def _on_step(self, message: StepFrame, connection: Connection, frame: Frame) -> None:
         push, step = message.frame.push, message.step
@@ -544,12 +544,13 @@ class ServerNode:
         except OSError as error:
             self._keep_no_more(f"there is no memory for it: {error.strerror}")
 
-    def _keep_no_more(self, reason: str) -> None:
+    def _keep_no_more(self, reason: str, *, tells: bool = True) -> None:
         """Be lost if this process is killed, as a server without memory that outlives it."""
         journal, self._journal = self._journal, None
         if journal is not None:
             journal.close(reason)
-            self.tell(f"server {self.settings.server} will not come back if it is killed: {reason}")
+            if tells:
+                self.tell(f"the run ends if server {self.settings.server} is killed: {reason}")
 
     def _parts(self) -> ServerParts:
         return ServerParts(self._core, self._request_handler, self._table_rpc, self._declarations)
@@ -595,7 +596,7 @@ class ServerNode:
         for name, table in self._tables.items():
             self._core.handle(Declared(name, table.consistency, table.keyed), time.monotonic())  # if it was not yet
             if table.cold:
-                raise CannotGoOn(f"table '{name}' {table.cold}")
+                raise CannotGoOn(table.cold)
 
     def _replay_effect(
         self, effect: ServerEffect, failed: set[tuple[str, tuple[PushId, ...]]], recovery: Recovery
@@ -649,16 +650,16 @@ class ServerNode:
             return False
         try:
             hello = check_caller(decode(item.connection.identity), item.connection)
-            message = decode(item.frame.header)
-            check_said(hello, message, self.settings.num_servers)
+            said = decode(item.frame.header)
+            check_said(hello, said, self.settings.num_servers)
         except PeerError:
             return False
-        match message:
+        match said:
             case Join(sender) if not self._core.lives.objection(sender):
                 self._on_incoming(item)
                 return True
             case PushFrame(push) | RowPushFrame(push) if push.id in recovery.wanted:
-                self._take_tensor(message, item.frame, recovery)
+                self._take_tensor(said, item.frame, recovery)
                 return True
             case _:
                 return False
