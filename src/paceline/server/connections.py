@@ -95,7 +95,7 @@ class Connections:
         queue.send(encode(message))
 
     def note_heard(self, server: int, connection: Connection) -> None:
-        """Connect to a server anew that has: another process may be in its place, which our connection does not reach."""
+        """Connect anew to a server that has: another process may be in its place, which our connection misses."""
         before, self._heard[server] = self._heard.get(server), connection
         if before is not None and before is not connection and server in self._servers:
             self._servers.pop(server).close()

@@ -218,6 +218,7 @@ class ServerNode:
                 return False
             if self._is_due():
                 self._handle(Timeout())
+                self._keep_up()
                 self._deadline = self._core.next_deadline()
         return True
 
@@ -237,8 +238,7 @@ class ServerNode:
             self._expel(item)
         elif isinstance(item, ServerCall):
             item.call(ServerState(self._core, self._tables))
-        if self._journal is not None and (self._snapshot_due or self._journal.wants_snapshot):
-            self._write_snapshot(self._journal)
+        self._keep_up()
         return not isinstance(item, Stop)
 
     def stop(self) -> None:
@@ -536,6 +536,11 @@ class ServerNode:
     def _note_began(self, table: str, what: str) -> None:
         self._write_down(Began(table, what), time.monotonic())
         self._snapshot_due = True
+
+    def _keep_up(self) -> None:
+        """Write a snapshot if one is due; between two events, when all their effects are performed."""
+        if self._journal is not None and (self._snapshot_due or self._journal.wants_snapshot):
+            self._write_snapshot(self._journal)
 
     def _write_snapshot(self, journal: Journal) -> None:
         self._snapshot_due = False

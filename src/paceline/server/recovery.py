@@ -25,6 +25,7 @@ from paceline.server.work_queue import WorkQueueHost
 from paceline.wire.messages import encode
 from paceline.wire.requests import Declare, DeclareRows
 
+_CORE: Final = StateCodec(ServerCore)
 _REQUESTS: Final = StateCodec(RequestHandler, leaves_out=("tables", "send", "work_host"))
 _WORK: Final = StateCodec(WorkQueueHost, leaves_out=("send",))
 _CALLS: Final = StateCodec(TableRpc, leaves_out=("tables", "send", "clock_of", "note_began"))
@@ -71,10 +72,9 @@ class ServerParts:
 
     def dump(self) -> bytes:
         """Return the state of all parts."""
-        cores = StateCodec(ServerCore)
         return msgspec.msgpack.encode(
             [
-                cores.dump(self.core),
+                _CORE.dump(self.core),
                 _REQUESTS.dump(self.requests),
                 _WORK.dump(self.requests.work_host),
                 _CALLS.dump(self.calls),
@@ -85,7 +85,7 @@ class ServerParts:
     def load(self, content: bytes) -> None:
         """Replace the state of all parts by what `dump` has returned."""
         core, requests, work, calls, declarations = cast("list[Plain]", msgspec.msgpack.decode(content))
-        StateCodec(ServerCore).load_into(self.core, core)
+        _CORE.load_into(self.core, core)
         _REQUESTS.load_into(self.requests, requests)
         _WORK.load_into(self.requests.work_host, work)
         _CALLS.load_into(self.calls, calls)
