@@ -126,11 +126,15 @@ class MemoryHolder:
     """Keeps the memory of one process at a time, and passes it on to its successor. A context manager.
 
     `theirs` is the end of the process that uses the memory. Each of them inherits it, and this process keeps it, too.
+
+    Args:
+        most_regions: how many it keeps at once, a descriptor each; it refuses more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_regions: int = 256) -> None:
         # Whole messages, and the end of this process is seen by the other.
         self._requests, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._most_regions = most_regions
         self._kept: dict[bytes, int] = {}
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name="paceline-memory", daemon=True)
@@ -181,7 +185,7 @@ class MemoryHolder:
             return
         with self._lock:
             before = {name: self._kept.pop(name)} if name in self._kept else {}
-            if request == _KEEP and len(descriptors) == 1:
+            if request == _KEEP and len(descriptors) == 1 and len(self._kept) < self._most_regions:
                 self._kept[name] = descriptors.pop()
             _close_all(before)
             _close_all(dict(enumerate(descriptors)))

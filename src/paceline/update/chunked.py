@@ -429,10 +429,15 @@ class Chunked:
     def _hold(self, index: int, names: Sequence[str]) -> None:
         for name in names:
             if name not in self._state:
-                zeros = torch.zeros_like(self._values) if self._lasting is None else self._lasting.state(name)
-                self._state[name] = zeros
+                self._state[name] = self._zeros(name)
         self.is_changed = True
         self._held[index] = tuple(name for name in self._kernel.known if name in names or name in self._held[index])
+
+    def _zeros(self, name: str) -> Tensor:
+        """Return memory for a state, zero unless a predecessor has left it."""
+        if self._lasting is None:
+            return torch.zeros_like(self._values)
+        return self._lasting.state(self._kernel.known.index(name))
 
     def _planned(self, contributions: Sequence[Contribution]) -> list[Chunk]:
         """Return the chunks of an update, and count a step of each of its pieces."""

@@ -137,20 +137,18 @@ class UpdateProgress:
         memory: of `size_bytes`, zero at first.
         num_chunks: the most chunks of an update.
         saved: memory of each thread.
-        whole: memory for the whole shard, to save chunks ahead; empty if there is none.
+        whole: memory for the whole shard, to save chunks ahead; it takes none until then.
     """
 
-    def __init__(
-        self, memory: memoryview, num_chunks: int, saved: Sequence[memoryview], whole: memoryview | None = None
-    ) -> None:
+    def __init__(self, memory: memoryview, num_chunks: int, saved: Sequence[memoryview], whole: memoryview) -> None:
         words = memory.cast("q")
         self._done = words[:num_chunks]  # by chunk, the last update that has changed it
         self._zeroed = words[num_chunks : 2 * num_chunks]  # by chunk, how many elements that update replaced by 0
         self._notes = words[2 * num_chunks :]  # by thread: update, chunk, and whether it was saved ahead
         self._num_chunks = num_chunks
-        self._memory = (*saved, *(() if whole is None else (whole,)))
+        self._memory = (*saved, whole)
         self._saved = [_address(each) for each in saved]
-        self._whole = None if whole is None else _address(whole)
+        self._whole = _address(whole) if whole else 0
         self._epoch = 0  # counts changes of the shard
         self._ahead: dict[int, tuple[int, ChunkMemory]] = {}  # by chunk, what was saved ahead, and in which epoch
 
@@ -193,14 +191,14 @@ class UpdateProgress:
         """Save what chunks look like, until the shard changes; in a thread of its own, called one at a time."""
         epoch = self._epoch
         for chunk in chunks:
-            if self._whole is None or self._epoch != epoch:
+            if self._epoch != epoch:
                 return
             chunk.copy_to(self._at(chunk))
             if self._epoch == epoch:  # nothing was changed while it was copied
                 self._ahead[chunk.index] = epoch, chunk
 
     def _at(self, chunk: ChunkMemory) -> int:
-        return (self._whole or 0) + chunk.offset
+        return self._whole + chunk.offset
 
 
 def _address(memory: memoryview) -> int:
@@ -259,14 +257,18 @@ class ShardMemory:
         item_bytes, num_pieces = self._dtype.itemsize, len(cut(spec, span))
         self.value_bytes: Final = span.length * item_bytes
         self.memory: Final = region_of(lasting, self._values_name, max(1, self.value_bytes))[: self.value_bytes]
-        settings_bytes = _SETTINGS_BYTES + 1024 * len(spec.rule.groups) + 64 * num_pieces
-        size_bytes = Record.size_bytes(len(_SHARD_NUMBERS), settings_bytes)
-        self.record: Final = Record(region_of(lasting, f"{self._prefix}record", size_bytes), _SHARD_NUMBERS)
+        record_bytes = Record.size_bytes(
+            len(_SHARD_NUMBERS), _SETTINGS_BYTES + 1024 * len(spec.rule.groups) + 64 * num_pieces
+        )
         num_chunks = span.length // (CHUNK // 2) + 2
         most_threads = max(num_threads, os.cpu_count() or 1)
         progress_bytes = UpdateProgress.size_bytes(num_chunks, most_threads)
-        work = region_of(lasting, f"{self._prefix}work", progress_bytes + 2 * 4 * max(1, num_pieces))
-        self._steps: Final = as_tensor(work[progress_bytes:], torch.float32).view(2, -1)[:, :num_pieces]
+        steps_bytes, all_bytes = 2 * 4 * max(1, num_pieces), (1 + num_states) * self.value_bytes
+        # One region for all of it, as each takes a descriptor in two processes.
+        sizes = (record_bytes, progress_bytes, steps_bytes, num_states * self.value_bytes, all_bytes)
+        record, progress, steps, self._states, whole = _parts(lasting, f"{self._prefix}shard", sizes)
+        self.record: Final = Record(record, _SHARD_NUMBERS)
+        self._steps: Final = as_tensor(steps, torch.float32).view(2, -1)[:, :num_pieces]
         # One update at a time: the tables of a server may share it, and it stays in the cache.
         saved_bytes = (1 + num_states) * CHUNK * item_bytes
         saved = [
@@ -274,11 +276,8 @@ class ShardMemory:
             for thread in range(most_threads)
             if lasting.has(name := f"saved/{thread}/{saved_bytes}") or thread < num_threads
         ]
-        name, whole_bytes = f"{self._prefix}saved", (1 + num_states) * self.value_bytes
-        self._saver = saver if whole_bytes >= _LEAST_AHEAD_BYTES else None
-        has_whole = lasting.has(name) or self._saver is not None
-        whole = region_of(lasting, name, whole_bytes, sparse=True) if has_whole else None
-        self.progress: Final = UpdateProgress(work[:progress_bytes], num_chunks, saved, whole)
+        self._saver = saver if all_bytes >= _LEAST_AHEAD_BYTES else None
+        self.progress: Final = UpdateProgress(progress, num_chunks, saved, whole)
 
     @property
     def _values_name(self) -> str:
@@ -294,10 +293,10 @@ class ShardMemory:
         """What was committed last; None before that."""
         return _settings_decoder.decode(self.record.settings) if self.record.settings else None
 
-    def state(self, name: str) -> Tensor:
-        """Return the memory of a state, (elements of the range,), as a predecessor has left it; zero if it is new."""
-        region = region_of(self._lasting, f"{self._prefix}state/{name}", max(1, self.value_bytes))
-        return as_tensor(region[: self.value_bytes], self._dtype)
+    def state(self, number: int) -> Tensor:
+        """Return the memory of a state by its number, (elements of the range,), as it was left; zero if it is new."""
+        start = number * self.value_bytes
+        return as_tensor(self._states[start : start + self.value_bytes], self._dtype)
 
     def save_ahead(self, chunks: Sequence[ChunkMemory]) -> None:
         """Save these chunks for the next update, while the server waits for it; does not block."""
@@ -351,16 +350,15 @@ class RowsMemory:
 
     def __init__(self, lasting: LastingMemory, spec: RowTableSpec, rule: RowRule) -> None:
         self._lasting, self._prefix = lasting, f"table/{spec.name}/"
-        size_bytes = Record.size_bytes(len(_ROW_NUMBERS), _SETTINGS_BYTES)
-        self.record: Final = Record(region_of(lasting, f"{self._prefix}record", size_bytes), _ROW_NUMBERS)
         self._layouts = {name: each for name, each in layouts(spec, rule).items() if name not in use_columns(spec.life)}
-        row_bytes = sum(layout.row_bytes for layout in self._layouts.values())
-        ahead, start = region_of(lasting, f"{self._prefix}ahead", PIECE_ROWS * row_bytes, sparse=True), 0
-        self._ahead: dict[str, Tensor] = {}  # by column, the rows of a piece
-        for name, layout in self._layouts.items():
-            stop = start + PIECE_ROWS * layout.row_bytes
-            self._ahead[name] = as_tensor(ahead[start:stop], layout.dtype).view(PIECE_ROWS, layout.width)
-            start = stop
+        sizes = [PIECE_ROWS * layout.row_bytes for layout in self._layouts.values()]
+        record_bytes = Record.size_bytes(len(_ROW_NUMBERS), _SETTINGS_BYTES)
+        record, *ahead = _parts(lasting, f"{self._prefix}rows", [record_bytes, *sizes])
+        self.record: Final = Record(record, _ROW_NUMBERS)
+        self._ahead = {  # by column, the rows of a piece
+            name: as_tensor(part, layout.dtype).view(PIECE_ROWS, layout.width)
+            for (name, layout), part in zip(self._layouts.items(), ahead, strict=True)
+        }
         for name in self._layouts:  # now, while it can still be said that there is none
             lasting.file(self._column_name(name), PAGESIZE, sparse=True)
 
@@ -398,6 +396,19 @@ class RowsMemory:
     def commit(self, hyper: tuple[Hyper, ...] | None, **changes: int) -> None:
         """Change numbers of the record, and the hyperparameters where they are given, between two updates."""
         self.record.commit(None if hyper is None else msgspec.msgpack.encode(hyper), num_pieces=0, **changes)
+
+
+def _parts(lasting: LastingMemory, name: str, sizes: Sequence[int]) -> list[memoryview]:
+    """Return parts of one sparse region, each at an address that any number may have."""
+    whole, start, parts = region_of(lasting, name, sum(map(_padded, sizes)), sparse=True), 0, list[memoryview]()
+    for size in sizes:
+        parts.append(whole[start : start + size])
+        start += _padded(size)
+    return parts
+
+
+def _padded(size_bytes: int) -> int:
+    return -(-size_bytes // PAGESIZE) * PAGESIZE
 
 
 def region_of(lasting: LastingMemory, name: str, size_bytes: int, *, sparse: bool = False) -> memoryview:
