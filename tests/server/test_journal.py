@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -157,3 +158,7 @@ def test_the_process_that_starts_successors_can_read_how_far_a_server_came_and_w
     assert set(memory.regions) == {COLD}
     assert bytes(memory.regions[COLD]).rstrip(b"\0") == b"a rule keeps a state of its own"
     assert len(memory.regions[COLD]) == COLD_BYTES
+
+
+def test_every_event_of_a_server_can_be_written_down() -> None:
+    assert set(get_args(ServerEvent)) <= set(journal_codec.kinds)
