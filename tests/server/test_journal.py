@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from paceline.core.consistency import ssp
 from paceline.core.events import Declared, Died, Timeout, Unapplied
 from paceline.core.messages import Clock, Push, PushId, Sender
+from paceline.core.server import ServerEvent
+from paceline.server.journal import _CODEC as journal_codec
 from paceline.server.journal import (
     COLD,
     COLD_BYTES,
