@@ -13,7 +13,7 @@ from paceline.core.consistency import ssp
 from paceline.core.events import Declared, Died, Timeout, Unapplied
 from paceline.core.messages import Clock, Push, PushId, Sender
 from paceline.core.server import ServerEvent
-from paceline.server.journal import _CODEC as journal_codec
+from paceline.server import journal as journals
 from paceline.server.journal import (
     COLD,
     COLD_BYTES,
@@ -163,4 +163,4 @@ def test_the_process_that_starts_successors_can_read_how_far_a_server_came_and_w
 
 
 def test_every_event_of_a_server_can_be_written_down() -> None:
-    assert set(get_args(ServerEvent)) <= set(journal_codec.kinds)
+    assert set(get_args(ServerEvent)) <= set(journals._CODEC.kinds)
