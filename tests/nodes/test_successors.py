@@ -16,6 +16,7 @@ from tests.nodes.test_faults import NUM_CLOCKS, NUM_WORKERS, Ledger
 from torch import Tensor
 
 from paceline.core.events import Died, Timeout
+from paceline.core.messages import PushId
 from paceline.core.settings import ServerSettings
 from paceline.observe.trace import Trace
 from paceline.server.journal import COLD, COLD_BYTES, JOURNAL, JOURNAL_BYTES
@@ -67,11 +68,11 @@ class MortalServer(ServerNode):
         super()._write_down(written, now)
         self.fate.pass_point()
 
-    def _perform(self, effects: list[Any]) -> bool:
-        held = False
+    def _perform(self, effects: list[Any]) -> set[PushId]:
+        held: set[PushId] = set()
         for effect in effects:
             self.fate.pass_point()
-            held = super()._perform([effect]) or held
+            held |= super()._perform([effect])
         return held
 
 
