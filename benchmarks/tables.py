@@ -1,8 +1,8 @@
 """A step of many small tables beside one of a single table of their total size: `python benchmarks/tables.py`.
 
-One worker and its server in one process, under bsp. `dense` tables are pulled and pushed; `rows` are asked for all at
-once (`pull_later`) and pushed; `layers` are `paceline.Embedding`, forward, backward and the end of the clock. Many and
-one take turns, each in a session of its own, and a number is the median of the rounds.
+One worker and its server in one process, under bsp. `dense` tables are pulled together (`session.pull`) and pushed;
+`rows` are asked for all at once (`pull_later`) and pushed; `layers` are `paceline.Embedding`, forward, backward and the
+end of the clock. Many and one take turns, each in a session of its own, and a number is the median of the rounds.
 """
 
 import time
@@ -85,8 +85,7 @@ def step_of(way: str, session: paceline.Session, num_tables: int, num_rows: int)
         dense = [session.table(name, shape=(num_rows, WIDTH), update=update, consistency="bsp") for name in names]
 
         def step() -> None:
-            for table in dense:
-                table.pull()
+            session.pull(*dense)
             for table in dense:
                 table.push(gradient)
             session.clock()

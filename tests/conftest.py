@@ -5,6 +5,15 @@ import os
 import signal
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# An example may take any time, as other programs run here too; and two runs over one code find the same.
+# `pytest --hypothesis-profile search` draws other examples each time.
+settings.register_profile(
+    "search", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
+settings.register_profile("suite", settings.get_profile("search"), derandomize=True)
+settings.load_profile("suite")
 
 # Every process that a test starts overwrites memory that becomes free: a late look at it finds NaN.
 os.environ["PACELINE_CHECK_MEMORY"] = "1"

@@ -11,7 +11,7 @@ import pytest
 import paceline
 from paceline.errors import UsageError
 
-TIMEOUT_S = 100.0
+TIMEOUT_S = 200.0
 
 
 def run(*command: str, script: Path) -> subprocess.CompletedProcess[str]:

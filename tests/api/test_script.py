@@ -49,7 +49,7 @@ def test_a_plain_script_trains_with_a_server_of_its_own(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-W", "error", str(script), str(tmp_path / "model.pt")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (ended.stdout, ended.stderr, ended.returncode) == ("0 1 0\n10 True\n", "", 0)
     assert sorted(torch.load(tmp_path / "model.pt", weights_only=True)) == ["bias", "weight"]
 

@@ -32,10 +32,11 @@ def _at_the_barrier(started: Job) -> bool:
 
 
 def test_a_barrier_that_the_others_cannot_reach_names_who_is_where(tmp_path: Path) -> None:
-    with job(tmp_path, workers=2, wait_timeout_s=2.0) as started:
+    with job(tmp_path, workers=2) as started:
 
         def work(ps: Session) -> None:
             table = ps.table("w", shape=(2,), update=paceline.update.Add(), scale="sum")
+            ps.node.waits.set_timeout(2.0)
             if ps.rank == 1:
                 ps.barrier()
             while not _at_the_barrier(started):

@@ -54,12 +54,14 @@ def seeds() -> list[tuple[object, bytes]]:
     """One message of each kind, none of which may change tables "w" and "r" as it is, and what travels beside it."""
     push, sender, table_call = Push(PushId(1, RANK, 0, 0), "z", 0, 0), ME, TableCall(1, "q", 0, 0)
     keys, rows = Keys(2, b"", sent=True), bytes_of(IDS) + bytes_of(torch.ones(2, 2))
+    pulled = PullFrame(messages.Pull(sender, 1, "w", 0, 0), 0)
     odd = row_table("q", life=Lifecycle(admit_after=0), filters=(FilterSpec("int8", {"push": True}),))
     said: list[tuple[object, bytes]] = [
         (Hello("worker", RANK, 0, 1), b""),
         (PushFrame(push, 1.0, (0,), ({"lr": 0.1},)), bytes(16)),
-        (PullFrame(messages.Pull(sender, 1, "w", 0, 0), 0), b""),
-        (wire.StepFrame(PushFrame(push, 1.0, (0,), ({"lr": 0.1},)), 1, 0, 0), bytes(16)),
+        (pulled, b""),
+        (wire.StepFrame((PushFrame(push, 1.0, (0,), ({"lr": 0.1},)),), 1, (pulled,), (16,)), bytes(16)),
+        (wire.StepFrame((PushFrame(push, 1.0, (), ()),) * 2, -1, (pulled,), (16, 8)), bytes(24)),
         (RowPushFrame(push, 1.0, (), keys), rows),
         (RowPullFrame(messages.Pull(sender, 1, "r", 0, 0), keys), bytes_of(IDS)),
         (Unsubscribe(sender, "r", 3), bytes_of(IDS)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from safetensors.torch import save
@@ -26,6 +27,7 @@ from paceline.wire.messages import (
     RowsUsed,
     StepFrame,
     Unsubscribe,
+    joined,
 )
 from paceline.wire.requests import TableCall
 
@@ -105,8 +107,16 @@ class Talker:
         absent = self._random.choice(((), (0,), (0, 0)))
         push = PushFrame(self._push_of("d"), 1.0, absent, self._random.choice(((), (), (), RULES[1].groups)))
         if self._random.random() < 0.3:
-            return StepFrame(push, self._random.randrange(50), self._random.choice((0, 1)), 0), body
+            return self._step(push, body)
         return push, body
+
+    def _step(self, push: PushFrame, body: bytes) -> Said:
+        pick, num = self._random.choice, self._random.choice((1, 1, 2, 3))
+        pushes = (push, *(replace(push, push=self._push_of("d")) for _ in range(num - 1)))
+        pulls = tuple(PullFrame(self._pull_of((0, 1)), 0) for _ in range(pick((0, 1, 2))))
+        size = pick((len(body),) * 9 + (8,))
+        whole = joined([memoryview(body)] * num) if body else b""
+        return StepFrame(pushes, pick((-1, 0, 1, 2)), pulls, (size,) * num), bytes(whole)
 
     def _rows(self) -> Said:
         ids = self._ids()

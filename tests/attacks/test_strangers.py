@@ -1,4 +1,4 @@
-"""Who does not belong to the job gets a closed connection within a second, no word, and changes nothing."""
+"""Who does not belong to the job gets a closed connection at once, no word, and changes nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import socket
 import ssl
 import struct
 import threading
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
@@ -17,7 +16,7 @@ from datetime import timedelta
 
 import pytest
 from tests.attacks.papers import Papers
-from tests.attacks.target import REFUSED_WITHIN_S, Target, target
+from tests.attacks.target import Target, target
 from tests.nodes.client import client, member
 from tests.transport.carriers import CREDENTIALS
 from tests.transport.wire import GREETING_BYTES, NONCE, hello, open_raw, proof, read_exactly, read_to_end, shake_hands
@@ -31,26 +30,16 @@ from paceline.wire.messages import Hello, encode
 
 IDENTITY = encode(Hello("worker", 1, 0, 1))
 ZERO, DAY, YEAR = timedelta(0), timedelta(days=1), timedelta(days=365)
-TIMES = 3  # an attack is refused in time at the best of so many trials: other programs run here too
+PATIENT = Limits(handshake_timeout_s=300.0)  # no attacker waits so long: to be refused at this deadline is too late
 
 # Attacks a server at an address, and returns all that it has heard once it is turned away.
 Attack = Callable[[str], bytes]
 
 
-def quickest_s(attack: Attack, address: str, most_heard: int) -> float:
-    """Attack some times; return the time of the quickest refusal."""
-    times_s: list[float] = []
-    for _ in range(TIMES):
-        began_s = time.monotonic()
-        heard = attack(address)
-        times_s.append(time.monotonic() - began_s)
-        assert len(heard.removesuffix(REFUSAL)) <= most_heard, heard
-    return min(times_s)
-
-
 def is_refused_without_a_trace(attack: Attack, victim: Target, most_heard: int = GREETING_BYTES) -> None:
     before = victim.picture()
-    assert quickest_s(attack, victim.address, most_heard) < REFUSED_WITHIN_S
+    heard = attack(victim.address)
+    assert len(heard.removesuffix(REFUSAL)) <= most_heard, heard
     assert victim.picture() == before
     assert victim.read() == bytes(16)
 
@@ -60,7 +49,7 @@ def is_refused_without_a_trace(attack: Attack, victim: Target, most_heard: int =
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Target]:
-    with target() as victim:
+    with target(limits=PATIENT) as victim:
         yield victim
 
 
@@ -199,7 +188,8 @@ def member_peer_identity(peer_identity: Papers) -> TlsSettings:
 
 @pytest.fixture(scope="module")
 def encrypted(peer_identity: Papers, member_peer_identity: TlsSettings) -> Iterator[Target]:
-    with target(tls=peer_identity.of(Holder("server", 0)), client_tls=member_peer_identity) as victim:
+    tls = peer_identity.of(Holder("server", 0))
+    with target(tls=tls, client_tls=member_peer_identity, limits=PATIENT) as victim:
         yield victim
 
 
@@ -208,7 +198,7 @@ def try_to_join(why: str, tls: TlsSettings | None, credentials: Credentials = CR
 
     def attack(address: str) -> bytes:
         with pytest.raises(PeerError, match=why):
-            TcpTransport(credentials, tls=tls).connect(address, IDENTITY, timeout_s=5)
+            TcpTransport(credentials, tls=tls).connect(address, IDENTITY, timeout_s=30)
         return b""
 
     return attack
@@ -237,7 +227,7 @@ def record_and_replay(settings: TlsSettings) -> Attack:
             def tap() -> None:
                 near, _ = middle.accept()
                 with near, open_raw(address) as far, suppress(OSError):
-                    near.settimeout(5)
+                    near.settimeout(30)
                     recorded.extend(word := near.recv(1 << 14))
                     far.sendall(word)
                     near.sendall(far.recv(1 << 14))
@@ -247,8 +237,8 @@ def record_and_replay(settings: TlsSettings) -> Attack:
             thread.start()
             with suppress(PeerError):
                 transport = TcpTransport(CREDENTIALS, tls=settings)
-                transport.connect(f"127.0.0.1:{middle.getsockname()[1]}", IDENTITY, timeout_s=5).close()
-            thread.join(10)
+                transport.connect(f"127.0.0.1:{middle.getsockname()[1]}", IDENTITY, timeout_s=30).close()
+            thread.join(30)
         assert len(recorded) > 1000, "a ClientHello and a certificate"
         say(address, bytes(recorded))
         return b""
@@ -301,16 +291,16 @@ def test_a_certificate_is_for_nobody_else(peer_identity: Papers, encrypted: Targ
 
 
 def test_who_drips_bytes_is_shown_out_when_its_time_is_over(plain: Target) -> None:
-    with target(limits=Limits(handshake_timeout_s=0.3)) as victim, open_raw(victim.address) as loris:
-        began_s = time.monotonic()
-        loris.settimeout(0.02)
+    with target(limits=Limits(handshake_timeout_s=1.0)) as victim, open_raw(victim.address) as loris:
+        loris.settimeout(0.05)  # for each byte: to say all of them takes longer than a handshake may
         with suppress(OSError):
-            for byte in (hello(IDENTITY) + bytes(32)) * 10:
+            for byte in hello(IDENTITY):
                 loris.sendall(bytes((byte,)))
                 with suppress(TimeoutError):
                     if not loris.recv(1 << 10):
                         break
-        assert time.monotonic() - began_s < 2.0
+            else:
+                pytest.fail("it was not shown out")
     assert plain.read() == bytes(16)
 
 
@@ -325,10 +315,8 @@ def test_a_hundred_who_say_nothing_keep_no_worker_out(
     with ExitStack() as crowd:
         for _ in range(100):
             crowd.enter_context(open_raw(victim.address))
-        began_s = time.monotonic()
         with member(servers, 7):
-            assert time.monotonic() - began_s < 5.0
-        assert victim.read() == bytes(16)
+            assert victim.read() == bytes(16)
 
 
 def test_a_server_that_is_out_of_threads_turns_away_who_comes_and_goes_on(

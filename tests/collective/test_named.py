@@ -50,5 +50,6 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
 
 def test_a_name_that_nobody_pushes_to_is_waited_for_until_the_deadline(tmp_path: Path) -> None:
     slow = pytest.raises(DeadlineExceeded, match="the first push to 'nothing'")
-    with job(tmp_path, wait_timeout_s=0.3) as started, started.join(0) as worker, slow:
+    with job(tmp_path) as started, started.join(0) as worker, slow:
+        worker.node.waits.set_timeout(0.3)
         worker.named.pull("nothing")

@@ -113,12 +113,12 @@ class Cluster(RuleBasedStateMachine):
 
     # -- what users do -----------------------------------------------------------------------------------------------
 
-    @rule(rank=RANKS, ends_clock=st.booleans())
-    def push(self, rank: int, ends_clock: bool) -> None:
+    @rule(rank=RANKS, ends_clock=st.booleans(), may_wait=st.booleans())
+    def push(self, rank: int, ends_clock: bool, may_wait: bool = True) -> None:
         peer = self.peers[rank]
         if peer.core.num_unsettled("w") < 5:
             peer.made.append(peer.core.next_push("w"))
-            self.wish(rank, WantPush("w", ends_clock=ends_clock))
+            self.wish(rank, WantPush("w", ends_clock=ends_clock, may_wait=may_wait))
 
     @rule(rank=RANKS)
     def step(self, rank: int) -> None:
@@ -132,11 +132,13 @@ class Cluster(RuleBasedStateMachine):
         if self.peers[rank].reading_at is None:
             self.wish(rank, WantClock())
 
-    @rule(rank=RANKS, refresh=st.booleans())
-    def read(self, rank: int, refresh: bool) -> None:
+    @rule(rank=RANKS, refresh=st.booleans(), more=st.booleans())
+    def read(self, rank: int, refresh: bool, more: bool = False) -> None:
         peer = self.peers[rank]
         if peer.reading_at is None:
             peer.reading_at = peer.core.clock
+            if more:
+                self.wish(rank, WantRead("w", more=True))
             self.wish(rank, WantRead("w", refresh=refresh))
 
     # -- what the network and fate do --------------------------------------------------------------------------------
@@ -218,8 +220,8 @@ class Cluster(RuleBasedStateMachine):
         if isinstance(message, Push):
             self.model.take_in(message)
         elif isinstance(message, WholeStep):
-            self.tell_model(message.push)
-            self.tell_model(message.tick)
+            for part in (*message.pushes, message.tick):
+                self.tell_model(part)
         elif isinstance(message, Clock) and self.model.is_live(message.sender):
             worker = message.sender.worker
             self.model.clocks[worker] = max(self.model.clocks[worker], message.clock)

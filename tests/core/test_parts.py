@@ -6,8 +6,8 @@ from paceline.core.commit import MAX_WITHDRAWN, ClockCommit, CommitDecision
 from paceline.core.dedup import WINDOW, DedupWindow
 from paceline.core.membership import WorkerLives
 from paceline.core.messages import Applied, Clock, Held, Join, Pull, PushRefused
-from paceline.core.read_queue import DenseReadQueue
 from paceline.core.retransmit import Retransmit
+from paceline.core.tables import DenseReadQueue
 
 # -- ledger ----------------------------------------------------------------------------------------------------------
 

@@ -6,8 +6,8 @@ from paceline.core.consistency import Consistency, essp, ssp
 from paceline.core.effects import Serve
 from paceline.core.events import Declared, Died
 from paceline.core.messages import Delivered, Fetched, Join, Taken
-from paceline.core.read_queue import DenseReadQueue
 from paceline.core.server import ServerCore
+from paceline.core.tables import DenseReadQueue
 
 
 def server(point: Consistency, workers: tuple[int, ...] = (0, 1)) -> ServerCore:

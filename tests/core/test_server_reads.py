@@ -1,10 +1,11 @@
 """A server core and reads: answered once the clock allows it, never before, and none is forgotten."""
 
+import pytest
 from tests.core.cores import make_server, of, pull, push, push_id, said, sender, tick
 
-from paceline.core.consistency import Consistency, asynchronous, bsp, essp, ssp
-from paceline.core.effects import Advanced, Apply, Serve
-from paceline.core.events import Died
+from paceline.core.consistency import Consistency, asynchronous, backup, bsp, essp, ssp
+from paceline.core.effects import Advanced, Apply, Serve, ServerEffect
+from paceline.core.events import Declared, Died
 from paceline.core.messages import Applied, Delivered, Fetched, Leave, PullRefused, Taken, Ticked, WorkerRefused
 
 
@@ -20,6 +21,46 @@ def test_t2_the_need_is_the_readers_own_not_the_slowest_clock() -> None:
     core = make_server(ssp(1))
     assert said(core.handle(pull(0, 1, 0, needs=0), 0.0), Fetched)[0].clock == 0
     assert core.handle(pull(1, 1, 3, needs=2), 0.0) == []
+
+
+def tables_advanced(effects: list[ServerEffect]) -> list[str]:
+    return [effect.table for effect in of(effects, Advanced)]
+
+
+def test_clocks_pass_a_table_by_that_is_not_used() -> None:
+    core = make_server(bsp(), workers=(0,))
+    core.handle(Declared("v", bsp()), 0.0)
+    core.handle(push(0, 0, 0), 0.0)
+    assert tables_advanced(core.handle(tick(0, 1), 0.0)) == ["w", "v"]
+    core.handle(push(0, 1, 1), 0.0)
+    assert tables_advanced(core.handle(tick(0, 2), 0.0)) == ["w"]
+    assert core.clock_of("v") == 2
+    effects = core.handle(pull(0, 1, 2, needs=2, table="v"), 0.0)
+    assert effects[0] == Advanced("v", 2)
+    assert said(effects, Fetched)[0].clock == 2
+
+
+@pytest.mark.parametrize("policy", [bsp(), ssp(1)], ids=str)
+def test_a_reader_or_a_push_of_an_unused_table_finds_it_at_the_clock_of_the_others(policy: Consistency) -> None:
+    core = make_server(policy)
+    for clock in (1, 2, 3):
+        for worker in (0, 1):
+            core.handle(tick(worker, clock), 0.0)
+    core.handle(push(0, 0, 3), 0.0)
+    core.handle(tick(0, 4), 0.0)
+    assert not of(core.handle(pull(0, 1, 5, needs=4), 0.0), Serve)
+    effects = core.handle(tick(1, 4), 0.0)
+    assert [found.clock for found in said(effects, Fetched)] == [4]
+    assert Advanced("w", 4) in effects
+
+
+@pytest.mark.parametrize(
+    ("policy", "num_servers"), [(backup(1), 1), (bsp(), 2)], ids=["a quorum closes clocks", "another server follows"]
+)
+def test_clocks_that_not_all_close_together_pass_no_table_by(policy: Consistency, num_servers: int) -> None:
+    core = make_server(policy, workers=(0,), num_servers=num_servers)
+    for clock in (1, 2, 3):
+        assert Advanced("w", clock) in core.handle(tick(0, clock), 0.0)
 
 
 def test_t3_a_server_nobody_writes_to_advances_by_ticks_alone() -> None:

@@ -89,7 +89,7 @@ def test_whoever_lags_is_helped_and_values_are_the_same_to_rounding(
     data_servers: int, slices: int, plain: dict[int, Results], tmp_path: Path
 ) -> None:
     source = write_numbers(tmp_path, 47)
-    training = Training(fed(source, shuffle=True, slices=slices), num_epochs=2, before=Lagging(slices))
+    training = Training(fed(source, shuffle=True, slices=slices), num_epochs=2, before=Lagging(47, slices))
 
     with fed_job(tmp_path, data_servers=data_servers, workers=NUM_WORKERS, servers=2) as started:
         found = started.run(training)

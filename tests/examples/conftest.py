@@ -16,7 +16,7 @@ from paceline.launch.child import Launch
 from paceline.launch.forkserver.server import ForkServer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-READY_WITHIN_S = 60.0
+READY_WITHIN_S = 200.0
 
 Alone = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -10,7 +10,7 @@ import pytest
 from tests.examples.conftest import Alone
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TIMEOUT_S = 90
+TIMEOUT_S = 200
 JOB = [sys.executable, "-m", "paceline", "run", "--quiet", "--no-progress", "-n", "2", "-m", "2"]
 # What the script prints at the end, and whether that is good enough.
 GOALS = {

@@ -14,7 +14,7 @@ from tests.examples.conftest import Alone
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = EXAMPLES / "matrix_factorization.py"
-TIMEOUT_S = 90
+TIMEOUT_S = 200
 NUM_RATINGS = 3000
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TIMEOUT_S = 90
+TIMEOUT_S = 200
 JOB = [sys.executable, "-m", "paceline", "run", "--quiet", "--no-progress", "-n", "2"]
 TINY = "--text {} --steps 30 --batch 8 --length 16 --width 32 --blocks 2 --heads 2"
 

@@ -11,7 +11,7 @@ import pytest
 from tests.examples.conftest import Alone
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TIMEOUT_S = 90
+TIMEOUT_S = 200
 JOB = [sys.executable, "-m", "paceline", "run", "--quiet", "--no-progress", "-n", "2", "--transport", "memory"]
 
 sys.path.insert(0, str(EXAMPLES))

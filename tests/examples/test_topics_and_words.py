@@ -15,7 +15,7 @@ from tests.examples.conftest import Alone
 from tests.examples.planted import write_bags, write_text
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TIMEOUT_S = 90
+TIMEOUT_S = 200
 JOB = ("-m", "paceline", "run", "--quiet", "--no-progress", "-n", "2", "-m", "2")
 
 
@@ -49,7 +49,7 @@ def test_topics_of_several_workers_are_those_that_were_planted_and_no_count_is_l
         numbers(done.stdout, f"{name}, perplexity at the end: ")[0] for name in (r"2 worker\(s\)", "token by token")
     )
     assert together < 0.6 * first
-    assert together == pytest.approx(alone, rel=0.02)
+    assert together == pytest.approx(alone, rel=0.05)
     groups = [{word[0] for word in topic.split()} for topic in re.findall(r"\d%  (.*)", done.stdout)]
     assert set.union(*(group for group in groups if len(group) == 1)) == set("abcd")
     assert picture.stat().st_size > 10_000

@@ -16,8 +16,8 @@ from tests.launch.launching import processes_of, wait_gone
 import paceline
 from paceline.launch.policy import EXIT_LOST
 
-TIMEOUT_S = 60.0
-LEFT_WITHIN_S = 2.0
+TIMEOUT_S = 200.0
+LEFT_WITHIN_S = 30.0
 SOURCES = Path(paceline.__file__).parents[1]
 SCRIPTS = Path(__file__).with_name("scripts")
 

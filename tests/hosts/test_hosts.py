@@ -13,7 +13,7 @@ from benchmarks.hosted_job import HostedJob, hosted_spec
 from benchmarks.shaped_network import CannotShapeError, Line, ShapedNetwork
 
 WORKER = Path(__file__).parent / "worker.py"
-PATIENCE_S = 60.0
+PATIENCE_S = 200.0
 SINK = """
 import socket, sys
 listener = socket.create_server((sys.argv[1], 0))
@@ -69,19 +69,19 @@ def test_lines_keep_to_their_rate_both_ways_and_can_be_cut_and_healed() -> None:
                 sinks.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
             ports = [sink.stdout.readline().strip() for sink in sinks if sink.stdout]
             seconds = [
-                send(network, source, network.address(sink), ports[sink], 1_000_000, 5.0)
-                for source, sink in ((0, 1), (1, 2), (1, 0))
+                send(network, source, network.address(sink), ports[sink], 1_000_000, 20.0)
+                for source, sink in ((0, 1), (1, 2), (1, 0), (1, 0), (1, 0))
             ]
             assert None not in seconds
-            limited_up, limited_down, free = map(float, seconds)  # type: ignore[arg-type]
+            limited_up, limited_down, *free = map(float, seconds)  # type: ignore[arg-type]
             assert min(limited_up, limited_down) > 0.4, "1 MB at 2 MB/s, less what a token bucket lets through at once"
-            assert free < min(limited_up, limited_down)
+            assert min(free) < min(limited_up, limited_down)
             before = network.sent_bytes(0)[1]
             network.cut(0)
             assert send(network, 1, network.address(0), ports[0], 10, 0.5) is None
-            assert send(network, 1, network.address(2), ports[2], 10, 5.0) is not None, "only one line was cut"
+            assert send(network, 1, network.address(2), ports[2], 10, 20.0) is not None, "only one line was cut"
             network.heal(0)
-            assert send(network, 1, network.address(0), ports[0], 10, 5.0) is not None
+            assert send(network, 1, network.address(0), ports[0], 10, 20.0) is not None
             assert before >= 1_000_000
         finally:
             for sink in sinks:

@@ -15,6 +15,7 @@ from paceline.launch.plan import LocalRun, Programs
 from paceline.launch.policy import Policy
 
 SERVER = Path(__file__).with_name("fake_server.py")
+GRACE_S = 60.0  # a busy machine ends nothing that is about to end by itself
 
 
 def main(settings: dict[str, Any]) -> int:
@@ -35,7 +36,7 @@ def main(settings: dict[str, Any]) -> int:
             args=tuple(settings.pop("args", ())),
             run_dir=None if run_dir is None else Path(run_dir),
             policy=Policy(**settings.pop("policy", {})),
-            **settings,
+            **{"grace_s": GRACE_S, **settings},
         ),
         programs,
     )

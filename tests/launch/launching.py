@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 DRIVER = Path(__file__).with_name("driver.py")
-TIMEOUT_S = 30.0
+TIMEOUT_S = 200.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,5 +114,5 @@ import os, signal, subprocess, sys
 from paceline.job.environment import find_place
 from paceline.job.spec import wait_spec
 place = find_place()
-spec = wait_spec(place.spec_path, timeout_s=10.0)
+spec = wait_spec(place.spec_path, timeout_s=60.0)
 """

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "sinfo")
-START_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 30.0
 
 CONFIG = """
 ClusterName=paceline

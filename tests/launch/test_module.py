@@ -38,7 +38,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_worker_runs_a_module_as_python_does(here: Path, name: str) -> None:
     words = ["-m", name, "-n", "3"]
     plain, ours = (
-        subprocess.run([sys.executable, *start, *words], capture_output=True, text=True, timeout=60, check=False)
+        subprocess.run([sys.executable, *start, *words], capture_output=True, text=True, timeout=200, check=False)
         for start in ([], ["-m", "paceline.launch.worker"])
     )
     assert (ours.stdout, ours.stderr) == (plain.stdout, "")

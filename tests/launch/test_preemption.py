@@ -124,7 +124,7 @@ notice.listen()
 {"tell()" if "second" in then else ""}
 {then}
 """
-    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=30)
+    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=200)
     assert (abs(ended.returncode), ended.stdout) == (signal.SIGTERM, ""), ended.stderr
 
 

@@ -113,9 +113,7 @@ def test_a_server_process_from_its_start_to_its_end(tmp_path: Path) -> None:
         secrets += spellings(run_dir)
 
         revoke(run_dir / KEYS_NAME, "worker-1")
-        since_s = time.monotonic()
         until(lambda: bool(second._lock.failure))
-        assert time.monotonic() - since_s < 2.0, "a second, and what it takes this worker to give up"
         assert not can_connect(spec, 1)
         assert "or the certificate was revoked" in second._lock.failure
         second.close()

@@ -30,7 +30,7 @@ def test_what_python_is_told_by_options_is_told_to_all_processes() -> None:
         text=True,
         check=True,
         env={},
-        timeout=60,
+        timeout=200,
     )
     assert json.loads(told.stdout) == {
         "PYTHONUNBUFFERED": "1",

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from tests.tidy.tree import ROOT
 
-DEADLINE_S = 120.0
+DEADLINE_S = 200.0
 
 
 def run_ranks(script: Path, directory: Path, num_ranks: int) -> list[str]:

@@ -17,7 +17,7 @@ class Mutant:
 
 WORKER, SERVER, DEDUP, TABLES = "core/worker.py", "core/server.py", "core/dedup.py", "core/tables.py"
 READS = "core/table_reads.py"
-READERS, COMMIT, MEMBERSHIP = "core/read_queue.py", "core/commit.py", "core/membership.py"
+READERS, COMMIT, MEMBERSHIP = "core/tables.py", "core/commit.py", "core/membership.py"
 CLOCKS, RETRANSMIT, CONSISTENCY = "core/clocks.py", "core/retransmit.py", "core/consistency.py"
 
 MUTANTS: tuple[Mutant, ...] = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.catalogue import READERS, SERVER, Mutant
 
-ROW_READS, TABLES = "core/row_reads.py", "core/tables.py"
+ROW_READS, TABLES = "core/table_reads.py", "core/tables.py"
 CACHE, CLIENT, READS = "worker/rows/cache.py", "worker/rows/client.py", "worker/rows/in_flight.py"
 ROW_TABLE, STATE = "server/row_table.py", "worker/rows/state.py"
 KEYS, DEDUP = "update/filters/key_cache.py", "core/dedup.py"
@@ -34,7 +34,12 @@ CORE_MUTANTS: tuple[Mutant, ...] = (
         "        self._delivered[server] = max(message.clock + 1, self.reached(server))\n"
         "        if self._last.get(server) == message:",
     ),
-    Mutant("the server's bound is not checked", ROW_READS, "if message.clock < pull.needs:", "if message.clock < -1:"),
+    Mutant(
+        "the server's bound is not checked",
+        ROW_READS,
+        '        if message.clock < pull.needs:\n            effects.append(broken_bound(server, message, pull, "rows',
+        '        if message.clock < -1:\n            effects.append(broken_bound(server, message, pull, "rows',
+    ),
     Mutant(
         "a read of a worker takes the place of another",
         READERS,

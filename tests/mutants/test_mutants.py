@@ -45,7 +45,7 @@ def hunt(mutant: Mutant | None, folder: Path) -> Hunted:
     command = [sys.executable, "-P", "-m", "tests.mutants.hunt", str(NUM_SEEDS)]
     try:
         done = subprocess.run(
-            command, env=environment, cwd=folder, capture_output=True, text=True, timeout=60, check=False
+            command, env=environment, cwd=folder, capture_output=True, text=True, timeout=200, check=False
         )
     except subprocess.TimeoutExpired:
         return Hunted(-1, "the hunt did not end")

@@ -17,7 +17,7 @@ from paceline.wire.requests import Declare, Initialise, RequestDone, RequestFail
 
 T = TypeVar("T")
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
 NUMEL = 4
 WORKER = Hello("worker", 1, 0, 1)
 SENDER = Sender(1, 1, 0)

@@ -41,7 +41,7 @@ from paceline.worker.node import WorkerNode
 CARRIERS = ("memory", "tcp", "shm")  # and "tls"
 CREDENTIALS = Credentials(bytes(range(32)), "nodes")
 RETRY_S = 0.05
-JOIN_S = 60.0  # by then every thread of a test has ended, or the test fails
+JOIN_S = 150.0  # by then every thread of a test has ended, or the test fails
 
 Work = Callable[[WorkerNode], None]
 
@@ -152,7 +152,7 @@ def cluster(
         for server in servers:
             server.stop()
         for thread in threads:
-            thread.join(timeout=10.0)
+            thread.join(timeout=JOIN_S)
         assert not any(thread.is_alive() for thread in threads), "a server hangs"
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConnectionLost, PeerError
-from paceline.server.acceptor import Acceptor
+from paceline.server.connections import Acceptor
 from paceline.transport.base import EMPTY, NO_IDENTITY, Frame, Place
 from paceline.transport.buffer_pool import BufferPool
 from paceline.transport.buffers import destination, flat
@@ -322,7 +322,7 @@ def staged(seed: int) -> Iterator[Stage]:
             return None
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("wire.send_queue", "wire.connection", "server.acceptor"):
+        for module in ("wire.send_queue", "wire.connection", "server.connections"):
             patch.setattr(f"paceline.{module}.threading", threads)
         patch.setattr("paceline.server.node.time", SimpleNamespace(monotonic=lambda: stage.now_s))
         patch.setattr("paceline.worker.node.PeriodicThread", NoTimekeeper)

@@ -9,6 +9,7 @@ from queue import SimpleQueue
 
 import pytest
 import torch
+from safetensors.torch import save
 from tests.attacks.rogue import bytes_of, row_table
 from tests.nodes.client import NUMEL, ONES, Client, as_body, member, push
 from tests.nodes.cluster import Cluster, cluster, open_table, read_values, table
@@ -32,7 +33,7 @@ from paceline.server.node import ServerState
 from paceline.update.rules import Quorum, RuleSpec
 from paceline.update.torch_rule import torch_optim
 from paceline.wire.messages import Keys, PullFrame, RowPullFrame, RowPushFrame, decode
-from paceline.wire.requests import Declare, DeclareRows, Initialise, RequestDone, RequestFailed, SaveState
+from paceline.wire.requests import Declare, DeclareRows, Initialise, LoadState, RequestDone, RequestFailed, SaveState
 
 DENSE = RuleSpec("tests.nodes.failing_rules:Dense", ({},))
 ROWS = RuleSpec("tests.nodes.failing_rules:Rows", ({},))
@@ -164,6 +165,21 @@ def test_an_update_that_fails_as_values_are_looked_at_ends_no_server(served: tup
     assert "the rule gives up" in heard.reason
     two.say(push(0), ONES)
     assert two.hear(PushRefused)[0].reason == heard.reason
+
+
+def test_whole_values_that_are_loaded_mend_a_table(served: tuple[Cluster, Client, Client]) -> None:
+    _, one, two = served
+    declare(one, DENSE, "asynchronous")
+    one.say(push(0, worker=0), ONES)
+    one.hear(Applied)
+    two.say(push(0), ONES)
+    two.hear(PushRefused)
+    two.say(LoadState(4, "w"), memoryview(save({"values": torch.full((NUMEL,), 7.0)})))
+    assert answers(two, 1) == [RequestDone(4)]
+    one.say(push(1, worker=0), ONES)
+    one.hear(Applied)
+    one.say(PullFrame(Pull(Sender(1, 0, 0), 1, "w", 0, 0), 0))
+    assert torch.frombuffer(one.hear(Fetched)[1], dtype=torch.float32).tolist() == [8.0] * NUMEL
 
 
 def test_a_worker_is_told_of_its_push_and_fails_as_it_reads(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tests.nodes.cluster import CARRIERS, Cluster, address_of, make_transport, o
 from tests.nodes.test_faults import NUM_CLOCKS, NUM_WORKERS, Ledger
 from torch import Tensor
 
+from paceline.core.messages import PushId
 from paceline.core.settings import ServerSettings
 from paceline.observe.trace import Trace
 from paceline.server.node import ServerNode
@@ -56,11 +57,11 @@ class MortalServer(ServerNode):
         super()._write_down(written, now)
         self.fate.pass_point()
 
-    def _perform(self, effects: list[Any]) -> bool:
-        held = False
+    def _perform(self, effects: list[Any]) -> set[PushId]:
+        held = set[PushId]()
         for effect in effects:
             self.fate.pass_point()
-            held = super()._perform([effect]) or held
+            held |= super()._perform([effect])
         return held
 
 

@@ -21,7 +21,7 @@ from tests.launch.test_launchers import TRAIN
 pytestmark = pytest.mark.timeout(300)
 
 DRIVER = Path(__file__).with_name("driver.py")
-GONE_WITHIN_S = 10.0
+GONE_WITHIN_S = 30.0
 ON_SECOND = {"worker_resources": {"second": 1}}
 
 # Worker 1 is killed with its actor in the middle of a clock. Its next life finds what the first has pushed, and then
@@ -158,7 +158,7 @@ def test_over_two_nodes_the_bits_are_those_of_one_machine(launcher: Launcher, tm
     assert "paceline: Ray has placed the processes on 2 nodes; they talk over TCP, encrypted" in lines
     write(script, TRAIN)
     line = [sys.executable, "-m", "paceline", "run", "--quiet", str(script)]
-    local = subprocess.run(line, capture_output=True, text=True, timeout=60, check=True)
+    local = subprocess.run(line, capture_output=True, text=True, timeout=200, check=True)
     assert sorted(line for line in lines if " has " in line and "]" in line) == sorted(local.stdout.splitlines())
     assert {path.name for path in (run_dir / "trace").iterdir()} == {
         "data-0.jsonl",

@@ -19,7 +19,7 @@ from paceline.serve.gateway import Gateway, Namespaces
 from paceline.serve.namespace import NamespaceConfig
 from paceline.serve.state import StateFolder
 
-JOIN_S = 60.0
+JOIN_S = 150.0
 
 
 @dataclass

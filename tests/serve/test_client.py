@@ -37,11 +37,11 @@ def test_an_address_that_drops_packets_leaves_time_to_the_next_one_which_is_reme
     with closing(tcp.listen("127.0.0.1:0")) as listener:
         line = NamespaceTransport(WHERE, tcp, lambda: (deaf, listener.address))
 
-        with closing(line.open_connection(VISIT, timeout_s=0.8)) as connection:
+        with closing(line.open_connection(VISIT, timeout_s=2.0)) as connection:
             assert f"tcp://{connection.peer}" == listener.address
         began_s = time.monotonic()
-        with closing(line.open_connection(VISIT, timeout_s=30.0)):
-            assert time.monotonic() - began_s < 10.0, "the deaf one is tried first no more"
+        with closing(line.open_connection(VISIT, timeout_s=60.0)):
+            assert time.monotonic() - began_s < 30.0, "the deaf one is tried first no more"
 
 
 def test_where_no_address_leads_there_the_host_is_looked_up_again(tcp: TcpTransport, deaf: str) -> None:

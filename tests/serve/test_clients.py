@@ -130,7 +130,7 @@ def test_ranks_are_the_first_free_ones_or_those_that_were_asked_for(served: Hous
         with served.connect(rank=2) as again:
             assert again.rank == 2
             again.node._connections[0]._post.connection.close()  # the line is cut, and made again
-            assert open_weights(again, "asynchronous").push(torch.ones(3)).result(10.0).applied
+            assert open_weights(again, "asynchronous").push(torch.ones(3)).result(30.0).applied
 
 
 def test_clients_that_are_counted_must_agree_on_how_many(served: House) -> None:
@@ -205,7 +205,7 @@ def test_clients_are_no_group_that_calls_each_other(served: House) -> None:
     with served.connect() as ps:
         future = ps.exchange.all_reduce(torch.ones(2), "sum", None)
         with pytest.raises(UsageError, match="clients of a server of its own know the server alone"):
-            future.result(10.0)
+            future.result(30.0)
 
 
 def test_code_and_folders_that_the_server_was_not_told_of_are_left_alone(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from tests.transport.carriers import make_carrier
 
-from paceline.server.acceptor import Acceptor, Incoming
+from paceline.server.connections import Acceptor, Incoming
 from paceline.transport.base import EMPTY, Connection, Transport
 from paceline.transport.deadline import Deadline
 from paceline.transport.frames import Kind, Prefix, encode_prefix
 from paceline.transport.stream import StreamConnection
 
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 LARGE = 1 << 20
 
 

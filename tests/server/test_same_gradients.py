@@ -13,7 +13,7 @@ import paceline
 from paceline.api.session import Session
 from paceline.core.consistency import Consistency
 from paceline.core.messages import Push, PushId
-from paceline.server.same_gradients import CLOCKS, SameGradients
+from paceline.server.push_checks import CLOCKS, SameGradients
 
 FORGOTTEN = (
     "did the script forget paceline.shard(loader)? Workers that train on the same samples learn no more than one of "
@@ -81,7 +81,7 @@ def test_one_worker_and_later_clocks_are_not_looked_at(monkeypatch: pytest.Monke
     watching = Watching()
     for clock in range(100):
         watching.push(0, clock, gradient(clock))
-    monkeypatch.setattr("paceline.server.same_gradients._digest", pytest.fail)
+    monkeypatch.setattr("paceline.server.push_checks._digest", pytest.fail)
     for clock in range(CLOCKS, 100):
         watching.push(1, clock, gradient(clock))
     assert watching.told == []

@@ -11,7 +11,7 @@ from paceline.core.events import Declared, Disconnected
 from paceline.core.messages import Clock, Join, Leave, Pull, Sender
 from paceline.core.server import ServerCore, ServerEvent
 from paceline.core.settings import ServerSettings
-from paceline.server.wait_reports import WaitReports
+from paceline.server.requests import WaitReports
 from paceline.wire.requests import ReportWait
 
 STUCK = (

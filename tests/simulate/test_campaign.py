@@ -30,9 +30,9 @@ def test_of_all_reads_under_a_bound_none_is_too_old(point: Consistency, least_re
 
     num_reads, seed = 0, 1000 * BOUNDED.index(point)
     while num_reads < least_reads:
-        totals = run(range(seed, seed + 10), longer)
+        totals = run(range(seed, seed + 2), longer)
         assert totals.broken == {}
-        num_reads, seed = num_reads + totals.num_reads, seed + 10
+        num_reads, seed = num_reads + totals.num_reads, seed + 2
 
 
 def test_a_swarm_over_all_points_keeps_every_rule_and_everything_rare_happens() -> None:
@@ -61,7 +61,7 @@ def test_a_trace_does_not_depend_on_the_hash_seed_of_the_process() -> None:
         environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
         command = [sys.executable, "-c", "from tests.simulate.test_campaign import main; main()"]
         done = subprocess.run(
-            command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+            command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200, check=True
         )
         assert done.stdout.split() == here
 

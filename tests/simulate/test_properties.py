@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.simulate.swarm import draw
 
@@ -12,7 +12,7 @@ from paceline.simulate.history import History
 from paceline.simulate.scenario import Faults, Network, Scenario, Stragglers
 from paceline.simulate.world import World
 
-FEW = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FEW = settings(max_examples=150)
 
 POINTS = st.one_of(
     st.just(bsp()),

@@ -36,6 +36,7 @@ def frames(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def session(frames: list[str]) -> Iterator[paceline.Session]:
     with paceline.init() as made:
+        made.node._periodic.stop()  # which sends what has waited long: on a busy machine, that may be soon
         yield made
 
 
@@ -71,8 +72,45 @@ def test_values_of_steps_are_those_of_plain_torch(frames: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("session")
-def test_a_model_with_buffers_pushes_two_tables_and_keeps_the_frames_of_each(frames: list[str]) -> None:
-    assert "StepFrame" not in steps(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), frames, "bsp")
+@pytest.mark.parametrize("consistency", ["bsp", "ssp:2", "asynchronous"])
+def test_buffers_travel_with_the_parameters(frames: list[str], consistency: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    assert steps(model, frames, consistency) == ["StepFrame", "Fetched", "Fetched"] * 3
+
+
+def test_tables_of_a_script_share_frames_and_each_keeps_its_values(
+    frames: list[str], session: paceline.Session
+) -> None:
+    sgd = paceline.update.SGD(lr=1.0)
+    tables = [session.table(f"t{number}", shape=(number,), update=sgd, consistency="bsp") for number in range(1, 6)]
+    frames.clear()
+    for clock in range(3):
+        values = session.pull(*tables)
+        assert [found.tolist() for found in values] == [[-clock * table.shape[0]] * table.shape[0] for table in tables]
+        for table in tables:
+            table.push(torch.full(table.shape, float(table.shape[0])))
+        session.clock()
+    session.barrier()
+    assert frames.count("StepFrame") == 6, "one for the values, one for the pushes and the clock"
+    assert not {"PushFrame", "PullFrame", "Clock", "Held"} & set(frames)
+
+
+def test_one_table_of_a_step_is_refused_and_the_others_are_not(session: paceline.Session) -> None:
+    update = paceline.update.Add()
+    tables = [session.table(name, shape=(2,), update=update, consistency="bsp", nonfinite="ignore") for name in "ab"]
+    bad = session.table("bad", shape=(2,), update=paceline.update.SGD(lr=1.0), consistency="bsp")
+    pushed = [tables[0].push([1.0, 2.0]), bad.push([1.0, 1.0], absent=(7,)), tables[1].push([3.0, 4.0])]
+    session.clock()
+    assert [found.tolist() for found in session.pull(*tables, bad)] == [[1.0, 2.0], [3.0, 4.0], [0.0, 0.0]]
+    assert [each.result(30.0).applied for each in pushed] == [True, False, True]
+
+
+@pytest.mark.usefixtures("session")
+def test_a_step_of_tables_that_is_too_large_for_one_frame_goes_in_parts(frames: list[str]) -> None:
+    model = nn.Sequential(nn.Linear(3, 1 << 14), nn.BatchNorm1d(1 << 14))
+    found = steps(model, frames, "bsp")
+    assert "StepFrame" not in found
+    assert found.count("PushFrame") == 6
 
 
 @pytest.mark.usefixtures("session")

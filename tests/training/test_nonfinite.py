@@ -86,6 +86,32 @@ def test_halt_ends_the_worker_and_leaves_the_others_finite(tmp_path: Path) -> No
     assert all(bool(values.isfinite().all()) for values in kept.values())
 
 
+def test_a_script_that_catches_halt_goes_on_with_its_next_batch(tmp_path: Path) -> None:
+    def work(worker: Session) -> tuple[Tensor, int]:
+        model, halts = mlp(), 0
+        optimizer = paceline.distributed(sgd(model), nonfinite="halt")
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad()
+            one_batch(model, 0, step)
+            if BAD_STEP - 2 <= step <= BAD_STEP:  # more often than there are buffers
+                model[0].weight.grad[2, 3] = torch.nan
+            try:
+                optimizer.step()
+            except UsageError:
+                halts += 1
+        return parameters(model), halts
+
+    [(found, halts)] = run_job(tmp_path, work, workers=1, carrier="shm")
+    model = mlp()
+    optimizer = sgd(model)
+    for step in (0, 4, 5):
+        optimizer.zero_grad()
+        one_batch(model, 0, step)
+        optimizer.step()
+    assert halts == 3
+    assert torch.equal(found, parameters(model))
+
+
 FIRST = (
     r"paceline: worker {rank}, clock 3: a push of '{table}' was refused: 1 of 224 elements of the gradient for table "
     r"'{table}' are NaN or infinite, in parameter '0.weight'; it was not sent. See whether the loss is finite"

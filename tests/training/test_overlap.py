@@ -416,6 +416,19 @@ def test_the_state_is_that_of_a_plain_optimizer(tmp_path: Path) -> None:
                 assert torch.equal(plain.state_dict()["state"][index][name], values), (index, name)
 
 
+def test_after_close_a_model_runs_backward_as_a_plain_one(tmp_path: Path) -> None:
+    def work(ps: Session) -> None:
+        model, optimizer = distribute(Recipe())
+        one_batch(model, ps.rank, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        ps.close()
+        one_batch(model, ps.rank, 1)
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+    run_job(tmp_path, work, workers=1, carrier="shm")
+
+
 @pytest.mark.parametrize("sizes", [[1], [3, 1, 5, 2], [16, 16], [1, 1, 1], [20, 1]])
 def test_runs_cover_everything_once_and_are_large_enough(sizes: list[int]) -> None:
     runs = bucket_ranges([torch.zeros(size) for size in sizes], 16)

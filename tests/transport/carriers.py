@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-CARRIERS = ("memory", "tcp", "tls", "shm", "faulty-memory", "faulty-tcp")
+CARRIERS = ("memory", "memory-maps", "tcp", "tls", "shm", "faulty-memory", "faulty-tcp")
 CREDENTIALS = Credentials(token=bytes(range(32)), job="contract")
 
 
@@ -58,8 +58,8 @@ def make_carrier(kind: str, directory: Path, limits: Limits | None = None, tls: 
     if kind.startswith("faulty-"):
         inner = make_carrier(kind.removeprefix("faulty-"), directory, limits, tls)
         return Carrier(FaultyTransport(inner.transport, FaultPlan(), seed=0), inner.address)
-    if kind == "memory":
-        return Carrier(MemoryTransport(limits), "memory://server-0")
+    if kind in ("memory", "memory-maps"):
+        return Carrier(MemoryTransport(limits, maps=kind == "memory-maps"), "memory://server-0")
     if kind in ("tcp", "tls"):
         assert (tls is None) == (kind == "tcp")
         return Carrier(TcpTransport(CREDENTIALS, limits, tls=tls), "tcp://127.0.0.1:0")

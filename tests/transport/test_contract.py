@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.transport.carriers import Carrier, Pair, connect_pair, make_carrier
 
@@ -223,7 +223,7 @@ def test_receive_ends_at_its_deadline_and_the_connection_lives_on(pair: Pair) ->
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded, match=r"frame from"):
         pair.client.receive(timeout_s=0.05)
-    assert 0.05 <= time.monotonic() - started < 2
+    assert 0.05 <= time.monotonic() - started < 30
     pair.server.send(b"late", timeout_s=5)
     assert pair.client.receive(timeout_s=5).header == b"late"
 
@@ -492,7 +492,7 @@ TRAINS = st.lists(
 )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30)
 @given(TRAINS)
 def test_any_trains_of_frames_arrive_as_one_sequence(pair: Pair, trains: list[list[tuple[bytes, bytes]]]) -> None:
     for train in trains:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.transport.carriers import CREDENTIALS
 from tests.transport.wire import (
@@ -85,7 +85,7 @@ def test_garbage_gets_no_answer(listener: Listener) -> None:
         assert read_to_end(client) == b""
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30)
 @given(noise=st.binary(min_size=40, max_size=400))
 def test_no_noise_gets_in(listener: Listener, noise: bytes) -> None:
     with open_raw(listener.address) as client:

@@ -12,7 +12,7 @@ from paceline.errors import ConnectionLost, DeadlineExceeded
 from paceline.transport.base import EMPTY, Connection, receive_all
 from paceline.transport.poller import Poller
 
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 POLLABLE = ["memory", "tcp", "shm", "faulty-tcp"]
 
 

@@ -22,14 +22,14 @@ GREETING_BYTES = 38
 def open_raw(address: str) -> socket.socket:
     """Connect a plain socket to a tcp listener."""
     host, port = address.removeprefix("tcp://").rsplit(":", 1)
-    return socket.create_connection((host, int(port)), timeout=5)
+    return socket.create_connection((host, int(port)), timeout=30)
 
 
 @contextmanager
 def raw_server() -> Generator[tuple[socket.socket, str]]:
     """Yield a plain listening socket and its address."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
-        sock.settimeout(5)
+        sock.settimeout(30)
         yield sock, f"tcp://127.0.0.1:{sock.getsockname()[1]}"
 
 

@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from paceline.update.thread_pool import ThreadPool, stretches
+from paceline.update.summing import ThreadPool, stretches
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])

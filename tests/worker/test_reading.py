@@ -11,17 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.data.service.feeders import until
 from tests.nodes.cluster import Cluster, cluster, open_table, read_values, run_threads, table
 
 from paceline.errors import DeadlineExceeded, PeerError
 from paceline.transport.base import Connection, Frame, receive_all
 from paceline.transport.memory import MemoryTransport
-from paceline.wire.reading import ReadTurns
+from paceline.wire.connection import ReadTurns
 from paceline.worker.lock import WorkerLock
 from paceline.worker.node import FrameHandler, WorkerNode
 from paceline.worker.waits import Waits
 
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 
 
 class Server:
@@ -119,6 +120,7 @@ def test_a_wait_that_reads_ends_by_its_deadline(lock: WorkerLock, server: Server
     lock.waits.send_report = lambda _: _never()
     with pytest.raises(DeadlineExceeded, match=r"waited 0\.05 s for a test"):
         wait_for(lock, lambda: False)
+    lock.waits.set_timeout(PATIENCE_S)
     server.say(b"1")
     wait_for(lock, lambda: server.heard == [b"1"])
 
@@ -139,7 +141,11 @@ def test_ctrl_c_does_not_interrupt_a_frame_that_is_handled(lock: WorkerLock, ser
 
 
 def test_ctrl_c_interrupts_the_wait(lock: WorkerLock, server: Server) -> None:
-    interrupting = threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGINT])
+    def interrupt() -> None:
+        until(lambda: lock.turns.num_waiting == 1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    interrupting = threading.Thread(target=interrupt)
     interrupting.start()
     with pytest.raises(KeyboardInterrupt):
         wait_for(lock, lambda: False)

@@ -243,6 +243,8 @@ def test_a_push_is_repeated_with_its_identity_to_the_servers_that_have_not_answe
 def test_a_push_that_a_server_holds_is_repeated_without_its_values(kind: Any) -> None:
     stage = kind("bsp")
     stage.push()
+    with stage.node._changed:
+        stage.client.flush_pushes(0)
     [(push_id, _)] = stage.pushed(0)
     stage.answer(0, Held(push_id))
     stage.handle(Connected(0))
@@ -292,6 +294,8 @@ def test_what_is_dropped_is_requested_again_and_read_anew(kind: Any) -> None:
 def test_a_tick_follows_what_belongs_to_its_clock(kind: Any) -> None:
     stage = kind("bsp")
     stage.push()
+    with stage.node._changed:
+        stage.client.flush_pushes(0)
     [(push_id, _)] = stage.pushed(0)
     stage.node.tick()
     assert not stage.servers[0].take(Clock)
@@ -300,7 +304,8 @@ def test_a_tick_follows_what_belongs_to_its_clock(kind: Any) -> None:
     assert [frame.clock for frame, _ in stage.servers[0].take(Clock)] == [1]
     for server in range(NUM_SERVERS):
         stage.answer(server, Ticked(1))
-        stage.client.note_ticked(server, 1)
+        for keyed in stage.node._keyed:
+            keyed.note_ticked(server, 1)
     stage.handle(WantClock())
 
 

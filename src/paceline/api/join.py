@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -40,7 +39,7 @@ from paceline.launch.preemption import ABORT_MARKER_NAME, PreemptionNotice
 from paceline.launch.rendezvous.detect import detect
 from paceline.observe.trace import trace_path
 from paceline.transport.base import Transport
-from paceline.transport.shm import ShmTransport
+from paceline.transport.memory import MemoryTransport
 from paceline.wire.messages import Hello
 from paceline.worker.lock import WorkerOptions
 from paceline.worker.waits import Waits
@@ -204,10 +203,9 @@ def _embed() -> Session:
     """Start one server in this process and join it as the only worker."""
     from paceline.server.node import EmbeddedServer
 
-    transport = ShmTransport(secrets.token_hex(16))  # as it maps memory: values and gradients are not copied
+    transport = MemoryTransport(maps=True)  # values and gradients are not copied
     with ExitStack() as undo:
-        address = f"shm://@paceline-{secrets.token_hex(16)}"
-        server = EmbeddedServer.start(transport, address, checks_memory=checks_memory())
+        server = EmbeddedServer.start(transport, "memory://server-0", checks_memory=checks_memory())
         undo.callback(server.close, politely=False)
         session = assemble_session(
             SessionConfig(

@@ -233,6 +233,29 @@ class Session:
             spec, tuple(shape), lambda out: out.copy_(first), read_my_writes=read_my_writes, live=view
         )
 
+    def pull(self, *tables: Table) -> list[Tensor]:
+        """Return the values of dense tables, as `Table.pull` does for each; blocks until all are fresh enough.
+
+        They are asked for in one message, and so arrive sooner than one after the other.
+
+        Raises:
+            DeadlineExceeded: some values did not become fresh enough in time.
+            PeerError: a server is gone, or this worker was given up.
+
+        Example:
+            >>> import paceline
+            >>> with paceline.connect() as ps:
+            ...     a, b = (ps.table(name, shape=(2,), update=paceline.update.Add()) for name in ("a", "b"))
+            ...     _ = a.push([1.0, 2.0])
+            ...     _ = ps.clock()
+            ...     ps.pull(a, b)
+            [tensor([1., 2.]), tensor([0., 0.])]
+        """
+        with self.metrics.communicating():
+            last = len(tables) - 1
+            started = [table.start_read(more=number < last) for number, table in enumerate(tables)]
+            return [table.finish_pull(read) for table, read in zip(tables, started, strict=True)]
+
     def detach_at_close(self, weights: Weights) -> None:
         """Detach these weights from the servers' memory when this worker leaves."""
         self._weights.add(weights)
@@ -358,11 +381,13 @@ class Session:
         )
 
     def _settle_parameters(self, *, politely: bool) -> None:
-        """Give parameters the values still in flight, and memory of their own."""
+        """Give parameters the values still in flight, and memory of their own; backward sends nothing any more."""
         try:
             for optimizer in list(self._optimizers) if politely else ():
                 optimizer.wait_for_values()
         finally:
+            for optimizer in list(self._optimizers):
+                optimizer.detach()
             for weights in list(self._weights):
                 weights.detach()
 

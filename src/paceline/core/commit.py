@@ -78,6 +78,11 @@ class ClockCommit:
         """Whether the followers lag by MAX_LEAD clocks, so that the lead has to wait for them."""
         return len(self._decided) >= MAX_LEAD
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether open clocks have no pushes here."""
+        return not self._held and not self._withdrawn
+
     def hold(self, push_id: PushId, clock: int) -> None:
         """Keep a push until its clock closes."""
         self._held.setdefault(clock, []).append(push_id)

@@ -118,11 +118,13 @@ class WantJoin:
 class WantPush:
     """The user pushes an update of this table, to all servers that hold a part or only to `servers`.
 
-    `ends_clock`: the user will finish the clock at once, and then read the table.
+    `may_wait`: until the clock ends, to travel with its tick. `ends_clock`: the user will finish the clock at once, and
+    then read, so it may wait for that as well.
     """
 
     table: str
     servers: tuple[int, ...] | None = None
+    may_wait: bool = False
     ends_clock: bool = False
 
 
@@ -136,12 +138,14 @@ class WantRead:
     """The user wants values.
 
     `refresh` pulls from the servers even when the cached copy is fresh enough. `exact` requires all updates of all
-    clocks below the worker's own, whatever the bound of the table.
+    clocks below the worker's own, whatever the bound of the table. `more`: another read follows at once, and the pulls
+    of both may travel together.
     """
 
     table: str
     refresh: bool = True
     exact: bool = False
+    more: bool = False
 
 
 @dataclass(frozen=True, slots=True)

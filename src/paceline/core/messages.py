@@ -98,18 +98,19 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class WholeStep:
-    """A push that ends its clock, and a pull of its table in the next one: a `Push`, a `Clock` and a `Pull` in turn.
+    """Pushes, the tick that ends their clock and pulls, in turn; one life sends all of it, and it arrives as a whole.
 
-    Values answer all three: the pull, the tick by `ticked`, and the push by `includes`.
+    Values answer it: the pulls, the tick by `ticked`, and pushes by `includes`. Without a tick the clock ends later.
     """
 
-    push: Push
-    pull: Pull
+    pushes: tuple[Push, ...]
+    tick: Clock | None
+    pulls: tuple[Pull, ...]
 
     @property
-    def tick(self) -> Clock:
-        """The tick that ends the clock of the push."""
-        return Clock(self.pull.sender, self.pull.clock)
+    def sender(self) -> Sender:
+        """The life that sends it."""
+        return self.pushes[0].id.sender if self.pushes else self.pulls[0].sender
 
 
 FromWorker = Join | Leave | Push | Clock | Pull | WholeStep | Taken

@@ -79,6 +79,8 @@ class ServerCore:
     _clocks: Clocks = field(init=False)
     _follows: bool = field(init=False)  # another server decides who contributes to a clock
     _has_more: bool = False  # some complete clocks are still open: one event closes at most MAX_AT_ONCE
+    # Tables for which the end of a clock may change something; the others are brought to it when they are used again.
+    _awake: dict[str, TableCore] = field(default_factory=dict[str, TableCore])
     # From followers, about tables that are not declared here yet.
     _early: list[Follow] = field(default_factory=list[Follow])
 
@@ -150,7 +152,7 @@ class ServerCore:
     def clock_of(self, table: str) -> int:
         """Return m: every update of the clocks below m is in this table here."""
         entry = self.tables[table]
-        return entry.commit.clock if entry.closes_clocks else self._clocks.slowest
+        return entry.commit.clock if entry.closes_clocks and table in self._awake else self._clocks.slowest
 
     @property
     def members(self) -> list[int]:
@@ -208,6 +210,8 @@ class ServerCore:
     def _decide_push(self, push: Push, invalid: str, effects: list[ServerEffect]) -> None:
         """Answer a push that is seen for the first time."""
         table = self.tables.get(push.table)
+        if table is not None:
+            self._wake(push.table, table, effects)
         if invalid or table is None:
             self._answer(push.id, push.table, PushRefused(push.id, invalid or self._unknown(push.table)), effects)
         elif not table.closes_clocks:
@@ -249,6 +253,7 @@ class ServerCore:
             table = self.tables.get(name)
             if table is None or not table.closes_clocks:
                 continue
+            self._wake(name, table, effects)
             if not table.commit.withdraw(sender.worker, sender.incarnation, clock, seq):
                 reason = f"more than {MAX_WITHDRAWN} of its pushes of table '{name}' are withdrawn from open clocks"
                 effects.append(Reply(sender.worker, sender.incarnation, WorkerRefused(sender, reason)))
@@ -262,11 +267,34 @@ class ServerCore:
     def _progress(self, before: int, effects: list[ServerEffect]) -> None:
         """React to a change of the clocks: close complete ones, then answer and deliver."""
         self._has_more = False
-        for name, table in self.tables.items():
+        has_advanced = self._clocks.slowest > before
+        for name, table in list(self._awake.items()):
             if table.closes_clocks:
                 self._close_complete(name, table, effects)
-            elif self._clocks.slowest > before:
+            elif has_advanced:
                 self._release(name, table, effects)
+            if has_advanced and self._may_rest(name, table):
+                del self._awake[name]
+
+    def _may_rest(self, name: str, table: TableCore) -> bool:
+        """Return whether the end of clocks may pass a table by: it is up to date, and others do not follow it."""
+        is_closed_here = not table.closes_clocks or (self.settings.num_servers == 1 and not table.consistency.backups)
+        return is_closed_here and table.is_idle and self.clock_of(name) == self._clocks.slowest
+
+    def _wake(self, name: str, table: TableCore, effects: list[ServerEffect]) -> None:
+        """Bring a table to the clocks that have passed it by, and have it take part in their end from now on."""
+        if name in self._awake:
+            return
+        self._awake[name] = table
+        if table.closes_clocks:
+            table.commit.clock = self._clocks.slowest
+        if self.clock_of(name) > table.reached:
+            self._advance(name, table, effects)
+
+    def _advance(self, name: str, table: TableCore, effects: list[ServerEffect]) -> int:
+        table.reached = self.clock_of(name)
+        effects.append(Advanced(name, table.reached))
+        return table.reached
 
     def _close_complete(self, name: str, table: TableCore, effects: list[ServerEffect]) -> None:
         """On the lead: close at most MAX_AT_ONCE complete clocks, and send the decisions to the followers."""
@@ -336,21 +364,34 @@ class ServerCore:
     # -- reads -------------------------------------------------------------------------------------------------------
 
     def _on_step(self, step: WholeStep, effects: list[ServerEffect]) -> None:
-        """Process a push, its tick and a pull in turn. Only the pull is answered, unless the push is a copy."""
-        push, sender = step.push, step.pull.sender
+        """Process pushes, their tick and pulls in turn. Unless a push is a copy, leave out what other answers say."""
+        sender = step.sender
         life = self._life_of(sender, effects)
         if life is None:
             return
-        is_copy = self._on_push(push, "", effects, life)
-        self._on_clock(step.tick, effects, life)
-        self._on_pull(step.pull, effects, life)
-        if not is_copy:
-            told = (Ticked(self._clocks.of(sender.worker)), Held(push.id), Applied(push.id))
+        copies = [push for push in step.pushes if self._on_push(push, "", effects, life)]
+        if step.tick is not None:
+            self._on_clock(step.tick, effects, life)
+        for pull in step.pulls:
+            self._on_pull(pull, effects, life)
+        if not copies:
+            told = self._told_otherwise(step)
             effects[:] = [
                 effect
                 for effect in effects
                 if not (isinstance(effect, Reply) and effect.worker == sender.worker and effect.message in told)
             ]
+
+    def _told_otherwise(self, step: WholeStep) -> set[Held | Applied | Ticked]:
+        """Return the answers to a step that others imply: a known tick what it closes is held, values the rest."""
+        told: set[Held | Applied | Ticked] = set()
+        if step.tick is not None:
+            told.update(Held(push.id) for push in step.pushes)
+            if step.pulls:
+                told.add(Ticked(self._clocks.of(step.sender.worker)))
+        read = {pull.table for pull in step.pulls}
+        told.update(Applied(push.id) for push in step.pushes if push.table in read)
+        return told
 
     def _on_pull(self, pull: Pull, effects: list[ServerEffect], life: Incarnation | None = None) -> None:
         if life is None and self._life_of(pull.sender, effects) is None:
@@ -360,6 +401,7 @@ class ServerCore:
             refusal = PullRefused(pull.request, pull.table, self._unknown(pull.table))
             effects.append(Reply(pull.sender.worker, pull.sender.incarnation, refusal))
         else:
+            self._wake(pull.table, table, effects)
             clock = self.clock_of(pull.table)
             if table.readers.add_pull(pull, clock):
                 self._fetch(pull, table, clock, effects)
@@ -373,8 +415,7 @@ class ServerCore:
                 self._deliver(table, event.sender.worker, clock, effects)
 
     def _release(self, name: str, table: TableCore, effects: list[ServerEffect]) -> None:
-        clock = self.clock_of(name)
-        effects.append(Advanced(name, clock))
+        clock = self._advance(name, table, effects)
         for pull in table.readers.satisfied_pulls(clock):
             table.readers.note_answered(pull, clock)
             self._fetch(pull, table, clock, effects)
@@ -404,7 +445,7 @@ class ServerCore:
         table = TableCore(
             event.table, event.consistency, ClockCommit(followers, clock=self._clocks.slowest), event.keyed
         )
-        self.tables[event.table] = table
+        self.tables[event.table] = self._awake[event.table] = table
         if self._follows and table.closes_clocks:
             self._ask_lead(event.table, table, now, effects)
         early = [follow for follow in self._early if follow.table == event.table]

@@ -2,7 +2,7 @@
 
 Rules:
 1. A tick is sent only after every server has every push that it closes, so a tick seen by one server vouches for all.
-   Where there is one server, it may travel with the last of them in a `WholeStep`, which is repeated in parts.
+   Where there is one server, it may travel with all that it closes in a `WholeStep`, which is repeated in parts.
 2. A retry repeats the same message with the same identity.
 3. A read is served from what is cached only while that is fresh enough for the reader's clock: `TableReads` knows.
 """
@@ -48,10 +48,11 @@ from paceline.core.messages import (
     WorkerRefused,
 )
 from paceline.core.retransmit import Key, Retransmit
-from paceline.core.row_reads import RowReads
 from paceline.core.settings import WorkerSettings
-from paceline.core.table_reads import DenseReads, TableReads
+from paceline.core.table_reads import DenseReads, RowReads, TableReads
 from paceline.errors import ProtocolBug
+
+MAX_TOGETHER = 256  # pushes, or pulls, that wait for each other, to travel in one message
 
 WorkerEvent = Arrived | Connected | Opened | Timeout | WantClock | WantJoin | WantLeave | WantPush | WantRead | WantRows
 
@@ -89,9 +90,11 @@ class WorkerCore:
     _ticked: int = 0
     # By clock, the number of pushes that some server has not confirmed yet.
     _unseen: Counter[int] = field(default_factory=Counter[int])
-    # A push that waits for the read with which it travels, and until when.
-    _kept: Push | None = None
+    # Pushes of one clock and pulls, (server, pull), that wait for others to travel with; until when.
+    _kept: list[Push] = field(default_factory=list[Push])
+    _asked: list[tuple[int, Pull]] = field(default_factory=list[tuple[int, Pull]])
     _kept_until: float = 0.0
+    _read_follows: bool = False  # at once after the clock of the pushes that are kept
     # (table, clock, sequence number) of pushes that some server refused.
     _withdrawn: set[tuple[str, int, int]] = field(default_factory=set[tuple[str, int, int]])
     _leaving: bool = False
@@ -107,7 +110,7 @@ class WorkerCore:
     def handle(self, event: WorkerEvent, now: float) -> list[WorkerEffect]:
         """Process one event; return the effects to perform, in order."""
         effects: list[WorkerEffect] = []
-        if self._kept is not None and isinstance(event, WantPush | WantLeave | Timeout):
+        if (self._kept or self._asked) and self._ends_wait(event):
             self._send_kept(now, effects)
         match event:
             case Arrived():
@@ -116,6 +119,8 @@ class WorkerCore:
                 self._on_push(event, now, effects)
             case WantClock():
                 self.clock += 1
+                if not self._read_follows:
+                    self._send_kept(now, effects)
                 self._tick(now, effects)
             case WantRead() | WantRows():
                 self._on_read(event, now, effects)
@@ -134,7 +139,7 @@ class WorkerCore:
     def next_deadline(self) -> float | None:
         """Return when `handle(Timeout(), now)` is due next, or None."""
         due = self._retransmit.next_due()
-        return due if self._kept is None else min(self._kept_until, due or self._kept_until)
+        return min(self._kept_until, due or self._kept_until) if self._kept or self._asked else due
 
     def settled(self, table: str) -> int:
         """Return a sequence number below which every server has answered all pushes of this table."""
@@ -179,22 +184,74 @@ class WorkerCore:
         table, push = self._tables[want.table], self.next_push(want.table)
         servers, seq = table.servers if want.servers is None else want.servers, self.next_seq
         self.next_seq += 1
-        may_step = want.ends_clock and self.settings.num_servers == 1 and not (self._unseen or self._withdrawn)
+        may_wait = self._may_wait(want)
         self._pushed[seq] = _Pushed(push, set(servers), set(servers))
         table.unsettled[seq] = table.num_made
         table.num_made += 1
         self._unseen[push.clock] += 1
-        if may_step and isinstance(table.reads, DenseReads):
-            self._kept, self._kept_until = push, now + self.settings.retry_s / 4
+        if may_wait:
+            self._note_wait(now)
+            self._kept.append(push)
+            self._read_follows = self._read_follows or want.ends_clock
             return
         for server in servers:
             self._send((server, "push", seq), push, now, effects)
 
+    # -- what travels together ---------------------------------------------------------------------------------------
+
+    def _may_wait(self, want: WantPush) -> bool:
+        """Return whether a push may wait for others, a tick and reads: every earlier push is confirmed or waits, too.
+
+        Where there are several servers, it also has to be one that shows only once its clock is complete.
+        """
+        table = self._tables[want.table]
+        if not (want.may_wait or want.ends_clock) or not isinstance(table.reads, DenseReads) or self._withdrawn:
+            return False
+        is_fit = self.settings.num_servers == 1 or table.consistency.visible == "on_clock"
+        of_clock = not self._kept or self._kept[0].clock == self.clock
+        return is_fit and of_clock and self._unseen.total() == len(self._kept) < MAX_TOGETHER
+
+    def _ends_wait(self, event: WorkerEvent) -> bool:
+        """Return whether what is kept leaves before this event is processed."""
+        match event:
+            case WantPush():
+                return bool(self._asked) or not self._may_wait(event)
+            case WantClock():
+                return bool(self._asked)
+            case WantRows() | WantLeave() | Timeout():
+                return True
+            case _:
+                return False
+
+    def _note_wait(self, now: float) -> None:
+        """Note that something is about to be kept: what waits longest says until when."""
+        if not self._kept and not self._asked:
+            self._kept_until = now + self.settings.retry_s / 4
+
     def _send_kept(self, now: float, effects: list[WorkerEffect]) -> None:
-        """Send the push that is kept."""
-        push, self._kept = self._kept, None
-        if push is not None:
-            self._send((0, "push", push.id.seq), push, now, effects)
+        """Send what is kept: one message to each server, with the tick if that needs no server's confirmation."""
+        pushes, asked = self._kept, self._asked
+        self._kept, self._asked, self._read_follows = [], [], False
+        parts: dict[int, tuple[list[Push], list[Pull]]] = {}
+        for push in pushes:
+            for server in sorted(self._pushed[push.id.seq].unseen):
+                self._retransmit.add((server, "push", push.id.seq), push, now)
+                parts.setdefault(server, ([], []))[0].append(push)
+        for server, pull in asked:
+            key = (server, "pull", pull.table)
+            if self._retransmit.message(key) is pull:  # neither replaced nor served meanwhile
+                self._retransmit.add(key, pull, now)  # repeated after the pushes
+                parts.setdefault(server, ([], []))[1].append(pull)
+        tick = Clock(self.settings.sender, self.clock) if self._may_tick_with(pushes) else None
+        for server, (own, pulls) in parts.items():
+            alone = None if tick is not None or len(own) + len(pulls) > 1 else (*own, *pulls)[0]
+            effects.append(Send(server, alone or WholeStep(tuple(own), tick, tuple(pulls))))
+
+    def _may_tick_with(self, pushes: list[Push]) -> bool:
+        """Return whether the tick may travel with these pushes: one server has every other push of their clock."""
+        is_over = bool(pushes) and pushes[0].clock < self.clock
+        is_whole = self._unseen.total() == len(pushes) and not self._withdrawn
+        return is_over and is_whole and self.settings.num_servers == 1
 
     def _tick(self, now: float, effects: list[WorkerEffect]) -> None:
         """Send the finished clocks to all servers, up to the first with a push that has not arrived everywhere."""
@@ -247,14 +304,18 @@ class WorkerCore:
     def _on_read(self, want: WantRead | WantRows, now: float, effects: list[WorkerEffect]) -> None:
         table, request = self._tables[want.table], self.next_request
         self.next_request += 1
-        self._send_kept(now, effects)
-        table.reads.start(want, request, self.clock, now, effects)
-        match effects:
-            case [Send(server, Push() as push), Send(_, Pull() as pull)]:
-                if (pull.table, pull.clock) == (push.table, push.clock + 1):
-                    effects[:] = [Send(server, WholeStep(push, pull))]
-            case _:
-                pass
+        if isinstance(want, WantRows):
+            table.reads.start(want, request, self.clock, now, effects)
+        else:
+            started: list[WorkerEffect] = []
+            table.reads.start(want, request, self.clock, now, started)
+            self._note_wait(now)
+            for effect in started:
+                if isinstance(effect, Send) and isinstance(effect.message, Pull):
+                    self._asked.append((effect.server, effect.message))
+            if not want.more or len(self._asked) >= MAX_TOGETHER:
+                self._send_kept(now, effects)
+            effects += [effect for effect in started if not isinstance(effect, Send)]
         self._follow(table.consistency, now, effects)
 
     def _on_values(self, server: int, message: Fetched | Delivered, now: float, effects: list[WorkerEffect]) -> None:
@@ -265,9 +326,8 @@ class WorkerCore:
         self._follow(table.consistency, now, effects)
 
     def _on_told(self, server: int, message: Fetched, now: float, effects: list[WorkerEffect]) -> None:
-        """Note what values say of a step: its tick is known, and its push applied."""
-        if self.settings.num_servers == 1:
-            self._ticked = max(self._ticked, message.ticked)
+        """Note what values say of a step: its tick is known, and pushes of their table are applied."""
+        self._note_ticked(message.ticked, now, effects)
         for seq in message.includes:
             if seq in self._pushed:
                 self._on_push_answer(server, Applied(self._pushed[seq].push.id), now, effects)
@@ -322,6 +382,7 @@ class WorkerCore:
                 self._on_values(server, message, now, effects)
             case Ticked():
                 self._on_ticked(server, message)
+                self._note_ticked(message.clock, now, effects)
             case Joined():
                 self._on_joined(server, message, now, effects)
             case Left():
@@ -338,6 +399,16 @@ class WorkerCore:
     def _has_left(self, server: int) -> bool:
         """Return whether this worker has sent its leave to a server, answered or not."""
         return server in self._left or self._retransmit.message((server, "leave", 0)) is not None
+
+    def _note_ticked(self, clock: int, now: float, effects: list[WorkerEffect]) -> None:
+        """Note that a server knows a tick; if it is the only one, it has every push that the tick closes."""
+        if self.settings.num_servers > 1 or clock <= self._ticked:
+            return
+        self._ticked = clock
+        for pushed in self._pushed.values():
+            if pushed.push.clock < clock:
+                self._note_seen(pushed, 0)
+        self._tick(now, effects)
 
     def _on_ticked(self, server: int, message: Ticked) -> None:
         asked = self._retransmit.message((server, "clock", 0))

@@ -85,7 +85,10 @@ class Refusals:
     def note_made(self, kind: Literal["push", "step"], table: str) -> None:
         """Count a push or step, refused or not."""
         with self._lock:
-            self._counts.setdefault((kind, table), _Count()).num_made += 1
+            count = self._counts.get((kind, table))
+            if count is None:
+                count = self._counts[kind, table] = _Count()
+            count.num_made += 1
 
     def note_refused(self, kind: Literal["push", "step"], table: str, clock: int, reason: str) -> None:
         """Count a refused one, and report it if due."""

@@ -11,7 +11,7 @@ from paceline.server.served_table import ServedTable
 from paceline.transport.base import Connection
 from paceline.transport.buffer_pool import Buffer, BufferPool, ExactAllocator
 from paceline.transport.buffers import MIN_MAPPED_BYTES, fresh_buffer
-from paceline.wire.bounds import MAX_IDS, SMALL_BYTES
+from paceline.wire.bounds import MAX_IDS, MAX_JOINED_BYTES, SMALL_BYTES
 from paceline.wire.messages import (
     PushFrame,
     RowPullFrame,
@@ -137,8 +137,10 @@ class BodyLimits:
     def _bounds(self, message: object) -> tuple[int, int]:
         """Return the least and the most bytes that may travel beside a message."""
         match message:
+            case StepFrame(pushes=(only,)):
+                return self._bounds(only)
             case StepFrame():
-                return self._bounds(message.frame)
+                return 0, MAX_JOINED_BYTES
             case PushFrame() | RowPushFrame():
                 name = message.push.table
             case Initialise() | LoadState():

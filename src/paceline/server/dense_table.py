@@ -399,6 +399,7 @@ class ServedDenseTable:
         """See `ServedTable.load_state`."""
         require_memory(f"the state of table '{self.spec.name}'", 3 * body.nbytes)
         self.shard.load_state(load(bytes(body)), version=self.shard.version + 1)
+        self.broken = ""  # all that a failed update may have changed is replaced
 
     def carry_out(self, request: WholeTable, body: memoryview, clock: int) -> memoryview:
         """Run a function over the range here; see `ServedTable.carry_out`."""

@@ -17,7 +17,7 @@ from paceline.core import events, messages
 from paceline.core.server import ServerEvent
 from paceline.core.work_queue import Life
 from paceline.errors import PacelineError, ProtocolBug
-from paceline.wire.codec import MessageCodec
+from paceline.wire.messages import MessageCodec
 
 JOURNAL: Final = "journal"
 SNAPSHOTS: Final = "snapshot-0", "snapshot-1"

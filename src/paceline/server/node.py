@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, cast
 
@@ -34,6 +34,7 @@ from paceline.core.messages import (
     Leave,
     Message,
     PullRefused,
+    Push,
     PushId,
     PushRefused,
     Taken,
@@ -45,18 +46,15 @@ from paceline.core.work_queue import Life
 from paceline.errors import PeerError, UsageError
 from paceline.observe import trace as records
 from paceline.observe.trace import Trace
-from paceline.server.acceptor import Acceptor, Expel, Incoming, Stop
 from paceline.server.buffers import BodyLimits, ReceiveBuffers
-from paceline.server.connections import Connections
+from paceline.server.connections import Acceptor, Connections, Expel, Incoming, LoadMeter, Stop
 from paceline.server.journal import Asked, Began, Entry, Journal, JournalFull, Written
-from paceline.server.load_meter import LoadMeter
 from paceline.server.preload import RulePreload
 from paceline.server.recovery import CannotGoOn, Declarations, Recovery, ServerParts
-from paceline.server.requests import RequestHandler
+from paceline.server.requests import RequestHandler, WaitReports
 from paceline.server.served_table import ACCEPTED, TableHost
 from paceline.server.table_rpc import TableRpc
 from paceline.server.tables import ServedTables
-from paceline.server.wait_reports import WaitReports
 from paceline.stopwatch import Stopwatch
 from paceline.transport.base import EMPTY, Connection, Frame, Listener, Transport
 from paceline.transport.lasting_memory import LastingMemory
@@ -152,6 +150,7 @@ class ServerNode:
     _journal: Journal | None = None
     _declarations: Declarations = field(default_factory=Declarations)
     _snapshot_due: bool = False  # what was done is not in the journal
+    _callers: dict[Connection, Hello] = field(default_factory=dict[Connection, Hello])
 
     def __post_init__(self) -> None:
         """Connect the parts; nothing runs yet."""
@@ -220,6 +219,7 @@ class ServerNode:
                 self._handle(Timeout())
                 self._keep_up()
                 self._deadline = self._core.next_deadline()
+        self._table_rpc.advance_idle()
         return True
 
     def _is_due(self) -> bool:
@@ -272,10 +272,11 @@ class ServerNode:
         connection = item.connection
         hello: Hello | None = None
         try:
-            hello = check_caller(decode(connection.identity), connection)
+            hello = self._callers.get(connection) or check_caller(decode(connection.identity), connection)
             if item.frame is None:
                 self._on_lost(hello, connection)
             else:
+                self._callers[connection] = hello  # removed with the connection, whose end is its last item
                 self._dispatch(hello, connection, decode(item.frame.header), item.frame)
         except PeerError as error:
             rank = self.settings.server
@@ -345,25 +346,45 @@ class ServerNode:
                 self._keep_no_more(cold, tells=self.settings.server == LEAD)
 
     def _on_step(self, message: StepFrame, connection: Connection, frame: Frame) -> None:
-        push, step = message.frame.push, message.step
-        pull = PullFrame(step.pull, message.taken)
-        table = self._tables.get(push.table)
-        if table is not None and table.keyed:
-            frame.release()
-            raise PeerError(f"step of row table '{push.table}'")
-        if table is None or table.has(push.id):  # as in `_on_push`
-            frame.release()
-            self._handle(step)
-            return
-        accepted = table.accept(message.frame, frame.body, frame.buffer)
-        if accepted.problem:
-            self._handle(InvalidPush(push, accepted.problem))
+        step = message.step
+        for name in {part.table for part in (*step.pushes, *step.pulls)}:
+            table = self._tables.get(name)
+            if table is not None and table.keyed:
+                frame.release()
+                raise PeerError(f"step of row table '{name}'")
+        kept, refused = self._keep_pushes(message, frame)
+        for pull in message.pulls:
+            table = self._tables.get(pull.pull.table)
+            if table is not None:
+                table.accept_pull(pull, connection, EMPTY)
+        if refused:
+            step = replace(step, pushes=tuple(push for push in step.pushes if push.id not in refused))
+        if step.pushes or step.pulls:
+            held = self._handle(step)
+            for push in kept:
+                if push.id not in held:
+                    self._tables[push.table].discard(push.id)
+        elif step.tick is not None:
             self._handle(step.tick)
-            self._on_pull(pull, connection, EMPTY)
-            return
-        table.accept_pull(pull, connection, EMPTY)
-        if not self._handle(step):
-            table.discard(push.id)
+
+    def _keep_pushes(self, message: StepFrame, frame: Frame) -> tuple[list[Push], set[PushId]]:
+        """Store the gradients of a step, and refuse those that are invalid; return the pushes stored, and refused."""
+        kept: list[Push] = []
+        refused: set[PushId] = set()
+        is_one = len(message.pushes) == 1  # else the bodies share memory, which is in no pool
+        for part, body in zip(message.pushes, message.bodies(frame.body), strict=True):
+            push, table = part.push, self._tables.get(part.push.table)
+            if table is None or table.has(push.id):  # as in `_on_push`
+                if is_one:
+                    frame.release()
+                continue
+            problem = table.accept(part, body, frame.buffer if is_one else None).problem
+            if problem:
+                refused.add(push.id)
+                self._handle(InvalidPush(push, problem))
+            else:
+                kept.append(push)
+        return kept, refused
 
     def _on_push(self, message: PushFrame | RowPushFrame, frame: Frame) -> None:
         push = message.push
@@ -375,7 +396,7 @@ class ServerNode:
         accepted = table.accept(message, frame.body, frame.buffer)
         if accepted.wanted is not None:
             self._peers.send_worker(push.id.worker, push.id.incarnation, accepted.wanted)
-        elif not self._handle(InvalidPush(push, accepted.problem) if accepted.problem else push):
+        elif push.id not in self._handle(InvalidPush(push, accepted.problem) if accepted.problem else push):
             table.discard(push.id)
 
     def _on_pull(self, message: PullFrame | RowPullFrame, connection: Connection, body: memoryview) -> None:
@@ -392,6 +413,7 @@ class ServerNode:
 
     def _on_lost(self, hello: Hello | None, connection: Connection) -> None:
         current = hello is not None and self._peers.is_current(hello, connection)
+        self._callers.pop(connection, None)
         self._peers.forget(connection)
         for table in self._tables.values():
             table.forget_connection(connection)
@@ -416,8 +438,8 @@ class ServerNode:
 
     # -- effects of the core -----------------------------------------------------------------------------------------
 
-    def _handle(self, event: ServerEvent) -> bool:
-        """Pass an event to the core and carry out its effects; return whether the core holds the push."""
+    def _handle(self, event: ServerEvent) -> set[PushId]:
+        """Pass an event to the core and carry out its effects; return the pushes that the core holds from now on."""
         now = time.monotonic()
         if self._journal is not None:
             self._write_down(event, now)
@@ -426,10 +448,10 @@ class ServerNode:
             self._record_handled(event, effects)
         return self._perform(effects)
 
-    def _perform(self, effects: list[ServerEffect]) -> bool:
-        """Carry out effects of the core in order; return whether it holds a push."""
+    def _perform(self, effects: list[ServerEffect]) -> set[PushId]:
+        """Carry out effects of the core in order; return the pushes that it holds from now on."""
         unapplied: set[PushId] = set()  # pushes whose update failed
-        is_held = False
+        held: set[PushId] = set()
         for effect in effects:
             match effect:
                 case Apply():
@@ -437,7 +459,7 @@ class ServerNode:
                 case Reply(message=Applied(id=push_id)) if push_id in unapplied:
                     pass  # its sender has already received a refusal
                 case Hold():
-                    is_held = True  # its tensor is stored already
+                    held.add(effect.id)  # its tensor is stored already
                 case Discard():
                     self._tables[effect.table].discard(effect.id)
                 case Reply():
@@ -450,7 +472,7 @@ class ServerNode:
                     self._advance(effect)
                 case MembershipChanged():
                     self._on_membership(effect)
-        return is_held
+        return held
 
     def _apply(self, effect: Apply) -> tuple[PushId, ...]:
         """Update a table; return the pushes whose update failed, after their senders have received a refusal."""

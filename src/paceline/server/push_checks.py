@@ -1,9 +1,23 @@
-"""Checks of what comes beside the gradients of a push: sample counts and hyperparameters."""
+"""Checks of a push: sample counts and hyperparameters, and whether workers push the same gradients.
+
+They do when each trains on all samples instead of a shard. Only the first clocks of a table are checked for that, and
+only a sample of each gradient, so it costs nothing later.
+"""
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from math import isfinite
+from typing import Final
 
+import torch
+from torch import Tensor
+
+from paceline.core.consistency import Consistency
+from paceline.core.messages import Push
+from paceline.observe.notices import SHARD_ADVICE, tell
 from paceline.update.named_rules import numbers_problem, runs_in_torch
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.rules import Hyper, Number
@@ -71,3 +85,84 @@ def _is_like(given: Number | tuple[Number, ...], known: Number | tuple[Number, .
     if given is None:
         return known is None
     return isfinite(given) and abs(given) < _MOST
+
+
+CLOCKS: Final = 4  # of a table that are checked: those with the first pushes, which may lie far apart
+_SAMPLES: Final = 4096  # numbers of a gradient that are checked
+_MAX_WORKERS: Final = 64
+# Gradients with fewer different numbers may be alike by chance, or on purpose: counts, ones, a single weight.
+_FEWEST: Final = 8
+# Where updates are visible on arrival, workers read the same values in their first clock only, so one match has to be
+# enough.
+_FEWEST_AT_ONCE: Final = 16
+
+
+@dataclass(slots=True)
+class _Watched:
+    """The digests of one table."""
+
+    held: bool  # updates show clock by clock: all workers read the same values in a clock
+    # By clock and worker. Invariant: 0 for a gradient that proves nothing.
+    digests: dict[int, dict[int, int]] = field(default_factory=dict[int, dict[int, int]])
+
+    def compare(self, worker: int, clock: int, gradient: Tensor) -> tuple[int, list[int]] | None:
+        """Add a push; return another worker with the same gradients, and the clocks that show it, once certain."""
+        if clock not in self.digests and len(self.digests) == CLOCKS:
+            return None
+        found = self.digests.setdefault(clock, {})
+        if worker in found or len(found) == _MAX_WORKERS:
+            return None
+        own = found[worker] = _digest(gradient, _FEWEST if self.held else _FEWEST_AT_ONCE)
+        for other, digest in found.items():
+            if other != worker and own and digest == own:
+                clocks = [clock, *self._earlier(worker, other, own)]
+                if len(clocks) > 1 or not self.held:
+                    return other, sorted(clocks)
+        return None
+
+    def _earlier(self, worker: int, other: int, now: int) -> list[int]:
+        """Return a clock in which both pushed another gradient alike: one that never changes may be intended."""
+        clocks = (
+            clock
+            for clock, found in self.digests.items()
+            if found.get(worker, 0) not in (0, now) and found.get(worker) == found.get(other)
+        )
+        return list(clocks)[:1]
+
+
+@dataclass(slots=True)
+class SameGradients:
+    """Warns once, through `tell`, when workers push the same gradients."""
+
+    tell: Callable[[str], None] = tell
+    _tables: dict[str, _Watched] = field(default_factory=dict[str, _Watched])
+    _is_told: bool = False
+
+    def watch(self, table: str, consistency: Consistency) -> None:
+        """Start to check the first pushes of a table."""
+        if not self._is_told:
+            self._tables[table] = _Watched(consistency.visible == "on_clock")
+
+    def note(self, push: Push, gradient: Tensor) -> None:
+        """Add a push of (elements here,), and warn if it equals that of another worker."""
+        watched = self._tables.get(push.table)
+        seen = None if watched is None else watched.compare(push.id.worker, push.clock, gradient)
+        if seen is None:
+            return
+        other, clocks = seen
+        first, second = sorted((other, push.id.worker))
+        when = f"clock {clocks[0]}" if len(clocks) == 1 else f"clocks {clocks[0]} and {clocks[1]}"
+        self._is_told = True
+        self._tables.clear()
+        self.tell(
+            f"workers {first} and {second} pushed the same gradient of table '{push.table}' at {when}: {SHARD_ADVICE}"
+        )
+
+
+def _digest(gradient: Tensor, fewest: int) -> int:
+    """Return a digest of a gradient; 0 if it has fewer than `fewest` distinct nonzero numbers."""
+    sample = gradient[:: max(1, gradient.numel() // _SAMPLES)].contiguous()
+    telling = sample[sample.isfinite() & (sample != 0)]
+    if len(telling.double().unique()) < fewest:
+        return 0
+    return zlib.crc32(sample.view(torch.uint8).numpy().tobytes()) or 1

@@ -3,7 +3,8 @@
 What holds for both:
 1. A push is accepted, then applied or discarded, once each. `accept` takes over the buffer that a push came in and
    releases it exactly once: at a refusal, or when the push is applied or discarded.
-2. An update that fails breaks its table: the table refuses all later pushes and reads with the reason.
+2. An update that fails breaks its table: the table refuses all later pushes and reads with the reason, until all values
+   of it are loaded anew.
 3. A frame of the other kind is refused here: a push with the reason, a pull as a breach of the protocol.
 """
 
@@ -20,7 +21,7 @@ from paceline.core.consistency import Consistency
 from paceline.core.messages import Delivered, Fetched, PushId
 from paceline.core.settings import ServerSettings
 from paceline.core.work_queue import Life
-from paceline.server.same_gradients import SameGradients
+from paceline.server.push_checks import SameGradients
 from paceline.transport.base import Connection, Transport
 from paceline.transport.buffer_pool import Buffer
 from paceline.transport.lasting_memory import LastingMemory
@@ -105,7 +106,7 @@ class ServedTable(Protocol):
     kind: ClassVar[Kind]
     keyed: ClassVar[bool]  # a pull asks for some rows
     consistency: Consistency
-    broken: str  # why it refuses pushes and reads; empty while no update has failed
+    broken: str  # why it refuses pushes and reads, as an update has failed; else empty
     cold: str  # why no successor of this server can go on with the table; empty if one can
 
     @property

@@ -102,6 +102,12 @@ class TableRpc:
         else:
             self._carry_out(life, calls, request, body)
 
+    def advance_idle(self) -> None:
+        """Carry out the requests that wait for clocks which tables without pushes have reached."""
+        waiting = [request for calls in self._workers.values() for request, _ in calls.waiting.values()]
+        for table in {request.table_call.table for request in waiting}:
+            self.advance(table, self.clock_of(table))
+
     def advance(self, table: str, clock: int) -> None:
         """Carry out the requests that waited for a table to reach this clock."""
         for life, calls in sorted(self._workers.items()):

@@ -37,7 +37,8 @@ from paceline.simulate.history import History, SeenPart, SeenRead, Violation
 if TYPE_CHECKING:
     from paceline.simulate.world import World
 
-_STEPS = 0.5  # probability that a push may travel with the end of its clock and the read after it
+_STEPS = 0.5  # probability that a push may travel with the end of its clock and the reads after it
+_WAITS = 0.75  # the same, with the end of its clock at least
 _TWICE = 0.5  # probability that a worker reads a table of rows twice at the same time
 
 
@@ -281,6 +282,7 @@ class SimulatedWorker:
         histories, rng = self.world.histories, self.world.rng
         again = {table for table in self._parts if histories[table].keyed and rng.random() < _TWICE}
         self._reading = {(table, number) for table in self._parts for number in range(2 if table in again else 1)}
+        last = max(self._reading, default=None)
         for table, number in sorted(self._reading):
             self._asked[table] = self.core.clock  # later than `asked_clock` if an earlier read took this worker along
             refresh = self.world.rng.random() < self.world.scenario.refresh
@@ -289,7 +291,9 @@ class SimulatedWorker:
                     self._evict(table)
                 self._read_rows(_RowRead(table, number, self.world.draw_rows()), refresh=refresh)
             else:
-                self._handle(WantRead(table, refresh=refresh))
+                self._handle(
+                    WantRead(table, refresh=refresh, more=(table, number) != last and self._steps.random() < _STEPS)
+                )
 
     def _evict(self, table: str) -> None:
         """Drop some cached rows, and tell servers that would send them."""
@@ -377,4 +381,5 @@ class SimulatedWorker:
             servers = history.servers_of(push_id)
             if history.keyed and history.consistency.visible == "on_arrival":
                 self._note_own(table, push_id, servers)
-            self._handle(WantPush(table, tuple(servers), ends_clock=self._steps.random() < _STEPS))
+            chance = self._steps.random()
+            self._handle(WantPush(table, tuple(servers), may_wait=chance < _WAITS, ends_clock=chance < _STEPS))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from paceline.core.consistency import Consistency
@@ -239,9 +239,9 @@ class World:
         """Carry a worker's message to a server."""
         if isinstance(message, Push) and bare and message.id not in self._servers[server].held:
             raise Violation(f"{message.id} is repeated without its tensor, but server {server} never had it")
-        push = message.push if isinstance(message, WholeStep) else message
-        if isinstance(push, Push) and push.id not in self._table_of:
-            raise Violation(f"E3: {push.id} is sent to server {server}, but no worker made it")
+        for push in _pushes_in(message):
+            if push.id not in self._table_of:
+                raise Violation(f"E3: {push.id} is sent to server {server}, but no worker made it")
         link = (actor.worker, actor.incarnation, server)
         if link in self._down:
             return
@@ -259,12 +259,17 @@ class World:
 
     def _maybe_invalid(self, message: FromWorker) -> list[FromWorker | InvalidPush]:
         """Return the events of a message; a step whose tensor is spoiled comes apart, as in the node."""
-        push = message.push if isinstance(message, WholeStep) else message
-        if not isinstance(push, Push) or self.rng.random() >= self.scenario.network.spoil:
-            return [message]
-        self.histories[push.table].invalid.add(push.id)
-        invalid = InvalidPush(push, "spoiled by the scenario")
-        return [invalid, message.tick, message.pull] if isinstance(message, WholeStep) else [invalid]
+        spoiled = [push for push in _pushes_in(message) if self.rng.random() < self.scenario.network.spoil]
+        for push in spoiled:
+            self.histories[push.table].invalid.add(push.id)
+        events: list[FromWorker | InvalidPush] = [InvalidPush(push, "spoiled by the scenario") for push in spoiled]
+        if isinstance(message, WholeStep):
+            rest = tuple(push for push in message.pushes if push not in spoiled)
+            return [
+                *events,
+                *([replace(message, pushes=rest)] if rest or message.pulls else filter(None, [message.tick])),
+            ]
+        return events or [message]
 
     def hang_up(self, actor: SimulatedWorker) -> None:
         """End all connections of a worker whose process has ended."""
@@ -325,8 +330,7 @@ class World:
             self._at(entry.busy_until, wake)
 
     def _take_in(self, server: int, entry: _Server, event: ServerEvent) -> None:
-        if isinstance(event, Push | WholeStep):
-            push = event.push if isinstance(event, WholeStep) else event
+        for push in _pushes_in(event):
             entry.held[push.id] = push.clock
         self.lives.told(server, event, self.now)
         effects = entry.core.handle(event, self.now)
@@ -500,3 +504,10 @@ class World:
                 declared = self._declaration(table)
                 self.at(delay, lambda server=server, declared=declared: self._to_server(server, declared))
             self.at(max(delays) + 4 * s.lease_s, lambda table=table: self.declared.append(table))
+
+
+def _pushes_in(message: object) -> tuple[Push, ...]:
+    """Return the pushes in a message."""
+    if isinstance(message, WholeStep):
+        return message.pushes
+    return (message,) if isinstance(message, Push) else ()

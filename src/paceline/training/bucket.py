@@ -70,10 +70,11 @@ class Bucket:
             return sent.future
         if self._requested is not None:
             self.wait_for_values()  # of a module that did not run; others have waited in their forward
-        self.table.client.context.lock.check()  # before it writes memory that a forked child shares with its parent
+        self.table.client.context.lock.check()
+        self.reserve()  # where the push before this one was not sent, as under nonfinite="halt"
         absent = self.gradients.collect()
         buffer, self._reserved = self._reserved, None
-        assert buffer is not None, "reserved when the table was opened, and whenever values arrive"
+        assert buffer is not None, "it was just reserved"
         return self.table.push_reserved(
             buffer, samples=samples, absent=absent, hyper=hyper, expected=expected, ends_clock=ends_clock
         )
@@ -111,11 +112,11 @@ class Bucket:
         """Whether the gradients of the current step were sent before it."""
         return self._sent is not None
 
-    def request_values(self, *, refresh: bool) -> None:
-        """Request the values of the next step; `wait_for_values` waits for them."""
+    def request_values(self, *, refresh: bool, more: bool = False) -> None:
+        """Request the values of the next step, for `wait_for_values`. `more`: see `DenseClient.start_read`."""
         if self._requested is not None:
             self.wait_for_values()
-        self._requested = self.table.start_read(refresh=refresh)
+        self._requested = self.table.start_read(refresh=refresh, more=more)
 
     def wait_for_values(self) -> None:
         """Wait for the requested values, if any, and set the parameters to them."""

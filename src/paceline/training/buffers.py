@@ -36,14 +36,16 @@ class Buffers:
         self._before, self._now = self.flat.empty(), self.flat.empty()
         self.flat.pack_values(self._before)
 
-    def push(self) -> None:
-        """Send the change of the buffers since they were last set."""
+    def push(self, *, ends_clock: bool = False) -> None:
+        """Send the change of the buffers since they were last set. `ends_clock`: see `DenseClient.push_reserved`."""
         self.flat.pack_values(self._now)
         move = self._now - self._before
         if self.table.consistency.visible == "on_arrival":
             move.div_(self.num_workers)  # pushes are added one by one, so each is a share of the mean
         self._before.copy_(self._now)
-        self.table.push(move)
+        buffer = self.table.client.reserve(shown=False)
+        buffer.gradient.copy_(move)
+        self.table.push_reserved(buffer, samples=1.0, absent=(), hyper=(), ends_clock=ends_clock)
 
     def fetch(self, *, refresh: bool) -> None:
         """Set the buffers to the workers' mean."""

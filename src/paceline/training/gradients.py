@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from weakref import WeakMethod, ref
@@ -73,7 +72,6 @@ class Gradients:
     # Copies from devices that are under way, by the index of their tensor.
     _coming: dict[int, _Copy] = field(default_factory=dict[int, _Copy])
     _handles: list[RemovableHandle] = field(default_factory=list[RemovableHandle])
-    _process: int = field(default_factory=os.getpid)  # whose buffer it is: a forked child shares the memory
     _turn: int = 0  # number of calls of `changed`, which selects the stretch of each gradient to compare
 
     def __post_init__(self) -> None:
@@ -164,10 +162,7 @@ class Gradients:
 
     def _note_absence(self, index: int, tensor: Tensor) -> None:
         """Record whether a tensor has a gradient that backward is about to add to."""
-        if os.getpid() != self._process:  # a forked child adds to memory of its own
-            self._without.discard(index)
-            self._vacate(index)
-        elif tensor.grad is None:
+        if tensor.grad is None:
             self._without.add(index)
         else:
             self._without.discard(index)

@@ -76,12 +76,12 @@ class DistributedOptimizer(Distributed):
             expected = self.expected if self._settings.consistency.lockstep else 0.0
             self.num_refused += self.overflowed
             buckets = [] if self.overflowed else self._buckets
-            ends_clock = len(buckets) == 1 and self._buffers is None and self._refreshes(self._num_steps + 1)
+            ends_clock = len(buckets) == 1 and self._refreshes(self._num_steps + 1)
             for bucket in reversed(buckets):  # backward reached the last first, so devices finish it first
                 pushed = bucket.push(weight, hyper, expected, ends_clock=ends_clock)
                 pushed.add_done_callback(self._count_refusal)
             if self._buffers is not None:
-                self._buffers.push()
+                self._buffers.push(ends_clock=ends_clock)
             if self._overlap is not None:
                 self._overlap.begin_step()
         return weight
@@ -234,7 +234,7 @@ class DistributedOptimizer(Distributed):
 
     def _fetch(self, *, refresh: bool) -> None:
         for bucket in self._buckets:
-            bucket.request_values(refresh=refresh)
+            bucket.request_values(refresh=refresh, more=self._buffers is not None)
         if self._buffers is not None:
             self._buffers.fetch(refresh=refresh)
         if self._overlap is None or not self._overlap.can_wait:

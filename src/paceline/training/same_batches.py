@@ -1,6 +1,6 @@
 """Detection of workers that compute with the same batches, as they do when each trains on all samples, not on a shard.
 
-For strategies whose gradients pass no server; `server/same_gradients.py` does the same for the others. Only the first
+For strategies whose gradients pass no server; `server/push_checks.py` does the same for the others. Only the first
 steps are checked, and only a sample of each batch, so it costs nothing later.
 """
 

@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 
 from paceline.training.device_copies import DeviceCopies
 from paceline.training.flat import FlatParameters
-from paceline.worker.cache import TableCache
+from paceline.worker.cache import Readable, TableCache
 from paceline.worker.table import Table
 
 _ALIGNMENT_BYTES = 64  # of torch's own tensors; kernels on others are slower, and may round differently
@@ -60,11 +60,8 @@ class Weights:
 
     def check_views(self) -> None:
         """Check for writes of a script to views while there is time; the script does not run until the next fetch."""
-        copies: list[TableCache] = []
-        self.table.client.use_cache(copies.append)
-        self._written = self._was_written(
-            copies[0]
-        )  # without the lock, so that answers of servers are handled meanwhile
+        # Without the lock, so that answers of servers are handled meanwhile.
+        self._written = self._was_written(self.table.client.cache)
 
     def _was_written(self, cache: TableCache) -> bool:
         """Return whether a script has written to views: torch counts most changes, the kernel shows the rest."""
@@ -134,17 +131,22 @@ class Weights:
             self._viewing.clear()
         self._viewing = {index: self._viewing[index] for index in self._views()}
         self._places = values.places
-        with torch.no_grad():
-            for index, (tensor, (start, stop)) in enumerate(zip(self.flat.tensors, self.flat.bounds, strict=True)):
-                if index not in self._viewing:
-                    live = cache.live and values.lie_together(start, stop)
-                    self._fill(index, tensor, values.slice(start, stop), live=live)
+        if len(self._viewing) < len(self.flat.tensors):
+            self._fill_others(cache, values)
         if self._viewing:
             self._viewed = cache
             increment_version([self.flat.tensors[index] for index in self._viewing])  # tells autograd of the change
         self._versions = {index: self.flat.tensors[index]._version for index in self._viewing}
         for reading in self.device_copies.queued() if self._are_on_device else ():
             cache.note_device_read(reading)
+
+    @torch.no_grad()
+    def _fill_others(self, cache: TableCache, values: Readable) -> None:
+        """Set the tensors that are not views."""
+        for index, (tensor, (start, stop)) in enumerate(zip(self.flat.tensors, self.flat.bounds, strict=True)):
+            if index not in self._viewing:
+                live = cache.live and values.lie_together(start, stop)
+                self._fill(index, tensor, values.slice(start, stop), live=live)
 
     def _fill(self, index: int, tensor: Tensor, values: Tensor, *, live: bool) -> None:
         """Copy values into a tensor, or make it a view of them."""
@@ -160,12 +162,12 @@ class Weights:
 def _can_view(tensor: Tensor, values: Tensor) -> bool:
     """Return whether a tensor may become a view of these live values: it must be alone in its current storage."""
     return (
-        tensor.device.type == "cpu"
+        values.data_ptr() % _ALIGNMENT_BYTES == 0  # first, as it is cheap and often decides
+        and tensor.device.type == "cpu"
         and tensor.dtype == values.dtype
         and tensor.is_contiguous()
         and tensor.untyped_storage().nbytes() == tensor.nbytes
         and not tensor.is_shared()
-        and values.data_ptr() % _ALIGNMENT_BYTES == 0
     )
 
 

@@ -108,8 +108,11 @@ class MemoryRegions:
         start, size_bytes = _address(memoryview(mapping)), len(mapping)
         with self._lock:
             region = MemoryRegion(next(self._numbers), start, size_bytes, weakref.ref(mapping), descriptor)
-            alive = [known for known in self._regions if known.mapping() is not None]
-            self._regions = sorted([*alive, region], key=_start)
+            self._regions = sorted([*self.alive(), region], key=_start)
+
+    def alive(self) -> list[MemoryRegion]:
+        """Return the buffers that have views."""
+        return [region for region in self._regions if region.mapping() is not None]
 
     def find(self, body: memoryview) -> tuple[MemoryRegion, int] | None:
         """Return the buffer that a flat body lies wholly inside, and where in it, or None."""

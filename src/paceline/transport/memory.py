@@ -1,21 +1,62 @@
-"""Transport within one process, for tests, examples, and threads that play worker and server."""
+"""Transport within one process: for a worker alone and its server, for threads that play several, and for tests."""
 
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
-from typing import Final, final
+from typing import Final, NamedTuple, final
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
 from paceline.transport.base import EMPTY, NO_IDENTITY, Frame, Limits, Place, check_identity, strip_scheme
-from paceline.transport.buffers import MemoryRegions, check_size, copied, destination, flat, fresh_buffer, map_private
+from paceline.transport.buffers import (
+    MemoryRegion,
+    MemoryRegions,
+    check_size,
+    copied,
+    destination,
+    flat,
+    fresh_buffer,
+    map_private,
+)
 from paceline.transport.deadline import seconds
+from paceline.transport.peer_memory import PeerMemory
+from paceline.transport.segments import Segments, create_memory
 
 # A sender waits while this much is unread, as with a full socket. Only copied bodies count, not the senders' memory.
 _MAX_UNREAD_FRAMES: Final = 4096
 _MAX_UNREAD_BYTES: Final = 32 << 20
+
+
+class _Packed(NamedTuple):
+    """A frame under way, how many of its bytes were copied, and where in the sender's memory its body lies, if so."""
+
+    frame: Frame
+    num_copied: int = 0
+    shared: tuple[MemoryRegion, int] | None = None
+
+
+@final
+class _Event:
+    """An event of the kernel that lives as long as this object, so that no thread sets one that is closed already."""
+
+    def __init__(self) -> None:
+        self.descriptor: Final = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def __del__(self) -> None:
+        """Free the descriptor."""
+        os.close(self.descriptor)
+
+    def set(self) -> None:
+        """Make the descriptor readable."""
+        os.eventfd_write(self.descriptor, 1)
+
+    def clear(self) -> None:
+        """Make the descriptor not readable."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.descriptor)
 
 
 @final
@@ -23,15 +64,15 @@ class _FrameQueue:
     """The frames under way in one direction."""
 
     def __init__(self) -> None:
-        # With each frame, how many bytes were copied for it; `_num_unread` is their sum.
-        self._frames: deque[tuple[Frame, int]] = deque()
-        self._num_unread = 0
+        self._frames: deque[_Packed] = deque()
+        self._num_unread = 0  # the sum of the bytes that were copied for these frames
         self._changed = threading.Condition()
         self._over = False
-        self._descriptor: int | None = None  # of an event that is set while there are frames or the end; made on demand
+        # Made on demand. Set while there are frames or the end, and at times when there are none any more.
+        self._event: _Event | None = None
 
-    def put(self, frames: Sequence[tuple[Frame, int]], timeout_s: float) -> None:
-        """Wait for room, then add frames, each with how many of its bytes were copied.
+    def put(self, frames: Sequence[_Packed], timeout_s: float) -> None:
+        """Wait for room, then add frames.
 
         Raises TimeoutError, or EOFError once the queue has ended.
         """
@@ -40,25 +81,27 @@ class _FrameQueue:
                 raise TimeoutError
             if self._over:
                 raise EOFError
-            if not self._frames:
-                self._set_event()
+            event = None if self._frames else self._event
             self._frames.extend(frames)
-            self._num_unread += sum(num_copied for _, num_copied in frames)
+            self._num_unread += sum(packed.num_copied for packed in frames)
             self._changed.notify_all()
+        if event is not None:
+            event.set()  # without the lock, which the thread that this wakes takes at once
 
-    def get(self, timeout_s: float) -> Frame:
+    def get(self, timeout_s: float) -> _Packed:
         """Wait for a frame; raises TimeoutError, or EOFError once the queue has ended and is empty."""
         with self._changed:
             if not self._frames and not self._changed.wait_for(self._has_news, timeout_s):
+                self._clear_event()  # which was set late, for a frame that was read before
                 raise TimeoutError
             if not self._frames:
                 raise EOFError
-            frame, num_copied = self._frames.popleft()
-            self._num_unread -= num_copied
+            packed = self._frames.popleft()
+            self._num_unread -= packed.num_copied
             if not self._frames and not self._over:
                 self._clear_event()
             self._changed.notify_all()
-            return frame
+            return packed
 
     def has_frame(self) -> bool:
         """Return whether `get` would not wait for a frame."""
@@ -72,7 +115,8 @@ class _FrameQueue:
         """Accept no more frames; those in the queue may still be read."""
         with self._changed:
             self._over = True
-            self._set_event()
+            if self._event is not None:
+                self._event.set()
             self._changed.notify_all()
 
     def drop(self) -> None:
@@ -81,30 +125,55 @@ class _FrameQueue:
             self._frames.clear()
             self._num_unread = 0
             self.end()
-            if self._descriptor is not None:
-                os.close(self._descriptor)
-                self._descriptor = None
+            self._event = None
 
     def fileno(self) -> int | None:
         """Return the descriptor of an event that is set while `get` would not wait; None once it was dropped."""
+        event = self._event
+        if event is not None:
+            return event.descriptor
         with self._changed:
-            if self._descriptor is None and not self._over:
-                self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            if self._event is None and not self._over:
+                self._event = _Event()
                 if self._frames:
-                    self._set_event()
-            return self._descriptor
-
-    def _set_event(self) -> None:
-        if self._descriptor is not None:
-            os.eventfd_write(self._descriptor, 1)
+                    self._event.set()
+            return None if self._event is None else self._event.descriptor
 
     def _clear_event(self) -> None:
-        if self._descriptor is not None:
-            with suppress(BlockingIOError):
-                os.eventfd_read(self._descriptor)
+        if self._event is not None:
+            self._event.clear()
 
     def _has_news(self) -> bool:
         return self._over or bool(self._frames)
+
+
+@final
+class _Mappings:
+    """Private mappings of the other end's memory, each for as long as that lives. Used by the thread that receives."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[int, tuple[PeerMemory, weakref.ref[object]]] = {}  # by the number of a region
+        self._freed: deque[int] = deque()
+
+    def view(self, body: memoryview, region: MemoryRegion, offset: int) -> memoryview:
+        """Return a view of a body that lies in a region; a copy if the region cannot be mapped."""
+        while self._freed:
+            self._mapped.pop(self._freed.popleft(), None)
+        number, freed = region.number, self._freed
+        if number not in self._mapped:
+            owner = region.mapping()
+            assert owner is not None, "the body keeps it alive"
+            assert region.descriptor is not None, "it is shared memory"
+            try:
+                mapping = PeerMemory.of(region.descriptor, region.size_bytes)
+            except OSError:
+                return copied(body)
+            self._mapped[number] = mapping, weakref.ref(owner, lambda _: freed.append(number))
+        return memoryview(self._mapped[number][0])[offset : offset + body.nbytes]
+
+    def clear(self) -> None:
+        """Drop the mappings; memory with existing views lives until these are dropped."""
+        self._mapped.clear()
 
 
 @final
@@ -118,7 +187,7 @@ class MemoryConnection:
         outgoing: _FrameQueue,
         incoming: _FrameQueue,
         limits: Limits,
-        regions: MemoryRegions,
+        regions: MemoryRegions | Segments,
     ) -> None:
         self.peer: Final = peer
         self.identity: Final = identity
@@ -127,6 +196,7 @@ class MemoryConnection:
         self._incoming = incoming
         self._limits = limits
         self._regions = regions
+        self._mappings = _Mappings() if isinstance(regions, Segments) else None
 
     def send(self, header: bytes, body: memoryview = EMPTY, *, timeout_s: float) -> None:
         """Send one frame; see `Connection.send`."""
@@ -156,8 +226,8 @@ class MemoryConnection:
     def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
         """Wait for the next frame; see `Connection.receive`."""
         try:
-            frame = self._incoming.get(timeout_s)
-            return self._placed(frame, place) if frame.body.nbytes else frame
+            packed = self._incoming.get(timeout_s)
+            return self._placed(packed, place) if packed.frame.body.nbytes else packed.frame
         except TimeoutError:
             raise DeadlineExceeded(f"waited {seconds(timeout_s)} for a frame from {self.peer}; none came") from None
         except EOFError:
@@ -178,24 +248,28 @@ class MemoryConnection:
         """End the connection; see `Connection.close`."""
         self._outgoing.end()
         self._incoming.drop()
+        if self._mappings is not None:
+            self._mappings.clear()
 
-    def _pack(self, header: bytes, body: memoryview) -> tuple[Frame, int]:
-        """Return a frame that is independent of `body` unless that is shared, and how many bytes were copied."""
+    def _pack(self, header: bytes, body: memoryview) -> _Packed:
+        """Return a frame that is independent of `body` unless that is shared."""
         if len(header) > self._limits.max_header_bytes or body.nbytes > self._limits.max_body_bytes:
             raise UsageError(
                 f"a frame with a header of {len(header)} and a body of {body.nbytes} bytes is over the limits"
             )
         if not body.nbytes:
-            return Frame(bytes(header), EMPTY), 0
+            return _Packed(Frame(bytes(header), EMPTY))
         body = flat(body)
-        if self._regions.find(body) is not None:
-            return Frame(bytes(header), body[:]), 0
-        return Frame(bytes(header), copied(body)), body.nbytes
+        shared = self._regions.find(body)
+        if shared is not None:
+            return _Packed(Frame(bytes(header), body[:]), shared=shared)
+        return _Packed(Frame(bytes(header), copied(body)), body.nbytes)
 
-    def _placed(self, frame: Frame, place: Place | None) -> Frame:
+    def _placed(self, packed: _Packed, place: Place | None) -> Frame:
         """Copy a body that is not the sender's memory to the memory that `place` gives."""
-        if self._regions.find(frame.body) is not None:
-            return frame
+        frame, _, shared = packed
+        if shared is not None:
+            return frame if self._mappings is None else Frame(frame.header, self._mappings.view(frame.body, *shared))
         found = destination(place, frame.header, frame.body.nbytes)
         if found is None:
             return frame
@@ -251,6 +325,9 @@ class MemoryListener:
 class MemoryTransport:
     """Carries frames between threads; only connections made through the same instance meet.
 
+    With `maps`, an allocated body arrives as a private mapping, as between processes; else as the memory itself. When
+    shared memory is not to be had, such bodies are copied.
+
     >>> transport = MemoryTransport()
     >>> listener = transport.listen("memory://server-0")
     >>> worker = transport.connect(listener.address, b"worker 3", timeout_s=1)
@@ -260,17 +337,19 @@ class MemoryTransport:
     (b'worker 3', b'push')
     """
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    def __init__(self, limits: Limits | None = None, *, maps: bool = False) -> None:
         self.name: Final = "memory"
-        self.maps_memory: Final = False  # receivers get the memory itself, and could write to it
+        self.maps_memory: Final = maps  # else receivers get the memory itself, and could write to it
         self._limits = limits or Limits()
         self._lock = threading.Lock()
         self._listeners: dict[str, MemoryListener] = {}
         self._numbers = count()
-        self._regions = MemoryRegions()
+        self._regions = Segments(create_memory, lambda _: None) if maps else MemoryRegions()
 
     def allocate(self, size_bytes: int) -> memoryview:
         """Give memory whose views are sent as they are; see `Transport.allocate`."""
+        if isinstance(self._regions, Segments):
+            return self._regions.allocate(size_bytes)
         check_size(size_bytes)
         if size_bytes == 0:
             return fresh_buffer(0)

@@ -41,7 +41,7 @@ class PeerMemory(mmap.mmap):
         """Map the file behind a descriptor, which is not needed any more then; raises OSError."""
         # Python maps files only while it keeps a descriptor of its own: the peer's memory would live as long.
         made = PeerMemory(-1, size_bytes, flags=_OWN, prot=_READ_WRITE)
-        _succeeded(_libc.mmap(made._address, size_bytes, _READ_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED, descriptor, 0))
+        map_privately(made._address, size_bytes, descriptor)
         return made
 
     @property
@@ -76,6 +76,11 @@ class PeerMemory(mmap.mmap):
     def reread(self) -> None:
         """Discard local writes: every page shows the peer's memory again."""
         self.madvise(mmap.MADV_DONTNEED)
+
+
+def map_privately(address: int, size_bytes: int, descriptor: int) -> None:
+    """Map a file in the place of memory of this process, so that writes stay here; raises OSError."""
+    _succeeded(_libc.mmap(address, size_bytes, _READ_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED, descriptor, 0))
 
 
 def _succeeded(address: int | None) -> int:

@@ -4,6 +4,7 @@ A segment is an anonymous memory file (memfd): it has no name, so nothing can be
 over each connection once, with the first frame that uses it there; later frames name it by number. Its size is sealed,
 so that neither side can make the other fault by shrinking it, and its owner alone can write to it. Memory that outlives
 its owner (`LastingMemory`) is not sealed against writing, as the successor has to write: peers get it read-only.
+Children that the owner forks have it as private memory: what they write stays with them.
 """
 
 import fcntl
@@ -17,7 +18,7 @@ from typing import Final, final
 
 from paceline.errors import PeerError
 from paceline.transport.buffers import MemoryRegion, MemoryRegions, check_size, fresh_buffer
-from paceline.transport.peer_memory import PeerMemory
+from paceline.transport.peer_memory import PeerMemory, map_privately
 
 CreateMemory = Callable[[int], int]
 Notice = Callable[[str], None]
@@ -39,6 +40,8 @@ class Segments:
         self._create_memory = create_memory
         self._notice = notice
         self._regions = MemoryRegions()
+        forked = weakref.WeakMethod(self._keep_private)
+        os.register_at_fork(after_in_child=lambda: act() if (act := forked()) is not None else None)
 
     def allocate(self, size_bytes: int) -> memoryview:
         """Return memory that peers will map, or plain memory when shared memory is not available."""
@@ -72,6 +75,12 @@ class Segments:
     def find(self, body: memoryview) -> tuple[MemoryRegion, int] | None:
         """Return the segment that a flat body lies wholly inside, and where in it, or None."""
         return self._regions.find(body)
+
+    def _keep_private(self) -> None:
+        """Keep what this forked child writes from the processes that share the memory."""
+        for region in self._regions.alive():
+            if region.descriptor is not None:
+                map_privately(region.start, region.size_bytes, region.descriptor)
 
 
 def create_memory(size_bytes: int, *, sparse: bool = False) -> int:

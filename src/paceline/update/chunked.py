@@ -15,9 +15,8 @@ from paceline.errors import UsageError
 from paceline.update.kernels import Kernel, Numbers, Operands
 from paceline.update.lasting import ChunkMemory, ShardMemory, ShardSettings
 from paceline.update.rules import Hyper
-from paceline.update.summing import CHUNK, Contribution, combine_stretch, divisor_of
+from paceline.update.summing import CHUNK, Contribution, ThreadPool, combine_stretch, divisor_of
 from paceline.update.table import NonFinite, Scale, SegmentPiece
-from paceline.update.thread_pool import ThreadPool
 from paceline.update.torch_rule import require_count
 
 if TYPE_CHECKING:
@@ -230,11 +229,13 @@ class _Plan:
         key: all that the chunks depend on, except the ages of the pieces.
         chunks: with all pieces that are stepped.
         taken: (pieces,), 1 for a piece that is stepped, else 0.
+        is_fresh: whether some of their state has never been written.
     """
 
     key: tuple[tuple[frozenset[int], ...], list[tuple[str, ...]], bool]
     chunks: list[Chunk]
     taken: Tensor
+    is_fresh: bool
 
 
 @final
@@ -265,7 +266,7 @@ class Chunked:
         self._plan: _Plan | None = None  # of the last update
         self._state: dict[str, Tensor] = {}  # by name, each as long as the range
         self._held: list[tuple[str, ...]] = [()] * len(pieces)  # states of each piece
-        self._steps = torch.zeros(len(pieces))  # number of steps of each piece; float32, as in torch
+        self._steps = torch.zeros(len(pieces))  # of each piece, if the kernel counts them; float32, as in torch
         self._begun = False
         self._lasting = lasting
         self._resumes = False  # the next update may have been begun by a predecessor
@@ -378,10 +379,12 @@ class Chunked:
 
     def _left_to_kernel(self, contributions: Sequence[Contribution]) -> float:
         """Return the divisor that is left to the kernel; 1 if sums are divided before, as their dtype rounds then."""
+        plain = self._values.dtype not in _HALF and all(map(self._kernel.divides, self._numbers))
+        if not (plain and self._numbers):
+            return 1.0
         divisor = divisor_of([contribution.count for contribution in contributions], self._policy[0])
         exact = divisor == torch.tensor(divisor).item()  # torch passes the divisor as a float32
-        plain = self._values.dtype not in _HALF and all(map(self._kernel.divides, self._numbers))
-        return divisor if exact and plain and self._numbers else 1.0
+        return divisor if exact else 1.0
 
     def _do(
         self,
@@ -447,12 +450,13 @@ class Chunked:
         key = (absent, names, in_lanes)
         plan = self._plan
         if plan is None or plan.key != key:
-            plan = _Plan(key, *self._make_plan(absent, names, in_lanes=in_lanes))
-        fresh = any(call.age.fresh for chunk in plan.chunks for call in chunk.calls)
-        self._plan = None if fresh else plan  # the next update has no fresh state here
-        if self._lasting is None:
+            chunks, taken = self._make_plan(absent, names, in_lanes=in_lanes)
+            is_fresh = any(call.age.fresh for chunk in chunks for call in chunk.calls)
+            plan = _Plan(key, chunks, taken, is_fresh)
+        self._plan = None if plan.is_fresh else plan  # the next update has no fresh state here
+        if self._kernel.counts_steps and self._lasting is None:
             self._steps += plan.taken
-        else:  # valid once the update is done
+        elif self._kernel.counts_steps and self._lasting is not None:  # valid once the update is done
             self._steps = torch.add(self._lasting.steps, plan.taken, out=self._lasting.next_steps)
         return plan.chunks
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 
 from paceline.core.partition import Range, partition
@@ -10,6 +12,13 @@ from paceline.errors import UsageError
 from paceline.update.named_rules import granularity
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.table import TableSpec
+
+_DTYPES: Final = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 def spans(spec: TableSpec, settings: WorkerSettings | ServerSettings) -> tuple[Range, ...]:
@@ -28,12 +37,7 @@ def spans(spec: TableSpec, settings: WorkerSettings | ServerSettings) -> tuple[R
 
 def torch_dtype(spec: TableSpec | RowTableSpec) -> torch.dtype:
     """Return the element type of a table."""
-    return {
-        "float32": torch.float32,
-        "float64": torch.float64,
-        "bfloat16": torch.bfloat16,
-        "float16": torch.float16,
-    }[spec.dtype]
+    return _DTYPES[spec.dtype]
 
 
 def as_tensor(body: memoryview, dtype: torch.dtype) -> torch.Tensor:

@@ -16,9 +16,16 @@ from paceline.update.kernels import Kernel
 from paceline.update.lasting import ShardMemory
 from paceline.update.placement import as_tensor
 from paceline.update.rules import Hyper, Quorum, UpdateRule
-from paceline.update.summing import CHUNK, Contribution, combine_stretch, num_missing, num_nonfinite
+from paceline.update.summing import (
+    CHUNK,
+    Contribution,
+    ThreadPool,
+    combine_stretch,
+    num_missing,
+    num_nonfinite,
+    stretches,
+)
 from paceline.update.table import NonFinite, Scale, SegmentPiece, cut
-from paceline.update.thread_pool import ThreadPool, stretches
 from paceline.update.torch_rule import TorchRule
 from paceline.update.user_code import own_code
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import is_
-from typing import Final, cast, final
+from typing import Any, Final, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ _NOT_HYPER = frozenset({"params", "param_names"})
 _LOCAL_ONLY = ("differentiable", "capturable")
 # How a step is computed, not what it computes: fixed when a table is declared, never changed by a push.
 SWITCHES: Final = ("fused", "foreach", *_LOCAL_ONLY)
+_MOST_STEPS: Final = 1 << 40  # for which the numbers of ASGD have to do
 _NO_PARAMETERS: Final = "empty parameter list"  # in torch's error for an empty list
 # Each of these makes optimizers that have it keep one more state.
 _MORE_STATE: Final[Hyper] = {"momentum": 0.9, "amsgrad": True, "centered": True}
@@ -159,11 +160,28 @@ def numbers_problem(rule: str, numbers: Hyper) -> str:
     'Invalid beta parameter at index 1: 1.0'
     >>> numbers_problem("torch.optim.SGD", {"lr": 0.1, "momentum": True, "nesterov": 1})
     'momentum is True, expected a number; nesterov is 1, expected True or False'
+    >>> numbers_problem("torch.optim.ASGD", {"lr": 0.1, "lambd": 1e38, "alpha": 1e30})
+    'lr=0.1, lambd=1e+38 and alpha=1e+30 give no step size: lr / (1 + lambd * lr * step) ** alpha at step 1'
     """
     flags, kept = _flags(rule), {k: v for k, v in numbers.items() if k not in SWITCHES and v is not None}
     expected = {key: _expected(rule, key, value) for key, value in kept.items()}
     odd = [f"{key} is {str(kept[key])[:40]}, expected {what}" for key, what in expected.items() if what]
-    return "; ".join(odd) or _refusal(rule, frozenset((key, kept[key]) for key in kept.keys() - flags - {"lr"}))
+    refusal = "; ".join(odd) or _refusal(rule, frozenset((key, kept[key]) for key in kept.keys() - flags - {"lr"}))
+    return refusal or (_asgd_problem(kept) if rule == f"{PREFIX}ASGD" else "")
+
+
+def _asgd_problem(numbers: Hyper) -> str:
+    """Return why steps of ASGD would fail: it raises a number to the power alpha, in plain Python."""
+    lr, lambd, alpha = (numbers.get(key, _defaults(f"{PREFIX}ASGD")[key]) for key in ("lr", "lambd", "alpha"))
+    for step in (1, _MOST_STEPS):
+        try:
+            size = cast("Any", lr) / (1 + cast("Any", lambd) * lr * step) ** alpha
+        except ArithmeticError:
+            size = None
+        if not isinstance(size, float | int):  # a power of a negative number is complex
+            formula = f"lr / (1 + lambd * lr * step) ** alpha at step {step}"
+            return f"lr={lr}, lambd={lambd} and alpha={alpha} give no step size: {formula}"
+    return ""
 
 
 def _expected(rule: str, key: str, value: Number | tuple[Number, ...]) -> str:

@@ -15,6 +15,7 @@ MAX_IDS: Final = 1 << 20  # in one read of rows, or in one `Unsubscribe`
 MAX_READ_NUMBERS: Final = 1 << 21  # in the answer to one read; a million first values take a tenth of a second
 MAX_WAITING_READ_BYTES: Final = 1 << 30  # in all answers about one table that one worker waits for
 MAX_PUSH_BYTES: Final = 1 << 30  # of rows in one push
+MAX_JOINED_BYTES: Final = 128 << 10  # of several pushes in one frame, which are copied into one body
 MAX_HEARD_BYTES: Final = 1 << 29  # of one worker's kept answers, and of its waiting requests
 
 

@@ -1,14 +1,60 @@
-"""The messages on the wire: frames of pushes, pulls and rows around the core's messages, and the codec of all kinds."""
+"""The messages on the wire: frames of pushes, pulls and rows around the core's messages, and the encoding of all kinds.
+
+One byte for the kind, then the message in MessagePack, checked field by field. Nothing is ever unpickled, and a message
+that does not match its declared fields is refused before it is used.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from itertools import accumulate
+from typing import Final, Generic, TypeVar, final
+
+import msgspec
 
 from paceline.core import messages
+from paceline.core.worker import MAX_TOGETHER
+from paceline.errors import PeerError
+from paceline.transport.base import EMPTY
 from paceline.update.table import Hyper
 from paceline.wire import requests
-from paceline.wire.codec import MessageCodec
+
+Message = TypeVar("Message")
+
+
+@final
+class MessageCodec(Generic[Message]):
+    """Encodes and decodes messages of the given kinds. The position is the kind byte: append, never reorder."""
+
+    def __init__(self, *kinds: type[Message]) -> None:
+        self.kinds = kinds
+        self._number = {kind: number for number, kind in enumerate(kinds)}
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoders = tuple(msgspec.msgpack.Decoder(kind) for kind in kinds)
+
+    def kind_byte(self, kind: type[Message]) -> bytes:
+        """Return the first byte of every header of this kind."""
+        return bytes((self._number[kind],))
+
+    def encode(self, message: Message) -> bytes:
+        """Return the header of a frame that carries this message."""
+        return bytes((self._number[type(message)],)) + self._encoder.encode(message)
+
+    def decode(self, header: bytes) -> Message:
+        """Return the message in the header of a frame.
+
+        Raises:
+            PeerError: the bytes are not a valid message.
+        """
+        if not header or header[0] >= len(self.kinds):
+            raise PeerError(
+                f"a message of unknown kind {header[:1].hex() or 'nothing'}; is the peer of another version?"
+            )
+        try:
+            return self._decoders[header[0]].decode(memoryview(header)[1:])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise PeerError(f"a malformed {self.kinds[header[0]].__name__} message: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +104,59 @@ class PullFrame:
 
 @dataclass(frozen=True, slots=True)
 class StepFrame:
-    """A step of a dense table: its push, and the pull in the next clock; `taken` as in a `PullFrame`."""
+    """A step of dense tables: pushes, the tick that ends their clock, and pulls.
 
-    frame: PushFrame
-    request: int
-    needs: int
-    taken: int
+    `ends`: the clock below which all are finished, -1 without a tick. `sizes`: the bytes of each push in the body, each
+    at the next multiple of 8.
+    """
+
+    pushes: tuple[PushFrame, ...]
+    ends: int
+    pulls: tuple[PullFrame, ...]
+    sizes: tuple[int, ...]
 
     @property
     def step(self) -> messages.WholeStep:
         """The step, for the core."""
-        push = self.frame.push
-        pull = messages.Pull(push.id.sender, self.request, push.table, push.clock + 1, self.needs)
-        return messages.WholeStep(push, pull)
+        pushes, pulls = tuple(frame.push for frame in self.pushes), tuple(frame.pull for frame in self.pulls)
+        sender = pushes[0].id.sender if pushes else pulls[0].sender
+        return messages.WholeStep(pushes, None if self.ends < 0 else messages.Clock(sender, self.ends), pulls)
+
+    def check(self) -> None:
+        """Raise PeerError for a step of nothing, or of too much."""
+        if not (self.pushes or self.pulls) or max(len(self.pushes), len(self.pulls)) > MAX_TOGETHER:
+            raise PeerError(f"a step has {len(self.pushes)} pushes and {len(self.pulls)} pulls")
+        if len(self.sizes) != len(self.pushes) or min(self.sizes, default=0) < 0:
+            raise PeerError(f"a step of {len(self.pushes)} pushes has bodies of {self.sizes[:3]} bytes")
+
+    def bodies(self, body: memoryview) -> list[memoryview]:
+        """Return the body of each push, as views of the body of the frame; raises PeerError if it has other bytes."""
+        starts = _starts(self.sizes)
+        if starts[-1] != len(body):
+            raise PeerError(f"a step of {len(self.pushes)} pushes came with {len(body)} bytes, expected {starts[-1]}")
+        return [body[start : start + size] for start, size in zip(starts, self.sizes, strict=False)]
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    """Return where in the body of a step each push begins, and where the last one ends."""
+    if len(sizes) == 1:
+        return [0, sizes[0]]
+    return list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+
+
+def joined(bodies: Sequence[memoryview]) -> memoryview:
+    r"""Return the body of a step: that of its only push, or a copy of all.
+
+    >>> bytes(joined([memoryview(b"abc"), memoryview(b"de")]))
+    b'abc\x00\x00\x00\x00\x00de\x00\x00\x00\x00\x00\x00'
+    """
+    if len(bodies) < 2:
+        return bodies[0] if bodies else EMPTY
+    starts = _starts([body.nbytes for body in bodies])
+    whole = memoryview(bytearray(starts[-1]))
+    for body, start in zip(bodies, starts, strict=False):
+        whole[start : start + body.nbytes] = body
+    return whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +222,8 @@ class RowsUsed:
     table: str
     clock: int
 
+
+_ALIGNMENT: Final = 8  # bytes of the widest number
 
 # The position is the kind byte: append, never reorder.
 _CODEC: Final = MessageCodec[object](

@@ -70,9 +70,13 @@ def check_said(hello: Hello, message: object, num_servers: int) -> None:
     if isinstance(message, wire.PushFrame | wire.RowPushFrame):
         _check_worker(hello, message.push.id)
     elif isinstance(message, wire.StepFrame):
-        _check_worker(hello, message.frame.push.id)
-        if message.frame.push.clock >= _MOST_CLOCKS:  # its tick, one more, has to fit into the answer
-            raise PeerError(f"{hello.role} {hello.rank} ends clock {message.frame.push.clock}")
+        message.check()
+        for part in message.pushes:
+            _check_worker(hello, part.push.id)
+        for part in message.pulls:
+            _check_worker(hello, part.pull.sender)
+        if message.ends >= _MOST_CLOCKS:
+            raise PeerError(f"{hello.role} {hello.rank} ends clock {message.ends}")
     elif isinstance(message, wire.PullFrame | wire.RowPullFrame):
         _check_worker(hello, message.pull.sender)
     elif isinstance(

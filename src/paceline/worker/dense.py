@@ -13,12 +13,12 @@ from torch import Tensor
 
 from paceline.core.effects import Forget, Install, ReadDone, Release
 from paceline.core.events import Opened, Timeout, WantPush, WantRead
-from paceline.core.messages import Fetched, Pull, Push, WholeStep
+from paceline.core.messages import Fetched, Pull, Push
 from paceline.core.table_reads import TableReads
 from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.transport.base import EMPTY
 from paceline.update.table import Hyper
-from paceline.wire.messages import KeysWanted, PullFrame, PushFrame, StepFrame
+from paceline.wire.messages import KeysWanted, PullFrame, PushFrame
 from paceline.worker.cache import TableCache
 from paceline.worker.pushes import (
     PushBuffer,
@@ -28,12 +28,15 @@ from paceline.worker.pushes import (
     may_push,
     objection,
     pending_future,
+    require_fit,
 )
 from paceline.worker.table_client import ClientContext
 from paceline.worker.waits import About
 
 # A larger push leaves at once: it takes long on its way, and one in a step is repeated until values answer it.
 _MOST_STEP_BYTES: Final = 4 << 20
+# A larger one does not wait for the end of a clock that may be long: its way takes time that the script computes in.
+_MOST_WAITING_BYTES: Final = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +151,8 @@ class DenseClient:
         may be overwritten as soon as this returns. The future ends with `PeerError` if this worker fails first: then
         it is unknown whether the push was applied.
         """
+        self.context.lock.check()
+        require_fit(self.cache.spec, gradient)
         problem = self._objection(gradient)
         if problem:
             return finished_push(PushOutcome(applied=False, reason=problem))
@@ -169,19 +174,26 @@ class DenseClient:
 
         `ends_clock`: the caller finishes the clock at once, and then reads the table. So one frame can do for all.
         """
-        problem = self._objection(buffer.gradient)
+        try:
+            problem = self._objection(buffer.gradient)
+        except UsageError:  # the script may go on with other gradients
+            self.return_buffer(buffer)
+            raise
         if problem:
             self.return_buffer(buffer)
             return finished_push(PushOutcome(applied=False, reason=problem))
         return self._push(buffer, count, absent, hyper, expected, ends_clock=ends_clock)
 
-    def start_read(self, *, refresh: bool = True, exact: bool = False) -> PendingRead:
-        """Request values; the future ends when the cache is fresh enough. Does not block."""
+    def start_read(self, *, refresh: bool = True, exact: bool = False, more: bool = False) -> PendingRead:
+        """Request values; the future ends when the cache is fresh enough. Does not block.
+
+        `more`: the caller starts another read at once, with which the request may travel.
+        """
         context = self.context
         with context.lock.changed:
             context.lock.check()
             started = PendingRead(context.core.clock, self._reads.add(context.core.next_request))
-            context.handle(WantRead(self.name, refresh, exact))
+            context.handle(WantRead(self.name, refresh, exact, more))
         return started
 
     def read(self, use: Callable[[TableCache], None], *, refresh: bool = True, exact: bool = False) -> ReadOutcome:
@@ -236,8 +248,10 @@ class DenseClient:
             frame = PushFrame(push, count, absent, hyper, screened=True, checksums=checksums, expected=expected)
             future = self.pushes.prepare(buffer, {server: parts[server] for server in self.cache.servers}, frame)
             self.cache.note_own(push.id.seq, buffer.gradient, absent, hyper)
-            may_wait = ends_clock and buffer.memory.nbytes <= _MOST_STEP_BYTES
-            context.handle(WantPush(self.name, ends_clock=may_wait))
+            size_bytes = buffer.memory.nbytes
+            may_wait = self.pushes.held and size_bytes <= _MOST_WAITING_BYTES
+            ends_clock = ends_clock and size_bytes <= _MOST_STEP_BYTES
+            context.handle(WantPush(self.name, may_wait=may_wait, ends_clock=ends_clock))
         return future
 
     # -- effects of the core -----------------------------------------------------------------------------------------
@@ -248,16 +262,18 @@ class DenseClient:
         if outgoing is not None:
             self.context.send(server, outgoing.frame, EMPTY if bare else outgoing.bodies[server])
 
-    def send_step(self, server: int, step: WholeStep) -> None:
-        """Send the server a push and the request of a read."""
-        outgoing = self.pushes.outgoing(step.push)
-        if outgoing is not None:
-            frame = StepFrame(outgoing.frame, step.pull.request, step.pull.needs, self._received.get(server, -1))
-            self.context.send(server, frame, outgoing.bodies[server])
+    def push_part(self, server: int, push: Push) -> tuple[PushFrame, memoryview] | None:
+        """Return a server's part of a push, None if the server has answered it."""
+        outgoing = self.pushes.outgoing(push)
+        return None if outgoing is None else (outgoing.frame, outgoing.bodies[server])
+
+    def pull_part(self, server: int, pull: Pull) -> PullFrame:
+        """Return the request of a read, and which of the server's values have been received."""
+        return PullFrame(pull, self._received.get(server, -1))
 
     def send_pull(self, server: int, pull: Pull) -> None:
-        """Send a server the request of a read, and which of its values have been received."""
-        self.context.send(server, PullFrame(pull, self._received.get(server, -1)))
+        """Send a server the request of a read."""
+        self.context.send(server, self.pull_part(server, pull))
 
     def install(self, effect: Install, body: memoryview) -> None:
         """Cache a server's part of the values."""
@@ -278,24 +294,6 @@ class DenseClient:
     def finish_read(self, done: ReadDone) -> None:
         """End the futures of a read and of earlier ones."""
         self._reads.finish(done)
-
-    # -- clocks ------------------------------------------------------------------------------------------------------
-
-    def prepare_tick(self, clock: int) -> None:
-        """Send nothing: pushes are sent at once."""
-
-    def end_clock(self, clock: int) -> None:
-        """Change nothing: clocks have no accounts."""
-
-    def send_before_tick(self, server: int, clock: int) -> None:
-        """Send nothing."""
-
-    def note_ticked(self, server: int, clock: int) -> None:
-        """Change nothing."""
-
-    def holds_ticks(self) -> bool:
-        """Return False: a read may be answered with values of later clocks."""
-        return False
 
     # -- connections and memory --------------------------------------------------------------------------------------
 

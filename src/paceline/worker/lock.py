@@ -12,7 +12,7 @@ from paceline.core.settings import WAIT_TIMEOUT_S
 from paceline.errors import DeadlineExceeded, PeerError, ServerLost
 from paceline.stopwatch import Stopwatch
 from paceline.transport.deadline import seconds
-from paceline.wire.reading import ReadTurns
+from paceline.wire.connection import ReadTurns
 from paceline.wire.send_queue import SendHold
 from paceline.wire.signals import interrupt_deferred
 from paceline.worker.waits import ADVICE, PERIOD_S, About, OpenWait, Waits, print_lines

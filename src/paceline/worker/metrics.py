@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from types import TracebackType
+from typing import Final, Literal, final
 
 from paceline.core.commit import is_late
 from paceline.core.consistency import Consistency
@@ -22,6 +23,27 @@ from paceline.worker.pushes import PushOutcome
 
 MANY_PUSHES: Final = 1000  # of one table in one clock; servers take some thousands
 STATE_INTERVAL_S: Final = 2.0
+
+
+@final
+class _Communication:
+    """The time in which a worker communicates, as a context: see `StepMetrics.communicating`."""
+
+    def __init__(self, metrics: StepMetrics) -> None:
+        self._metrics = metrics
+
+    def __enter__(self) -> None:
+        self._metrics.communicating_since = self._metrics.now()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        metrics = self._metrics
+        now = metrics.computing_since = metrics.now()
+        since, metrics.communicating_since = metrics.communicating_since, None
+        if since is not None:
+            metrics.comm_s += now - since
+
+
+_NESTED: Final = nullcontext()
 
 
 @dataclass(slots=True)
@@ -45,40 +67,32 @@ class StepMetrics:
     wait_s: float = 0.0
     comm_s: float = 0.0
     _since: float = field(init=False)
-    _communicating_since: float | None = None  # up to where communication is counted; None outside of it
+    communicating_since: float | None = None  # up to where communication is counted; None outside of it
     _has_finished: bool = False
     _clock: int = 0  # that is under way
-    _computing_since: float = field(init=False)
+    computing_since: float = field(init=False)
     _states: PeriodicThread = field(init=False)
+    _communication: _Communication = field(init=False)
 
     def __post_init__(self) -> None:
         """Start the first clock."""
-        self._since = self._computing_since = self.now()
+        self._since = self.computing_since = self.now()
         self.refusals = Refusals(self.worker, self.tell)
         self.open_clocks = OpenClocks(self.worker, self.tell)
         self._states = PeriodicThread(STATE_INTERVAL_S, self.record_state)
+        self._communication = _Communication(self)
 
     def start_training(self) -> None:
         """Start the first clock again: opening tables and barriers before it do not count."""
         if not self._has_finished:
             self._begin_clock(self.now())
 
-    @contextmanager
-    def communicating(self) -> Generator[None]:
+    def communicating(self) -> AbstractContextManager[None]:
         """Count the time inside the context as communication, waiting included; nested contexts count once.
 
         For one thread at a time: the one that trains, or one of autograd while that waits for it.
         """
-        if self._communicating_since is not None:
-            yield
-            return
-        self._communicating_since = self.now()
-        try:
-            yield
-        finally:
-            self._computing_since = self.now()
-            self._count_communication(self._computing_since)
-            self._communicating_since = None
+        return self._communication if self.communicating_since is None else _NESTED
 
     def note_read(self, table: str, outcome: ReadOutcome) -> None:
         """Record a read, and count what it waited."""
@@ -172,8 +186,8 @@ class StepMetrics:
 
     def record_state(self) -> bool:
         """Record the state of this worker if it has not changed for a while, and flush the trace; return True."""
-        now, communicating_since = self.now(), self._communicating_since
-        since = self._computing_since if communicating_since is None else communicating_since
+        now, communicating_since = self.now(), self.communicating_since
+        since = self.computing_since if communicating_since is None else communicating_since
         if now - max(since, self._since) >= STATE_INTERVAL_S:
             doing = "computing" if communicating_since is None else "communicating"
             self.trace.record(records.State(now, self.worker, self._clock, doing, now - max(since, self._since)))
@@ -187,13 +201,13 @@ class StepMetrics:
 
     def _begin_clock(self, now: float) -> None:
         self.wait_s, self.comm_s, self._since = 0.0, 0.0, now
-        if self._communicating_since is not None:
-            self._communicating_since = now
+        if self.communicating_since is not None:
+            self.communicating_since = now
 
     def _count_communication(self, now: float) -> None:
-        if self._communicating_since is not None:
-            self.comm_s += now - self._communicating_since
-            self._communicating_since = now
+        if self.communicating_since is not None:
+            self.comm_s += now - self.communicating_since
+            self.communicating_since = now
 
 
 def _finite(value: float | None) -> float | None:

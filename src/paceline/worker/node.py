@@ -22,9 +22,10 @@ from paceline.update.rows.ops import row_ops, tell_of_refused_library
 from paceline.update.rows.sharding import RowSharding
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.table import TableSpec
+from paceline.wire.bounds import MAX_JOINED_BYTES
 from paceline.wire.connection import ReconnectingConnection
 from paceline.wire.malformed import REQUEST_ERRORS, describe_error
-from paceline.wire.messages import Hello, KeysWanted, decode, encode
+from paceline.wire.messages import Hello, KeysWanted, StepFrame, decode, encode, joined
 from paceline.wire.requests import Declare, DeclareRows, RequestDone, RequestFailed
 from paceline.wire.send_queue import SendHold
 from paceline.worker.cache import TableCache, can_replay
@@ -49,6 +50,7 @@ class FrameHandler:
     """Handles the frames of one server, under the worker's lock.
 
     `fail` is called with the reason if a frame is invalid; by default that raises PeerError. `hold` gathers answers.
+    `keyed` are the row tables, which alone keep accounts of clocks.
     """
 
     server: int
@@ -56,6 +58,7 @@ class FrameHandler:
     rpc: Rpc
     tables: Mapping[str, TableClient]
     handle: Callable[[WorkerEvent, memoryview], None]
+    keyed: Sequence[RowClient]
     fail: Callable[[str], None] = _refuse
     hold: SendHold = field(default_factory=SendHold)
     _placed: tuple[bytes, object] = (b"", None)  # the last header that `place` has decoded, and its message
@@ -90,7 +93,7 @@ class FrameHandler:
         elif not isinstance(message, Ticked):
             return
         ticked = message.clock if isinstance(message, Ticked) else message.ticked
-        for table in self.tables.values():
+        for table in self.keyed:
             table.note_ticked(self.server, ticked)
 
     def place(self, header: bytes, size_bytes: int) -> memoryview | None:
@@ -139,6 +142,7 @@ class WorkerNode:
     _changed: threading.Condition = field(init=False)
     _hold: SendHold = field(default_factory=SendHold)
     _tables: dict[str, TableClient] = field(default_factory=dict[str, TableClient])
+    _keyed: list[RowClient] = field(default_factory=list[RowClient])  # the row tables, which keep accounts of clocks
     _context: ClientContext = field(init=False)
     row_sharding: RowSharding = field(init=False)
     _throttle: Throttle = field(init=False)
@@ -185,7 +189,9 @@ class WorkerNode:
         sender = self.settings.sender
         hello = Hello("worker", sender.worker, sender.incarnation, sender.generation)
         for server, address in enumerate(self.addresses):
-            handler = FrameHandler(server, self._lock, self.rpc, self._tables, self._handle, self._fail, self._hold)
+            handler = FrameHandler(
+                server, self._lock, self.rpc, self._tables, self._handle, self._keyed, self._fail, self._hold
+            )
             connection = ReconnectingConnection(
                 server,
                 address,
@@ -239,6 +245,7 @@ class WorkerNode:
             state = RowTableState.make(spec, options, self.row_sharding, self.settings.sender.worker)
             client = RowClient(state, self.row_sharding, self._throttle, self._context, options.communication)
             self._add_table(spec.name, client, Consistency.parse(spec.consistency))
+            self._keyed.append(client)
         return client
 
     def _add_table(self, name: str, client: TableClient, consistency: Consistency) -> None:
@@ -269,9 +276,9 @@ class WorkerNode:
         caches are unanswered.
         """
         with self._changed:
-            for table in list(self._tables.values()):
+            for table in list(self._keyed):
                 table.prepare_tick(self._core.clock)
-            for table in self._tables.values():
+            for table in self._keyed:
                 table.end_clock(self._core.clock)
             self._lock.check()
             self._handle(WantClock())
@@ -388,9 +395,7 @@ class WorkerNode:
             case Send(server, Push() as push, bare):
                 self._tables[push.table].send_push(server, push, bare=bare)
             case Send(server, WholeStep() as step):
-                for table in self._tables.values():
-                    table.send_before_tick(server, step.push.clock + 1)
-                self._tables[step.push.table].send_step(server, step)
+                self._send_step(server, step)
             case Send(server, Pull() as pull):
                 self._tables[pull.table].send_pull(server, pull)
             case Send(server, Clock() as tick):
@@ -412,9 +417,27 @@ class WorkerNode:
             case Fail():
                 self._fail(effect.reason)
 
+    def _send_step(self, server: int, step: WholeStep) -> None:
+        """Send a step as one frame; or the parts of a large one, and its tick once the server has confirmed them."""
+        found = [self._tables[push.table].push_part(server, push) for push in step.pushes]
+        parts = [part for part in found if part is not None]
+        frames, bodies = tuple(frame for frame, _ in parts), [body for _, body in parts]
+        sizes = tuple(body.nbytes for body in bodies)
+        pulls = tuple(self._tables[pull.table].pull_part(server, pull) for pull in step.pulls)
+        ends = -1 if step.tick is None else step.tick.clock
+        whole = StepFrame(frames, ends, pulls, sizes)
+        if len(parts) > 1 and max(sum(sizes), len(encode(whole))) > MAX_JOINED_BYTES:
+            for part in (*step.pushes, *step.pulls):
+                self._perform(Send(server, part), EMPTY)
+            return
+        for table in self._keyed if step.tick is not None else ():
+            table.send_before_tick(server, ends)
+        if frames or pulls:
+            self._send_frame(server, whole, joined(bodies))
+
     def _send_tick(self, server: int, tick: Clock) -> None:
         is_urgent = True
-        for table in self._tables.values():
+        for table in self._keyed:
             table.send_before_tick(server, tick.clock)
             is_urgent = is_urgent and not table.holds_ticks()
         self._send_frame(server, tick, urgent=is_urgent)

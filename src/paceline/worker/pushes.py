@@ -151,13 +151,17 @@ def may_push(core: WorkerCore, table: str) -> bool:
     return False
 
 
-def objection(spec: TableSpec, gradient: Tensor) -> str:
-    """Return why a gradient is not pushed, "" if it is; raises UsageError for a wrong shape or dtype."""
+def require_fit(spec: TableSpec, gradient: Tensor) -> None:
+    """Raise UsageError for a gradient of a wrong shape or dtype."""
     if gradient.shape != (spec.numel,) or gradient.dtype != torch_dtype(spec):
         raise UsageError(
             f"a push to table '{spec.name}' is {tuple(gradient.shape)} {gradient.dtype}, "
             f"expected ({spec.numel},) {torch_dtype(spec)}"
         )
+
+
+def objection(spec: TableSpec, gradient: Tensor) -> str:
+    """Return why a gradient that fits its table is not pushed, "" if it is."""
     if spec.nonfinite in ("zero", "ignore"):
         return ""
     num_bad = num_nonfinite(gradient)

@@ -110,13 +110,7 @@ class Table:
         """
         with self.metrics.communicating():
             values = self._new() if out is None else self._checked(out)
-            flat = values.view(-1)
-
-            def use(cache: TableCache) -> None:
-                cache.forget_writes()
-                cache.read_into(flat)
-
-            self.read(use, refresh=refresh, exact=exact)
+            self.read(_copying_to(values), refresh=refresh, exact=exact)
         return values
 
     def view(self, *, refresh: bool = True) -> Tensor:
@@ -158,16 +152,25 @@ class Table:
         if not exact:
             self.metrics.note_read(self.name, outcome)
 
-    def start_read(self, *, refresh: bool = True) -> PendingRead:
-        """Start a read for `finish_read`; computing in between hides its latency. Does not block."""
+    def start_read(self, *, refresh: bool = True, more: bool = False) -> PendingRead:
+        """Start a read for `finish_read`; computing in between hides its latency. Does not block.
+
+        `more`: see `DenseClient.start_read`.
+        """
         with self.metrics.communicating():
-            return self.client.start_read(refresh=refresh)
+            return self.client.start_read(refresh=refresh, more=more)
 
     def finish_read(self, started: PendingRead, use: Callable[[TableCache], None]) -> None:
         """Finish a read that `start_read` started; blocks as `read` does."""
         with self.metrics.communicating():
             outcome = self.client.wait_read(started, use)
         self.metrics.note_read(self.name, outcome)
+
+    def finish_pull(self, started: PendingRead) -> Tensor:
+        """Finish a read that `start_read` started, and return the values; blocks as `pull` does."""
+        values = self._new()
+        self.finish_read(started, _copying_to(values))
+        return values
 
     def push_reserved(
         self,
@@ -261,3 +264,14 @@ class Table:
                 f"worker {self.metrics.worker}, clock {self.node.clock}"
             )
         return tensor.contiguous().view(-1)
+
+
+def _copying_to(values: Tensor) -> Callable[[TableCache], None]:
+    """Return a function that copies what is cached to `values`."""
+    flat = values.view(-1)
+
+    def use(cache: TableCache) -> None:
+        cache.forget_writes()
+        cache.read_into(flat)
+
+    return use

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.core.effects import Forget, Install, ReadDone, Release
-from paceline.core.messages import Fetched, Pull, Push, WholeStep
+from paceline.core.messages import Fetched, Pull, Push
 from paceline.core.worker import WorkerCore, WorkerEvent
 from paceline.errors import PacelineError
 from paceline.transport.base import EMPTY
-from paceline.wire.messages import KeysWanted
+from paceline.wire.messages import KeysWanted, PullFrame, PushFrame
 from paceline.worker.lock import WorkerLock
 
 
@@ -53,8 +53,12 @@ class TableClient(Protocol):
         """Send a server its part of a push, unless it has answered; `bare` without values, which the server has."""
         ...
 
-    def send_step(self, server: int, step: WholeStep) -> None:
-        """Send the server the push and the pull of a step."""
+    def push_part(self, server: int, push: Push) -> tuple[PushFrame, memoryview] | None:
+        """Return a server's part of a push that travels in a step, None if the server has answered it."""
+        ...
+
+    def pull_part(self, server: int, pull: Pull) -> PullFrame:
+        """Return a pull that travels in a step."""
         ...
 
     def send_pull(self, server: int, pull: Pull) -> None:
@@ -75,28 +79,6 @@ class TableClient(Protocol):
 
     def finish_read(self, done: ReadDone) -> None:
         """End the future of a read."""
-        ...
-
-    # -- clocks ------------------------------------------------------------------------------------------------------
-
-    def prepare_tick(self, clock: int) -> None:
-        """Send what must not wait longer than this clock; blocks until it is sent."""
-        ...
-
-    def end_clock(self, clock: int) -> None:
-        """Close the accounts of a clock, right before its tick."""
-        ...
-
-    def send_before_tick(self, server: int, clock: int) -> None:
-        """Send a server what belongs to the clocks below this one, right before it is sent their tick."""
-        ...
-
-    def note_ticked(self, server: int, clock: int) -> None:
-        """Note that a server has processed the ticks of the clocks below this one."""
-        ...
-
-    def holds_ticks(self) -> bool:
-        """Return whether a tick must not overtake earlier frames: a read would be answered with later values."""
         ...
 
     # -- connections and memory --------------------------------------------------------------------------------------

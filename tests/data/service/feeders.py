@@ -25,7 +25,7 @@ from paceline.transport import FaultPlan, FaultyTransport, Transport
 from paceline.wire.messages import Hello
 
 NUM_SAMPLES = 10_000
-DEADLINE_S = 20.0  # by then whatever a test waits for has happened, or the test fails
+DEADLINE_S = 30.0  # by then whatever a test waits for has happened, or the test fails
 WIDTH = 600  # elements of a sample: batches are larger than what a carrier takes at once
 GENERATION = 1
 RECIPE = BatchRecipe(sources.arrays("numbers.npy"))

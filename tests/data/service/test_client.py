@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.data.service.feeders import (
     DEADLINE_S,
@@ -34,7 +34,7 @@ from paceline.errors import DataError, DeadlineExceeded, PeerError, RecordError,
 from paceline.transport import FaultPlan, MemoryTransport
 from paceline.transport.base import EMPTY, Connection
 
-FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=12)
 
 
 @pytest.mark.parametrize("kind", CARRIERS)
@@ -166,8 +166,9 @@ def test_batches_are_the_same_over_a_line_that_breaks_again_and_again(kind: str,
 
 
 def test_when_none_is_left_the_loop_is_told_what_it_waited_for_and_what_to_do(tmp_path: Path) -> None:
-    with feeders("memory", tmp_path, num=2) as running, running.reader(rank=3, timeout_s=0.3) as reader:
+    with feeders("memory", tmp_path, num=2) as running, running.reader(rank=3) as reader:
         reader.read(ask(0))
+        reader._options = ReaderOptions(timeout_s=0.3)
         running.end(0)
         running.end(1)
         with pytest.raises(PeerError, match="no data server can be reached") as caught:
@@ -184,13 +185,15 @@ def test_a_wait_ends_at_its_deadline(tmp_path: Path) -> None:
     gate = threading.Event()
     with (
         feeders("memory", tmp_path, open_records=lambda *_: Numbers(RECIPE, gate)) as running,
-        running.reader(rank=3, timeout_s=0.2) as reader,
+        running.reader(rank=3) as reader,
     ):
         assert reader.num_samples == NUM_SAMPLES
+        reader._options = ReaderOptions(timeout_s=0.2)
         with pytest.raises(DeadlineExceeded, match=r"worker 3 waited 0\.2 s for a batch of 8 .* data server 0 at"):
             reader.read(ask(1))
         gate.set()
         until(lambda: bool(reader._pending._of[ask(1)].outcome))
+        reader._options = ReaderOptions(timeout_s=DEADLINE_S)
         assert is_right(reader.read(ask(1)), ask(1)), "what comes late is there for who asks again"
 
 
@@ -199,8 +202,10 @@ def test_what_nobody_waits_for_any_more_gives_way(tmp_path: Path) -> None:
     numbers = Numbers(RECIPE, gate)
     with (
         feeders("memory", tmp_path, open_records=lambda *_: numbers) as running,
-        running.reader(timeout_s=0.1, prefetch=0) as reader,
+        running.reader(prefetch=0) as reader,
     ):
+        assert reader.num_samples == NUM_SAMPLES
+        reader._options = ReaderOptions(timeout_s=0.1)
         with pytest.raises(PeerError):
             reader.read(ask(1))
         gate.set()

@@ -66,7 +66,7 @@ def test_a_worker_does_not_trust_another_than_the_data_server_that_it_called(hol
     with (
         serving(keys, holder) as running,
         seen_by(0, running, keys) as mine,
-        closing(mine.new_reader(timeout_s=0.5)) as reader,
+        closing(mine.new_reader(timeout_s=1.5)) as reader,
         pytest.raises(PeerError, match=f"was to be data server 0, but its certificate is for {holder}"),
     ):
         reader.read(ask(0))

@@ -39,7 +39,7 @@ from paceline.data.service.source_cache import MAX_OPEN, MAX_OPEN_BY_WORKER, Cac
 from paceline.data.sources.batch import PreparedBatch
 from paceline.data.sources.declared import BatchRecipe, encode_recipe
 from paceline.errors import PeerError, UsageError
-from paceline.server.acceptor import Incoming
+from paceline.server.connections import Incoming
 from paceline.transport.base import EMPTY, Frame
 from paceline.transport.deadline import Deadline
 from paceline.wire.messages import Hello

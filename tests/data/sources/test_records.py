@@ -11,7 +11,7 @@ from zipfile import ZIP_DEFLATED, ZipFile
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tests.data.sources.made import read, same
@@ -172,7 +172,7 @@ TEXTS = st.lists(st.binary(max_size=8).map(lambda data: data.replace(b"a", b"\n"
 
 
 @given(TEXTS)
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 def test_lines_of_any_files(contents: list[bytes]) -> None:
     for number, content in enumerate([*contents, b"one more"]):
         Path(f"{number}.txt").write_bytes(content)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.data.sources.made import read
 
@@ -238,7 +238,7 @@ NAMES = st.sampled_from(["a.jpg", "a.txt", "b.jpg", "dir/a.jpg", "./b.seg.png", 
 
 
 @given(st.lists(st.tuples(NAMES, st.binary(max_size=1200)), max_size=8, unique_by=lambda file: file[0]), st.booleans())
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 def test_any_archive_is_read_as_tarfile_reads_it(tmp_path: Path, files: list[tuple[str, bytes]], pax: bool) -> None:
     form = tarfile.PAX_FORMAT if pax else tarfile.GNU_FORMAT
     with tarfile.open(tmp_path / "a.tar", "w", format=form) as archive:
@@ -254,7 +254,7 @@ def test_any_archive_is_read_as_tarfile_reads_it(tmp_path: Path, files: list[tup
 
 
 @given(st.integers(0, 5 * 512), st.binary(min_size=1, max_size=30))
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100)
 def test_a_damaged_archive_is_read_or_refused(tmp_path: Path, at: int, noise: bytes) -> None:
     path = tmp_path / "a.tar"
     write_sparse(path, "1.0")

@@ -25,7 +25,7 @@ from paceline.launch.guard import clear
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a launcher adopt what others fork")
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 200.0
 ENVIRONMENT = child_environment(2, 2)
 
 

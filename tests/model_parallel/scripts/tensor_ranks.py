@@ -340,7 +340,7 @@ def check_sharded(mesh: DeviceMesh) -> None:
 def live(directory: Path, wanted: str, rank: int) -> None:
     torch.set_default_dtype(torch.float64)
     store = dist.FileStore(str(directory / "ranks.store"), NUM_RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=200))
     four, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     others.append(grid["data"])
     for name, check in sorted(globals().items()):

@@ -102,7 +102,7 @@ def test_the_source_compiles_without_a_warning(project: Path, hatch_build: Modul
     warnings = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror"]
     source, made = project / hatch_build.SOURCE, project / "made"
     command = ["cc", *hatch_build.OPTIONS, *warnings, "-o", str(made), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -17,7 +17,7 @@ from paceline.core.messages import Sender
 from paceline.core.settings import ServerSettings, WorkerSettings
 from paceline.errors import ConnectionLost
 from paceline.observe.trace import Trace
-from paceline.server.acceptor import Incoming
+from paceline.server.connections import Incoming
 from paceline.server.node import ServerNode
 from paceline.transport.base import EMPTY, NO_IDENTITY, Frame, PeerIdentity
 from paceline.wire.messages import Hello, encode
@@ -252,7 +252,7 @@ class World:
         return lanes or bool(self.old) or any(wire.frames for _, _, wire in self.between)
 
     def arrivals(self, node: WorkerNode, server: int) -> FrameHandler:
-        return FrameHandler(server, node._lock, node.rpc, node._tables, node._handle)
+        return FrameHandler(server, node._lock, node.rpc, node._tables, node._handle, node._keyed)
 
     # -- lives -------------------------------------------------------------------------------------------------------
 

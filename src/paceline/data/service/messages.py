@@ -7,7 +7,7 @@ from typing import Final, Literal, TypeAlias
 
 from paceline.data.sources.batch import BatchLayout
 from paceline.errors import DataError, PacelineError, PeerError, RecordError, UsageError
-from paceline.wire.codec import MessageCodec
+from paceline.wire.messages import MessageCodec
 
 INDEX_BYTES: Final = 8
 MAX_SAMPLES: Final = 1 << 20  # of one batch

@@ -38,7 +38,7 @@ from paceline.data.sources.batch import BatchRequest, require_served
 from paceline.data.sources.records import open_recipe
 from paceline.errors import DataError, PeerError, ProtocolBug, UsageError
 from paceline.observe.trace import Fed, Refusal, Trace
-from paceline.server.acceptor import Acceptor, Expel, Incoming, Stop
+from paceline.server.connections import Acceptor, Expel, Incoming, Stop
 from paceline.transport.base import EMPTY, Connection, Limits, Listener, Transport
 from paceline.transport.deadline import Deadline
 from paceline.wire.malformed import describe_error

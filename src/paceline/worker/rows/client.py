@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.core.effects import Forget, Install, ReadDone, Release
 from paceline.core.events import Opened, WantPush
-from paceline.core.messages import Fetched, Pull, Push, WholeStep
+from paceline.core.messages import Fetched, Pull, Push
 from paceline.core.table_reads import TableReads
 from paceline.errors import PacelineError, ProtocolBug, UsageError
 from paceline.transport.base import EMPTY
@@ -23,7 +23,7 @@ from paceline.update.rows.pending import PendingRows
 from paceline.update.rows.sharding import RowSharding
 from paceline.update.table import Hyper
 from paceline.wire.bounds import MAX_IDS
-from paceline.wire.messages import KeysWanted, RowPullFrame, RowsUsed, Unsubscribe
+from paceline.wire.messages import KeysWanted, PullFrame, PushFrame, RowPullFrame, RowsUsed, Unsubscribe
 from paceline.wire.row_codec import ID_BYTES, ids_body
 from paceline.worker.pushes import PushOutcome, finished_push, may_push
 from paceline.worker.rows.in_flight import RowPush, RowPushes, RowPushPart, RowReadInFlight, RowReadsInFlight
@@ -172,9 +172,13 @@ class RowClient:
         """Send a server its part of a push, unless it has answered."""
         self._pushes.send_part(server, push, self.context.send, bare=bare)
 
-    def send_step(self, server: int, step: WholeStep) -> None:
-        """Raise ProtocolBug: pushes and pulls of rows are sent each by itself."""
-        raise ProtocolBug(f"table '{self.name}' has rows, and cannot send {step}")
+    def push_part(self, server: int, push: Push) -> tuple[PushFrame, memoryview] | None:
+        """Raise ProtocolBug: pushes of rows are sent each by itself."""
+        raise ProtocolBug(f"table '{self.name}' has rows, and {push} travels in no step")
+
+    def pull_part(self, server: int, pull: Pull) -> PullFrame:
+        """Raise ProtocolBug: pulls of rows are sent each by itself."""
+        raise ProtocolBug(f"table '{self.name}' has rows, and {pull} travels in no step")
 
     def send_pull(self, server: int, pull: Pull, *, with_ids: bool = False) -> None:
         """Send a server the ids of a read; `with_ids` even if it should know them."""
