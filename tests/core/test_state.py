@@ -104,6 +104,13 @@ def test_resumed_servers_ask_and_tell_again_what_may_be_lost() -> None:
     assert of(restored(written(follower)).handle(Resumed(), 1.0), Tell) == asked
 
 
+def test_an_object_in_two_places_is_one_object_again() -> None:
+    twice = [shared := Holder(0), shared, Holder(0)]
+    first, second, other = StateCodec(Holder).load(StateCodec(Holder).dump(Holder(twice))).held
+    assert first is second
+    assert other is not first
+
+
 def test_what_is_no_state_is_refused() -> None:
     with pytest.raises(ProtocolBug, match="has no place"):
         StateCodec(Holder).dump(Holder(object()))
@@ -115,4 +122,4 @@ def test_what_is_no_state_is_refused() -> None:
 
 @dataclass
 class Holder:
-    held: object
+    held: Any

@@ -15,18 +15,29 @@ from tests.nodes.cluster import CARRIERS, Cluster, address_of, make_transport, o
 from tests.nodes.test_faults import NUM_CLOCKS, NUM_WORKERS, Ledger
 from torch import Tensor
 
+from paceline.core.events import Died, Timeout
 from paceline.core.messages import PushId
 from paceline.core.settings import ServerSettings
 from paceline.observe.trace import Trace
+from paceline.server.journal import COLD, COLD_BYTES, JOURNAL, JOURNAL_BYTES
 from paceline.server.node import ServerNode
+from paceline.server.recovery import CannotGoOn
+from paceline.server.work_queue import read_answer
+from paceline.transport import MemoryTransport
 from paceline.transport.base import Transport
 from paceline.transport.lasting_memory import LastingMemory, MemoryHolder
-from paceline.update.named_rules import SGD
-from paceline.wire.requests import Barrier
+from paceline.update.named_rules import SGD, Add
+from paceline.update.rows.spec import RowTableSpec
+from paceline.wire.requests import Barrier, ClaimWork
 from paceline.worker.lock import WorkerOptions
+from paceline.worker.metrics import StepMetrics
 from paceline.worker.node import WorkerNode
+from paceline.worker.rows.state import CacheOptions
+from paceline.worker.rows.table import RowTable
 
 PATIENCE_S = 60.0
+IDS = torch.arange(9) * 7919 - 20000
+SIZES = (3, 4, 2)  # pieces of work in the share of each worker
 POLICIES = ("bsp", "ssp:2", "essp:2", "asynchronous", "backup:1", "bound=0,visible=on_clock,deliver=on_clock")
 
 
@@ -162,9 +173,11 @@ class MortalCluster(Cluster):
 
 @dataclass
 class Trained:
-    """A ledger, and beside it a table with momentum whose values depend on every push and its order."""
+    """A ledger, a table whose values depend on every push and its order, rows, and work to be dealt out."""
 
     ledger: Ledger
+    claimed: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    rows: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     values: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
     def work(self, node: WorkerNode) -> None:
@@ -180,11 +193,34 @@ class Trained:
             node.client("model").push(seen * 0.5 + torch.randn(257, generator=rng), count=1.0)
             node.tick()
         node.rpc.call_all(lambda number: Barrier(number, "begun"), "all workers to have begun")
+        self.claim(node)
         self.ledger.work(node)
+        rows = self.push_rows(node)
         node.settle()
         node.rpc.call_all(lambda number: Barrier(number, "done"), "all workers to be done")
         self.values[rank] = torch.empty(257)
         read_values(node, "model", self.values[rank], refresh=True)
+        self.rows[rank] = rows.pull(IDS)
+
+    def claim(self, node: WorkerNode) -> None:
+        """Take pieces of work until none is left."""
+        while True:
+            body = node.rpc.call(0, lambda number: ClaimWork(number, "work", 0, 0, SIZES, (1,)), "a piece of work")
+            answer = read_answer(body).answer
+            if answer.word != "piece":
+                return
+            self.claimed.append((answer.home, answer.index))
+
+    def push_rows(self, node: WorkerNode) -> RowTable:
+        """Add 1 to some rows at each of a few clocks, in a column of this worker."""
+        spec = RowTableSpec("rows", NUM_WORKERS, "float32", Add(), "bsp", "sum", "reject")
+        table = RowTable(spec, node.open_rows(spec, CacheOptions()), node, StepMetrics(Trace(None), 0))
+        for clock in range(3):
+            rows = torch.zeros(len(IDS) - clock, NUM_WORKERS)
+            rows[:, node.settings.sender.worker] = 1.0
+            table.push(IDS[clock:], rows)
+            node.tick()
+        return table
 
 
 def trained(kind: str, policy: str, directory: Path, strides: tuple[int, ...]) -> tuple[Trained, list[Seat]]:
@@ -201,7 +237,11 @@ def check(kind: str, policy: str, directory: Path, strides: tuple[int, ...]) -> 
     assert all(seat.fate.num_kills > 1 for seat in seats)
     outcomes = job.ledger.expected()
     if not job.ledger.consistency.backups:
+        assert sorted(job.claimed) == [(home, index) for home, size in enumerate(SIZES) for index in range(size)]
+    if not job.ledger.consistency.backups:
         assert outcomes.sum() == NUM_WORKERS * NUM_CLOCKS
+        counts = torch.tensor([min(place + 1, 3) for place in range(len(IDS))])
+        assert all(torch.equal(rows, counts[:, None].expand(-1, NUM_WORKERS).float()) for rows in job.rows.values())
     if policy == "bsp":
         undisturbed, _ = trained(kind, policy, directory / "undisturbed", (0,) * len(strides))
         for rank in range(NUM_WORKERS):
@@ -223,3 +263,38 @@ def test_nothing_is_lost_or_doubled_however_often_servers_are_killed(
     kind: str, policy: str, strides: tuple[int, ...], tmp_path: Path
 ) -> None:
     check(kind, policy, tmp_path, strides)
+
+
+def bare_server(holder: MemoryHolder, told: list[str]) -> ServerNode:
+    """A server that does not run, in the place of the one before."""
+    memory, transport = LastingMemory.connect(holder.theirs), MemoryTransport()
+    settings, listener = ServerSettings(0, 1, workers=(0,)), transport.listen("memory://server")
+    return ServerNode(settings, listener, transport, tuple, Trace(None), memory=memory, tell=told.append)
+
+
+def test_a_server_that_was_killed_while_a_function_ran_is_given_up_and_one_after_that_is_not() -> None:
+    with MemoryHolder() as holder:
+        holder.start()
+        told: list[str] = []
+        server = bare_server(holder, told)
+        assert server._restore() is None
+        server._note_began("w", "a CallFunction")
+        with pytest.raises(CannotGoOn, match="killed during a CallFunction of table 'w'"):
+            bare_server(holder, told)._restore()
+        server._keep_up()
+        assert bare_server(holder, told)._restore() is not None
+        assert told == []
+
+
+def test_a_server_without_room_for_what_it_is_told_goes_on_and_says_that_it_is_lost_if_it_is_killed() -> None:
+    with MemoryHolder() as holder:
+        holder.start()
+        told: list[str] = []
+        server = bare_server(holder, told)
+        server._restore()
+        server._write_down(Died(0, 0, "x" * JOURNAL_BYTES), 0.0)
+        server._write_down(Timeout(), 0.0)  # without a journal
+        [line] = told
+        assert line.startswith("the run ends if server 0 is killed: ")
+        assert line.removeprefix("the run ends if server 0 is killed: ").encode() in holder.read(COLD, COLD_BYTES)
+        assert holder.read(JOURNAL, 8) == b""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 from paceline.core.consistency import ssp
 from paceline.core.events import Declared, Died, Timeout, Unapplied
 from paceline.core.messages import Clock, Push, PushId, Sender
+from paceline.core.server import ServerEvent
+from paceline.server import journal as journals
 from paceline.server.journal import (
     COLD,
     COLD_BYTES,
@@ -157,3 +160,7 @@ def test_the_process_that_starts_successors_can_read_how_far_a_server_came_and_w
     assert set(memory.regions) == {COLD}
     assert bytes(memory.regions[COLD]).rstrip(b"\0") == b"a rule keeps a state of its own"
     assert len(memory.regions[COLD]) == COLD_BYTES
+
+
+def test_every_event_of_a_server_can_be_written_down() -> None:
+    assert set(get_args(ServerEvent)) <= set(journals._CODEC.kinds)

@@ -19,13 +19,15 @@ Plain = None | bool | int | float | str | bytes | list["Plain"]
 _CONTAINERS: Final[Mapping[str, type]] = {"tuple": tuple, "list": list, "set": set}
 _MAPS: Final[Mapping[str, type]] = {"dict": dict, "Counter": Counter}
 _BYTES: Final = "memoryview"
+_AGAIN: Final = "again"
 
 
 @final
 class StateCodec(Generic[T]):
     """Writes objects of one class as plain values, and reads these.
 
-    An object is a list: the name of its class, then its fields, or its entries.
+    An object is a list: the name of its class, then its fields, or its entries. One that occurs again is a reference to
+    the first occurrence, so that it is one object again.
 
     Args:
         root: a dataclass. The classes of what its fields hold are found by their annotations.
@@ -52,11 +54,11 @@ class StateCodec(Generic[T]):
 
     def dump(self, state: T) -> Plain:
         """Return a state as plain values, which share nothing with it."""
-        return self._dump(state)
+        return self._dump(state, {})
 
     def load(self, plain: Plain) -> T:
         """Return the state that these values describe; raises ProtocolBug for values that describe none."""
-        state = self._load(plain)
+        state = self._load(plain, [])
         if not isinstance(state, self._root):
             raise ProtocolBug(f"the state of a {self._root.__name__} was expected, got a {type(state).__name__}")
         return state
@@ -84,32 +86,41 @@ class StateCodec(Generic[T]):
         for kind in {kind.__name__: kind for kind in hint.__subclasses__()}.values():
             self._find(kind)
 
-    def _dump(self, value: object) -> Plain:
+    def _dump(self, value: object, known: dict[int, int]) -> Plain:
+        """Return a value as plain ones; `known`: by the identity of each object so far, its number."""
         if value is None or isinstance(value, bool | int | float | str | bytes):
             return value
         kind = type(value)
         if kind in self._names:
-            return [kind.__name__, *(self._dump(getattr(value, name)) for name in self._names[kind])]
+            if id(value) in known:
+                return [_AGAIN, known[id(value)]]
+            known[id(value)] = len(known)
+            return [kind.__name__, *(self._dump(getattr(value, name), known) for name in self._names[kind])]
         if isinstance(value, memoryview):
             return [_BYTES, bytes(value)]
         if kind.__name__ in _CONTAINERS:
             entries = cast("Iterable[object]", value)
-            return [kind.__name__, *map(self._dump, sorted(entries, key=repr) if kind is set else entries)]
+            entries = sorted(entries, key=repr) if kind is set else entries
+            return [kind.__name__, *(self._dump(entry, known) for entry in entries)]
         if kind.__name__ in _MAPS:
             pairs = cast("dict[object, object]", value).items()
-            return [kind.__name__, *(self._dump(part) for pair in pairs for part in pair)]
+            return [kind.__name__, *(self._dump(part, known) for pair in pairs for part in pair)]
         raise ProtocolBug(f"a {kind.__name__} has no place in the state of a {self._root.__name__}")
 
-    def _load(self, plain: Plain) -> object:
+    def _load(self, plain: Plain, known: list[object]) -> object:
+        """Return the value that plain ones describe; `known`: the objects so far."""
         if not isinstance(plain, list):
             return plain
-        name, parts = plain[0], [self._load(part) for part in plain[1:]]
+        name = plain[0]
+        if name == _AGAIN:
+            return known[cast("int", plain[1])]
         if isinstance(name, str) and name in self._classes:
             kind = self._classes[name]
-            state = object.__new__(kind)
-            for field, part in zip(self._names[kind], parts, strict=True):
-                object.__setattr__(state, field, part)
+            known.append(state := object.__new__(kind))
+            for field, part in zip(self._names[kind], plain[1:], strict=True):
+                object.__setattr__(state, field, self._load(part, known))
             return state
+        parts = [self._load(part, known) for part in plain[1:]]
         if name == _BYTES and isinstance(parts[0], bytes):
             return memoryview(parts[0])
         if name in _CONTAINERS:

@@ -29,12 +29,12 @@ from paceline.launch.child import Child, Launch, Process, start_process
 from paceline.launch.forkserver.server import ForkServer
 from paceline.launch.forkserver.subreaper import Orphans
 from paceline.launch.guard import PREFIX, Guard, clear, remove_abandoned
-from paceline.launch.limits import check_limits, explain
+from paceline.launch.limits import check_limits, explain, files_left
 from paceline.launch.output import Console, Outlets, Pipe, Pump, unblocked_output
 from paceline.launch.plan import LocalRun, Programs, plan_launches
 from paceline.launch.script import check_script
 from paceline.launch.signals import Signals
-from paceline.launch.successors import Successors
+from paceline.launch.successors import LEAST_FILES, Successors
 from paceline.launch.supervise import Exits, Member, ProgressDisplay, SupervisionConfig, Supervisor
 from paceline.observe.trace import UNNAMED_TRACE_BYTES
 
@@ -274,7 +274,9 @@ def open_successors(run: LocalRun) -> AbstractContextManager[Successors | None]:
     """Return what keeps the memory of servers that may be succeeded, or nothing."""
     if sys.platform != "linux" or run.transport == "memory" or run.policy.on_server_crash == "stop":
         return nullcontext()
-    return Successors(run.num_servers)
+    num_processes = run.num_workers + run.num_servers + run.num_data_servers
+    num_files = files_left(num_processes) // run.num_servers
+    return Successors(run.num_servers, num_files) if num_files >= LEAST_FILES else nullcontext()
 
 
 def open_board(trace_folder: Path, num_workers: int) -> ProgressDisplay:

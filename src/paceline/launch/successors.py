@@ -13,6 +13,10 @@ from paceline.transport.lasting_memory import MemoryHolder
 # A server whose process dies before it has done so much crashes on what it was told, most likely, and would again.
 NUM_ENTRIES: Final = 32
 MAX_FRUITLESS: Final = 4  # such lives in a row
+# How many files the launcher opens for a server; with fewer, there is no memory for its tables.
+MOST_FILES: Final = 256
+LEAST_FILES: Final = 16
+_FILES_OF_HOLDER: Final = 4
 
 
 @final
@@ -22,9 +26,10 @@ class Successors:
     A context manager: leaving it frees the memory.
     """
 
-    def __init__(self, num_servers: int) -> None:
-        """Make room; no memory is taken yet."""
-        self._holders = [MemoryHolder() for _ in range(num_servers)]
+    def __init__(self, num_servers: int, num_files: int = MOST_FILES) -> None:
+        """Make room; no memory is taken yet. `num_files`: how many files may be open for each server."""
+        most_regions = min(num_files, MOST_FILES) - _FILES_OF_HOLDER
+        self._holders = [MemoryHolder(most_regions) for _ in range(num_servers)]
         self._last: dict[int, int] = {}  # by rank, where the last life had begun to serve when it died
         self._num_fruitless: dict[int, int] = {}
 

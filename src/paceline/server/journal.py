@@ -28,8 +28,8 @@ JOURNAL_BYTES: Final = 1 << 22
 # At the start, for others to read: how many entries were ever written, and how many when a successor began to serve.
 _COUNTS: Final = struct.Struct("<QQ")
 _COUNT: Final = struct.Struct("<Q")
-_ENTRY: Final = struct.Struct("<IIQd")  # length, checksum of all that follows, number, time
-_CHECKED: Final = 8  # bytes at the start of an entry that its checksum does not cover
+_HEAD: Final = struct.Struct("<II")  # of an entry: its length, and checksum, behind this
+_STAMP: Final = struct.Struct("<Qd")  # its number and time, before what it says
 _SNAPSHOT: Final = struct.Struct("<QII")  # number of the first entry after it, never 0; length; checksum
 _SLACK: Final = 2  # how much larger than needed memory for snapshots is made
 
@@ -133,6 +133,7 @@ class Journal:
     def __post_init__(self) -> None:
         """Find the memory of the entries."""
         self._entries = self.memory.region(JOURNAL, self.size_bytes)
+        self.size_bytes = self._entries.nbytes
         (self._number,) = _COUNT.unpack_from(self._entries, 0)
 
     @property
@@ -143,18 +144,17 @@ class Journal:
     @property
     def wants_snapshot(self) -> bool:
         """Whether the next entries may not find room without a snapshot."""
-        return self._end > len(self._entries) // 2
+        return self._end > self.size_bytes // 2
 
     def append(self, written: Written, now: float) -> None:
         """Write down what is about to have an effect; raises JournalFull if there is no room."""
-        content = _CODEC.encode(written)
-        start, stop = self._end, self._end + _ENTRY.size + len(content)
-        if stop > len(self._entries):
-            raise JournalFull(f"{len(content)} bytes have no room behind {start} of {len(self._entries)}")
-        self._entries[start + _ENTRY.size : stop] = content
-        _ENTRY.pack_into(self._entries, start, 0, 0, self._number, now)
-        checksum = zlib.crc32(self._entries[start + _CHECKED : stop])
-        struct.pack_into("<II", self._entries, start, len(content), checksum)
+        content = _STAMP.pack(self._number, now) + _CODEC.encode(written)
+        start = self._end + _HEAD.size
+        stop = start + len(content)
+        if stop > self.size_bytes:
+            raise JournalFull(f"{len(content)} bytes have no room behind {start} of {self.size_bytes}")
+        self._entries[start:stop] = content
+        _HEAD.pack_into(self._entries, self._end, len(content), zlib.crc32(content))  # last: it counts from now on
         self._end, self._number = stop, self._number + 1
         _COUNT.pack_into(self._entries, 0, self._number)
 
@@ -199,18 +199,20 @@ class Journal:
         """Yield the whole entries from this number on, and stand behind the last."""
         self._end, self._number = _COUNTS.size, first
         position = _COUNTS.size
-        while position + _ENTRY.size <= len(self._entries):
-            size_bytes, checksum, number, now = _ENTRY.unpack_from(self._entries, position)
-            stop = position + _ENTRY.size + size_bytes
-            is_whole = size_bytes > 0 and stop <= len(self._entries)
-            if not is_whole or zlib.crc32(self._entries[position + _CHECKED : stop]) != checksum:
+        while position + _HEAD.size <= self.size_bytes:
+            num_bytes, checksum = _HEAD.unpack_from(self._entries, position)
+            start = position + _HEAD.size
+            position = start + num_bytes
+            content = bytes(self._entries[start:position])
+            is_whole = len(content) == num_bytes > _STAMP.size
+            if not is_whole or zlib.crc32(content) != checksum:
                 return
+            number, now = _STAMP.unpack_from(content)
             if number > self._number:
                 return
             if number == self._number:
-                yield Entry(_CODEC.decode(bytes(self._entries[position + _ENTRY.size : stop])), now)
-                self._end, self._number = stop, number + 1
-            position = stop
+                yield Entry(_CODEC.decode(content[_STAMP.size :]), now)
+                self._end, self._number = position, number + 1
 
     def _newest(self) -> str | None:
         """Return the name of the newest whole snapshot, or None."""

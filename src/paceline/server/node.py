@@ -586,7 +586,11 @@ class ServerNode:
         """Become the server whose process was killed, and return what is left to do; None if there was none."""
         if self.memory is None:
             return None
-        self._journal = journal = Journal(self.memory)
+        try:
+            self._journal = journal = Journal(self.memory)
+        except OSError as error:
+            self.tell(f"the run ends if server {self.settings.server} is killed: {error.strerror}")
+            return None
         if journal.is_new:
             self._write_snapshot(journal)
             return None
