@@ -281,7 +281,8 @@ def test_a_server_that_was_killed_while_a_function_ran_is_given_up_and_one_after
         server._note_began("w", "a CallFunction")
         with pytest.raises(CannotGoOn, match="killed during a CallFunction of table 'w'"):
             bare_server(holder, told)._restore()
-        server._keep_up()
+        assert server._journal is not None
+        server._keep_up(server._journal)
         assert bare_server(holder, told)._restore() is not None
         assert told == []
 

@@ -219,7 +219,8 @@ class ServerNode:
                 self._handle(Timeout())
                 self._deadline = self._core.next_deadline()
         self._table_rpc.advance_idle()
-        self._keep_up()
+        if self._journal is not None:
+            self._keep_up(self._journal)
         return True
 
     def _is_due(self) -> bool:
@@ -238,7 +239,8 @@ class ServerNode:
             self._expel(item)
         elif isinstance(item, ServerCall):
             item.call(ServerState(self._core, self._tables))
-        self._keep_up()
+        if self._journal is not None:
+            self._keep_up(self._journal)
         return not isinstance(item, Stop)
 
     def stop(self) -> None:
@@ -477,7 +479,7 @@ class ServerNode:
     def _apply(self, effect: Apply) -> tuple[PushId, ...]:
         """Update a table; return the pushes whose update failed, after their senders have received a refusal."""
         clock, table = self._core.clock_of(effect.table), self._tables[effect.table]
-        if not all(map(table.has, effect.ids)):
+        if self._journal is not None and not all(map(table.has, effect.ids)):
             raise CannotGoOn(f"clock {clock} of table '{effect.table}' needs pushes of workers that did not come back")
         problem = table.apply(effect.ids, clock)
         if problem:
@@ -559,10 +561,10 @@ class ServerNode:
         self._write_down(Began(table, what), time.monotonic())
         self._snapshot_due = True
 
-    def _keep_up(self) -> None:
+    def _keep_up(self, journal: Journal) -> None:
         """Write a snapshot if one is due; between two events, when all their effects are performed."""
-        if self._journal is not None and (self._snapshot_due or self._journal.wants_snapshot):
-            self._write_snapshot(self._journal)
+        if self._snapshot_due or journal.wants_snapshot:
+            self._write_snapshot(journal)
 
     def _write_snapshot(self, journal: Journal) -> None:
         self._snapshot_due = False
