@@ -62,6 +62,8 @@ def answer(tokens: Sequence[str]) -> int:
     wants_traceback = TRACEBACK_FLAG in options
     if options[:1] != ["run"]:  # `run` hands it on to its workers
         options = [token for token in options if token != TRACEBACK_FLAG]
+    if options[:1] == ["compare"]:
+        options = with_module(options)
     try:
         require_working_folder()
         return app([*options, END_OF_OPTIONS, *script] if script else options)
@@ -94,6 +96,8 @@ def split_at_script(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
     (['run', '-n', '4', '--quiet'], ['train.py', '-n', '9'])
     >>> split_at_script(["run", "-m", "2", "-m", "package.train", "-n", "9"])
     (['run', '-m', '2'], ['-m', 'package.train', '-n', '9'])
+    >>> split_at_script(["tune", "-m", "2", "search.yaml", "-m", "package.train", "-n", "9"])
+    (['tune', '-m', '2', 'search.yaml'], ['-m', 'package.train', '-n', '9'])
     """
     flags = switches()
     position, before = 1, SCRIPT_PLACES.get(tokens[0], 0) if tokens else 0
@@ -105,7 +109,7 @@ def split_at_script(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
             before -= 1
             if not before:
                 return list(tokens[:position]), list(tokens[position:])
-        elif names_module(tokens, position):
+        elif before == 1 and names_module(tokens, position):
             return list(tokens[:position]), list(tokens[position:])
         position += 1 if token in flags or "=" in token or not token.startswith("-") else 2
     return list(tokens), []
@@ -114,8 +118,19 @@ def split_at_script(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
 def names_module(tokens: Sequence[str], position: int) -> bool:
     """Return whether a module is named here instead of a script: `-m NAME`; `-m 2` is a number of servers."""
     following = tokens[position + 1 : position + 2]
-    takes_module = SCRIPT_PLACES.get(tokens[0]) == 1
-    return takes_module and tokens[position] == "-m" and bool(following) and following[0][:1].isidentifier()
+    return tokens[position] == "-m" and bool(following) and following[0][:1].isidentifier()
+
+
+def with_module(options: Sequence[str]) -> list[str]:
+    """Return the options of `compare`, whose script may stand anywhere, with `-m NAME` as `--module NAME`.
+
+    >>> with_module(["compare", "-m", "2", "-m", "package.train", "--", "-m", "x"])
+    ['compare', '-m', '2', '--module', 'package.train', '--', '-m', 'x']
+    """
+    stop = options.index(END_OF_OPTIONS) if END_OF_OPTIONS in options else len(options)
+    return [
+        "--module" if place < stop and names_module(options, place) else option for place, option in enumerate(options)
+    ]
 
 
 def switches() -> frozenset[str]:

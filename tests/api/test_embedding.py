@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import paceline
 from paceline.api.session import Session
 from paceline.errors import IdOutOfRange, NoWeight, UsageError
-from paceline.transport.stream import StreamConnection
+from paceline.transport.memory import MemoryConnection
 from paceline.update.rules import RuleSpec
 from paceline.wire.messages import RowPushFrame, decode
 from paceline.worker.rows.client import MAX_UNDER_WAY
@@ -448,13 +448,13 @@ def test_the_pushes_of_all_layers_of_a_clock_leave_together(ps: Session, monkeyp
     layers = [paceline.Embedding(None, WIDTH, update=SGD, init=0.0, ps=ps) for _ in range(12)]
     torch.stack([layer(torch.tensor([7, 7])) for layer in layers]).sum().backward()
     sent: list[int] = []
-    try_send = StreamConnection.try_send
+    try_send = MemoryConnection.try_send
 
-    def counted(self: StreamConnection, frames: Sequence[tuple[bytes, memoryview]], *, timeout_s: float) -> bool:
+    def counted(self: MemoryConnection, frames: Sequence[tuple[bytes, memoryview]], *, timeout_s: float) -> bool:
         sent.append(sum(isinstance(decode(header), RowPushFrame) for header, _ in frames))
         return try_send(self, frames, timeout_s=timeout_s)
 
-    monkeypatch.setattr(StreamConnection, "try_send", counted)
+    monkeypatch.setattr(MemoryConnection, "try_send", counted)
     ps.clock()
     assert [num for num in sent if num] == [len(layers)]
     assert all(layer(torch.tensor([7])).eq(-1.0).all() for layer in layers)

@@ -49,6 +49,16 @@ def test_what_is_no_value_is_refused_by_name_and_the_worker_goes_on(tmp_path: Pa
             refused(lambda samples=samples: table.push(torch.ones(2, 2), samples=samples), "samples is .*0 or more")
             refused(lambda samples=samples: rows.push([1], [[1.0, 1.0]], samples=samples), "samples is .*0 or more")
         refused(lambda: worker.clock(samples="x"), "worker 0, clock 0: samples is 'x'")
+        for hyper in ("x", 1.5, None, [1], [{"lr": "x"}], [{1: 2}], ({"lr": 10**30},)):
+            refused(lambda hyper=hyper: table.push(torch.ones(2, 2), hyper=hyper), "hyper is .*, expected a dict")
+            refused(lambda hyper=hyper: rows.push([1], [[1.0, 1.0]], hyper=hyper), "hyper is .*, expected a dict")
+        for absent in ("x", 1.5, None, [1.5], (-1,), (10**30,)):
+            refused(lambda absent=absent: table.push(torch.ones(2, 2), absent=absent), "absent is .*, expected a list")
+        refused(lambda: rows.push([1], [[1.0, 1.0]], expected=None), "samples is None")
+        refused(lambda: rows.push([1], [[1.0, 1.0]], samples=10**30), "samples is 1000")
+        for ahead in (None, "x", 1.5, -1, 10**30):
+            refused(lambda ahead=ahead: rows.pull_later([1], ahead=ahead), "ahead is .*, expected a number of clocks")
+        refused(lambda: table.call(None), "the function to call is None, expected a name")
         refused(lambda: rows.pull(torch.eye(2).to_sparse()), "sparse")
         for kind in (torch.ones(2, 2, requires_grad=True), np.ones((2, 2)), [[1, 1], [1, 1]], torch.ones(2, 2).int()):
             table.push(kind, samples=torch.tensor(2))
@@ -56,6 +66,69 @@ def test_what_is_no_value_is_refused_by_name_and_the_worker_goes_on(tmp_path: Pa
         torch.testing.assert_close(table.pull(), torch.full((2, 2), -0.1))
 
     run_job(tmp_path, work)
+
+
+TWO = torch.ones(2)
+WRONG_CALLS: list[tuple[Callable[[Session], object], str]] = [
+    (lambda ps: ps.table("r", rows=2, update=SGD).pull(), r"RowTable.pull\(\) missing .*'ids'; expected pull\(ids"),
+    (lambda ps: ps.table("r", rows=2, update=SGD).pull([1], 2), r"takes 2 positional .*; expected pull\(ids"),
+    (lambda ps: ps.table("r", rows=2, update=SGD).pull([1], exact=TWO), "exact is a Tensor of shape .* True or False"),
+    (lambda ps: ps.table("w", shape=(2,), update=SGD).push(), r"Table.push\(\) missing .*'gradient'; expected push\("),
+    (lambda ps: ps.table("w", shape=(2,), update=SGD).push(TWO, sample=2), "unexpected keyword argument 'sample'"),
+    (lambda ps: ps.table(), r"Session.table\(\) missing 1 required positional argument: 'name'; expected table"),
+    (lambda ps: ps.table("w", shape=(2,), update=SGD, view="no"), "view is 'no', expected True or False"),
+    (lambda ps: ps.table("w", shape=(2,), update=SGD, scale=TWO), r"scale is a tensor .*, expected sum, mean, samples"),
+    (lambda ps: ps.table("w", shape=(2,), update=SGD, consistency=TWO), "consistency is a tensor .*expected 'ssp:3'"),
+    (lambda ps: ps.table("w", rows=2, update=SGD, life={}), r"life is \{\}, expected paceline.Lifecycle"),
+    (lambda ps: ps.clock(3), r"takes 1 positional argument but 2 were given; expected clock\("),
+    (lambda ps: paceline.rank(0), r"rank\(\) takes 0 positional arguments .*; expected rank\(\)"),
+    (lambda ps: paceline.init(timeout_s="9"), "init: timeout_s is '9', expected a number or None"),
+    (lambda ps: paceline.report(loss="x"), "loss is 'x', expected one real number"),
+    (lambda ps: paceline.shard(), r"shard\(\) missing 1 required positional argument: 'source'; expected shard"),
+    (lambda ps: paceline.shard([1, 2], slices="x"), "shard: slices is 'x', expected a whole number"),
+    (lambda ps: paceline.feed(None, batch_size=2.5), "feed: batch_size is 2.5, expected a whole number"),
+    (lambda ps: paceline.feed(paceline.sources.lines("x"), batch_size=2, on_error=[]), r"on_error is \[\], expected"),
+    (lambda ps: paceline.sources.dataset(None), "dataset: path is None, expected a text"),
+    (lambda ps: paceline.distributed(), r"distributed\(\) missing .*'optimizer'; expected distributed\(optimizer"),
+    (lambda ps: paceline.distributed(None, views="x"), "distributed: views is 'x', expected True or False or None"),
+    (lambda ps: paceline.parallelize(nn.Linear(2, 1), loss=None, data=3), "data is 3, expected a text or None"),
+    (lambda ps: paceline.Embedding(2), r"Embedding.__init__\(\) missing .*'embedding_dim'.*; expected"),
+    (lambda ps: paceline.Embedding(2, "x", update=SGD), "rows: Expected `int`, got `str`"),
+    (lambda ps: paceline.Embedding(2, 2, update=SGD, ps=3), "given ps=3, expected a session"),
+    (lambda ps: paceline.Embedding(2, 2, update=SGD, dtype=TWO), "dtype is a tensor .*, expected a dtype of torch"),
+    (lambda ps: paceline.Embedding(2, 2, update=SGD).prefetch(TWO.long(), ahead="x"), "ahead is 'x'"),
+    (lambda ps: paceline.push("x", None), "push: tensor is None, expected a tensor"),
+    (lambda ps: paceline.pull(3), "pull: name is 3, expected a text"),
+    (lambda ps: paceline.all_reduce(bucket_mb="x"), "all_reduce: bucket_mb is 'x', expected a number"),
+    (lambda ps: paceline.ssp("x"), "ssp: staleness is 'x', expected a whole number"),
+    (lambda ps: paceline.backup(1.5), "backup: backups is 1.5, expected a whole number"),
+    (lambda ps: paceline.local_sgd(steps=2.5), "local_sgd: steps is 2.5, expected a whole number"),
+    (lambda ps: paceline.downpour(local_lr=[]), r"downpour: local_lr is \[\], expected a number or None"),
+    (lambda ps: paceline.update.SGD(), r"SGD\(\) missing 1 required positional argument: 'lr'; expected SGD\(lr, "),
+    (lambda ps: paceline.filters.TopK("x"), "share is x"),
+    (lambda ps: paceline.tune(None, "x.py"), "the search is a NoneType, expected a mapping, or a file"),
+    (lambda ps: paceline.tune({}, "x.py", jobs="x"), "tune: jobs is 'x', expected a whole number"),
+]  # fmt: skip
+
+
+def test_calls_that_do_not_fit_say_what_is_expected_and_the_worker_goes_on() -> None:
+    with pytest.MonkeyPatch.context() as patched, paceline.connect() as ps:
+        patched.setattr("paceline.api.script._process.session", ps)
+        for call, words in WRONG_CALLS:
+            refused(lambda call=call: call(ps), words)
+        ps.clock()
+        assert ps.table("w", shape=(2,), update=SGD).pull().tolist() == [0.0, 0.0]
+
+
+def test_an_error_from_inside_of_a_call_stays_as_it_is() -> None:
+    def key(_: object) -> int:
+        raise TypeError("of the script")
+
+    with pytest.MonkeyPatch.context() as patched, paceline.connect() as ps:
+        patched.setattr("paceline.api.script._process.session", ps)
+        with pytest.raises(TypeError, match="of the script") as caught:
+            paceline.shard(["a"], partition="hashed", key=key)
+        assert type(caught.value) is TypeError
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_the_launcher_can_say_all_reduce_and_a_ring_or_nothing_travels(
 def test_plain_scripts_of_torch_use_the_backend_and_a_killed_worker_is_named(tmp_path: Path) -> None:
     told = [sys.executable, str(SCRIPTS / "plain_torch.py"), str(tmp_path / "meeting")]
     done = subprocess.run(
-        told, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=100, check=False
+        told, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=250, check=False
     )
 
     lines = done.stdout.splitlines()

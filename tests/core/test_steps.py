@@ -129,17 +129,23 @@ def test_a_push_whose_read_does_not_come_leaves_by_itself() -> None:
     assert core.handle(Arrived(0, Held(push_id(0, 0))), due) == [Send(0, tick(0, 1))]
 
 
-def test_a_tick_waits_for_every_server_but_the_pull_travels_with_the_push() -> None:
+@pytest.mark.parametrize("policy", [bsp(), ssp(1)], ids=str)
+def test_with_two_servers_a_push_that_is_followed_by_a_read_leaves_at_once(policy: Consistency) -> None:
+    core = make_worker(policy, num_servers=2)
+    assert [type(sent.message) for sent in step(core)] == [Push, Push, Pull, Pull]
+
+
+def test_with_two_servers_the_tick_of_pushes_that_travel_together_waits_for_both() -> None:
     core = make_worker(bsp(), num_servers=2)
-    together = WholeStep((push(0, 0, 0),), None, (pull(0, 1, 1, needs=1),))
-    assert step(core) == [Send(0, together), Send(1, together)]
+    core.handle(Opened("v", bsp(), (0, 1)), 0.0)
+    for table in ("w", "v"):
+        assert not core.handle(WantPush(table, may_wait=True), 0.0)
+    together = WholeStep((push(0, 0, 0), push(0, 1, 0, table="v", settled=1)), None, ())
+    assert core.handle(WantClock(), 0.0) == [Send(0, together), Send(1, together)]
+    for server in (0, 1):
+        assert not core.handle(Arrived(server, Held(push_id(0, 1))), 0.0)
     assert not said(core.handle(Arrived(1, Held(push_id(0, 0))), 0.0), Clock)
     assert core.handle(Arrived(0, Held(push_id(0, 0))), 0.0) == [Send(0, tick(0, 1)), Send(1, tick(0, 1))]
-
-
-def test_a_push_that_others_may_see_at_once_does_not_wait_where_there_are_two_servers() -> None:
-    core = make_worker(ssp(1), num_servers=2)
-    assert [type(sent.message) for sent in step(core)] == [Push, Push, Pull, Pull]
 
 
 def test_an_earlier_push_that_no_server_has_confirmed_keeps_the_tick_back() -> None:

@@ -1,5 +1,6 @@
 """Modules that are run by their names are what `python -m` makes of them."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,12 @@ import pytest
 from paceline import cli
 from paceline.errors import UsageError
 from paceline.launch import local
+from paceline.launch.guard import Guard
 from paceline.launch.manifests.command import launch
 from paceline.launch.plan import LocalRun
 from paceline.launch.script import find_module, source_of
+from paceline.tools.tune.driver import PROGRAM, TrialProcess
+from paceline.tools.tune.study import Folder, Trial
 
 MODULE = """
 import sys
@@ -53,6 +57,49 @@ def test_the_command_line_tells_a_module_from_a_number(here: Path, monkeypatch: 
     assert (run.num_servers, run.num_workers, run.script) == (2, 3, here / "package" / "train.py")
     assert run.words == ("-m", "package.train", "-n", "9", "-m", "x")
     assert run.folder == here
+
+
+def test_a_search_runs_a_module_too(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    search = {"method": "grid", "metric": "loss", "parameters": {"lr": [0.1]}}
+    (here / "search.json").write_text(json.dumps(search))
+    begun: list[Folder] = []
+
+    def begin(folder: Folder, *_: object, **__: object) -> None:
+        begun.append(folder)
+        raise UsageError("the test has seen enough")
+
+    monkeypatch.setattr("paceline.tools.tune.command.run_search", begin)
+    assert cli.answer(["tune", "-m", "2", "--out", "out", "search.json", "-m", "package.train", "-n", "9"]) == 2
+    [folder] = begun
+    task = Folder.reopen(folder.path).task
+    assert (task.program, task.args, task.working_folder) == (("-m", "package.train"), ("-n", "9"), str(here))
+    assert task.search.run == {"servers": 2}
+
+    started: list[list[str]] = []
+
+    def start(words: list[str], **_: object) -> None:
+        started.append(words)
+        raise OSError("the test has seen enough")
+
+    monkeypatch.setattr("paceline.tools.tune.driver.subprocess.Popen", start)
+    with pytest.raises(OSError, match="seen enough"):
+        TrialProcess.start(Trial(0, {"lr": 0.1}, "running"), folder, Guard.__new__(Guard), 0, (), PROGRAM)
+    assert started[0][-2:] == ["-m", "package.train"]
+    assert "-P" not in started[0], "else the working folder would not be looked in"
+
+
+def test_a_comparison_runs_a_module_too(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[LocalRun] = []
+
+    def run_local(run: LocalRun, _: object) -> int:
+        asked.append(run)
+        raise UsageError("the test has seen enough")
+
+    monkeypatch.setattr("paceline.tools.compare.runs.run_local", run_local)
+    words = ["compare", "-m", "2", "--strategies", "bsp", "-m", "package.train", "--out", "out", "--", "-n", "9"]
+    assert cli.answer(words) == 2
+    assert asked[0].words == ("-m", "package.train", "-n", "9")
+    assert asked[0].num_servers == 2
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from paceline.transport import Credentials, TcpTransport
 from paceline.worker.lock import WorkerOptions
 from paceline.worker.node import WorkerNode
 
-DEADLINE_S = 60.0
+DEADLINE_S = 200.0
 
 
 def prepared(run_dir: Path) -> ClusterSpec:

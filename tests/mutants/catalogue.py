@@ -110,6 +110,18 @@ MUTANTS: tuple[Mutant, ...] = (
         "                continue\n"
         "            effects.append(Send(server, entry.message, entry.bare))\n",
     ),
+    Mutant(
+        "a tick that travels with its pushes to several servers",
+        WORKER,
+        "return is_over and is_whole and self.settings.num_servers == 1",
+        "return is_over and is_whole",
+    ),
+    Mutant(
+        "clocks pass by a table in which readers wait",
+        SERVER,
+        "return is_closed_here and table.is_idle and",
+        "return is_closed_here and",
+    ),
     Mutant("a first push sent without its tensor", RETRANSMIT, "bare: bool = False", "bare: bool = True"),
     Mutant(
         "unbounded retry", WORKER, "if entry.attempts > self.settings.max_attempts and", "if entry.attempts < 0 and"

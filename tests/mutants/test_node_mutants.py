@@ -35,5 +35,5 @@ def test_the_mutant_is_killed(entry: NodeMutant, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", entry.tests]
     command += ["-k", entry.word] if entry.word else []
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == FAILED, f"survived, or could not be hunted: {done.stdout[-2000:]}{done.stderr[-2000:]}"

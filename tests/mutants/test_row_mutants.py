@@ -36,7 +36,7 @@ def hunt(mutant: Mutant | None, folder: Path, kind: str, num_seeds: int) -> tupl
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
     command = [sys.executable, "-P", "-m", "tests.mutants.row_hunt", kind, str(num_seeds)]
     done = subprocess.run(
-        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=110, check=False
+        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=250, check=False
     )
     return done.returncode, done.stdout + done.stderr
 

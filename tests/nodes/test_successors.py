@@ -69,7 +69,7 @@ class MortalServer(ServerNode):
         self.fate.pass_point()
 
     def _perform(self, effects: list[Any]) -> set[PushId]:
-        held = set[PushId]()
+        held: set[PushId] = set()
         for effect in effects:
             self.fate.pass_point()
             held |= super()._perform([effect])

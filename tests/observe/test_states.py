@@ -28,6 +28,9 @@ class Stage:
     def does(self, worker: int, doing: str, for_s: float) -> None:
         self.write(worker, State(9000.0, worker, 0, "communicating" if doing == "waiting" else "computing", for_s))
 
+    def is_in(self, worker: int, call: str, for_s: float) -> None:
+        self.write(worker, State(9000.0, worker, 0, "communicating", for_s, call))
+
     def states(self, now: float) -> list[str]:
         return [row.state for row in self.rows(now)]
 
@@ -75,6 +78,18 @@ def test_of_one_clock_those_that_compute_are_waited_for(stage: Stage) -> None:
     stage.does(0, "waiting", 3.0)
     stage.does(1, "computing", 3.0)
     assert stage.states(100.0) == ["waiting for worker 1 for 3 s", ""]
+
+
+def test_who_is_in_a_barrier_waits_for_those_that_have_not_come(stage: Stage) -> None:
+    stage.step(0, 2)
+    stage.step(1, 7)
+    stage.states(100.0)
+    stage.is_in(0, "barrier()", 3.0)
+    assert stage.states(100.0)[0] == "in barrier(), waiting for worker 1 for 3 s"
+    stage.is_in(1, "barrier()", 3.0)
+    assert stage.states(100.0) == ["in barrier(), waiting for the server for 3 s"] * 2
+    stage.step(0, 3)
+    assert stage.states(101.0)[0] == ""
 
 
 def test_who_says_nothing_is_hung(stage: Stage) -> None:

@@ -25,7 +25,7 @@ from paceline.errors import Refused
 from paceline.serve.state import NamespaceFolder
 from paceline.worker.table import Table
 
-DEADLINE_S = 60.0
+DEADLINE_S = 200.0
 
 
 @contextmanager

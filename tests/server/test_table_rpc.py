@@ -116,6 +116,18 @@ def test_a_call_waits_for_its_clock_and_then_runs_once(tmp_path: Path) -> None:
         assert servers.values("w").tolist() == [1.0] * NUMEL
 
 
+def test_a_call_waits_for_the_clock_of_a_table_that_no_push_has_touched(tmp_path: Path) -> None:
+    with cluster("memory", tmp_path, num_servers=1) as servers, member(servers, 1) as worker:
+        serve_table(worker, "bsp")
+        worker.say(Clock(SENDER, 1))  # from here on, the clocks pass the table by
+        worker.hear(Ticked)
+        worker.say(call(3, needs=2))
+        worker.say(call(4, name=LOOK))
+        assert worker.hear(RequestDone)[0].number == 4, "this one waits for nothing"
+        worker.say(Clock(SENDER, 2))
+        assert worker.hear(RequestDone)[0].number == 3
+
+
 def test_a_worker_that_is_gone_has_nothing_done(tmp_path: Path) -> None:
     with (
         cluster("memory", tmp_path, num_workers=3, num_servers=1) as servers,

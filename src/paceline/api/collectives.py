@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, overload
 
 from paceline.api.script import current
 from paceline.collective.signature import Op
+from paceline.core.calls import checked_late
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.training.all_reduce import AllReduce
 
@@ -31,6 +32,7 @@ def broadcast(
 ) -> Future[Tensor]: ...
 
 
+@checked_late
 def broadcast(
     tensor: Tensor, root: int = 0, *, later: bool = False, timeout_s: float | None = None
 ) -> Tensor | Future[Tensor]:
@@ -73,6 +75,7 @@ def reduce(
 ) -> Future[Tensor | None]: ...
 
 
+@checked_late
 def reduce(
     tensor: Tensor, root: int = 0, *, op: Op = "sum", later: bool = False, timeout_s: float | None = None
 ) -> Tensor | Future[Tensor | None] | None:
@@ -118,6 +121,7 @@ def all_reduce(
 ) -> Future[Tensor]: ...
 
 
+@checked_late
 def all_reduce(
     tensor: Tensor | None = None,
     *,
@@ -177,6 +181,7 @@ def all_gather(tensor: Tensor, *, later: Literal[False] = False, timeout_s: floa
 def all_gather(tensor: Tensor, *, later: Literal[True], timeout_s: float | None = None) -> Future[list[Tensor]]: ...
 
 
+@checked_late
 def all_gather(
     tensor: Tensor, *, later: bool = False, timeout_s: float | None = None
 ) -> list[Tensor] | Future[list[Tensor]]:
@@ -211,6 +216,7 @@ def send(tensor: Tensor, to: int, *, later: Literal[False] = False, timeout_s: f
 def send(tensor: Tensor, to: int, *, later: Literal[True], timeout_s: float | None = None) -> Future[None]: ...
 
 
+@checked_late
 def send(tensor: Tensor, to: int, *, later: bool = False, timeout_s: float | None = None) -> Future[None] | None:
     """Send a tensor to one other worker, which calls `paceline.receive`. No other worker takes part.
 
@@ -249,6 +255,7 @@ def receive(
 ) -> Future[Tensor]: ...
 
 
+@checked_late
 def receive(
     source: int, like: Tensor | None = None, *, later: bool = False, timeout_s: float | None = None
 ) -> Tensor | Future[Tensor]:
@@ -283,6 +290,7 @@ def push(name: str, tensor: Tensor, *, later: Literal[False] = False) -> None: .
 def push(name: str, tensor: Tensor, *, later: Literal[True]) -> Future[PushOutcome]: ...
 
 
+@checked_late
 def push(name: str, tensor: Tensor, *, later: bool = False) -> Future[PushOutcome] | None:
     """Add a tensor to the one of this name on the servers; the first push creates it. No other worker takes part.
 
@@ -321,6 +329,7 @@ def pull(name: str, *, later: Literal[False] = False) -> Tensor: ...
 def pull(name: str, *, later: Literal[True]) -> Future[Tensor]: ...
 
 
+@checked_late
 def pull(name: str, *, later: bool = False) -> Tensor | Future[Tensor]:
     """Return the tensor of this name from the servers: the sum of all pushes that had returned before this call.
 
@@ -353,6 +362,7 @@ def wait(future: Future[T], /, *, timeout_s: float | None = None) -> T: ...
 def wait(first: Future[T], second: Future[T], /, *more: Future[T], timeout_s: float | None = None) -> list[T]: ...
 
 
+@checked_late
 def wait(*futures: Future[T], timeout_s: float | None = None) -> T | list[T]:
     """Return the result of a call made with `later=True`, or a list of results for several; blocks until it is there.
 

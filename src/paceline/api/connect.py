@@ -5,6 +5,7 @@ from __future__ import annotations
 from paceline.api.assembly import SessionConfig, assemble_session, close_with_script
 from paceline.api.join import start
 from paceline.api.session import Session
+from paceline.core.calls import checked_late
 from paceline.core.messages import Sender
 from paceline.core.settings import WorkerSettings
 from paceline.errors import UsageError
@@ -19,6 +20,7 @@ from paceline.worker.lock import WorkerOptions
 from paceline.worker.validation import brief
 
 
+@checked_late
 def connect(
     address: str | None = None,
     *,

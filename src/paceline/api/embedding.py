@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from paceline.api.script import current
 from paceline.api.session import Session
+from paceline.core.calls import checked_late
 from paceline.core.consistency import Consistency
 from paceline.errors import NoWeight, UsageError
 from paceline.training.embedding_gradients import EmbeddingLookup
@@ -110,6 +111,7 @@ class _RowLayer(nn.Module):
     ) -> None:
         self.__dict__["_parameters"] = parameters
 
+    @checked_late
     def prefetch(self, ids: Tensor, *, ahead: int = 1) -> None:
         """Pull the rows of a batch `ahead` clocks from now; forward uses them if its ids are among these.
 
@@ -188,6 +190,7 @@ class Embedding(_RowLayer):
         [[-1.0, -1.0], [0.0, 0.0]]
     """
 
+    @checked_late
     def __init__(
         self,
         num_embeddings: int | None,
@@ -212,7 +215,7 @@ class Embedding(_RowLayer):
         communication: Managed | None = None,
         ps: Session | None = None,
     ) -> None:
-        ps = ps or current()
+        ps = _session(ps)
         name = ps.tables.default_name("embedding") if name is None else name
         super().__init__(
             ps,
@@ -273,6 +276,7 @@ class EmbeddingBag(_RowLayer):
         [[1.0, 1.0], [2.0, 2.0]]
     """
 
+    @checked_late
     def __init__(
         self,
         num_embeddings: int | None,
@@ -299,7 +303,7 @@ class EmbeddingBag(_RowLayer):
         communication: Managed | None = None,
         ps: Session | None = None,
     ) -> None:
-        ps = ps or current()
+        ps = _session(ps)
         name = ps.tables.default_name("embedding") if name is None else name
         if mode not in get_args(Mode):
             raise UsageError(f"table '{name}': mode is '{mode}', expected one of {', '.join(get_args(Mode))}.")
@@ -381,7 +385,18 @@ def _padding(name: str, num: int | None, padding: int | None, max_norm: float | 
     return padding % num
 
 
+def _session(ps: Session | None) -> Session:
+    """Return the session of a layer; raises UsageError for what is no session."""
+    if not isinstance(ps, Session | None):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+        raise UsageError(f"an embedding is given ps={brief(ps)}, expected a session, which paceline.connect() returns.")
+    return current() if ps is None else ps
+
+
 def _dtype(dtype: torch.dtype | None) -> DType:
+    if not isinstance(dtype, torch.dtype | str | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UsageError(
+            f"an embedding's dtype is {brief(dtype)}, expected a dtype of torch, torch.float32 for example."
+        )
     return cast("DType", str(dtype or torch.get_default_dtype()).removeprefix("torch."))
 
 

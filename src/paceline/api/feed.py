@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paceline.api.script import current
+from paceline.core.calls import checked
 from paceline.data.source_loader import FedLoader, FeedPlan
 from paceline.data.sources.declared import BatchRecipe, OnError, Source
 from paceline.errors import UsageError
@@ -10,6 +11,7 @@ from paceline.errors import UsageError
 _WHAT_NOW = {"raise": "the batch fails", "skip": "the record is left out"}
 
 
+@checked
 def feed(
     source: Source,
     *,
@@ -66,7 +68,7 @@ def feed(
         )
     if transform is not None and not isinstance(transform, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UsageError(f"transform is {transform!r}: name a function by its import path, as in 'augment:shifted'.")
-    if on_error not in _WHAT_NOW:
+    if not isinstance(on_error, str) or on_error not in _WHAT_NOW:  # pyright: ignore[reportUnnecessaryIsInstance]
         known = ", ".join(f'"{name}" ({what})' for name, what in _WHAT_NOW.items())
         raise UsageError(f"on_error is {on_error!r}, expected {known}.")
     plan = FeedPlan(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from paceline.api.join import open_session, start, thread_session
 from paceline.api.session import Session
+from paceline.core.calls import checked, checked_late
 from paceline.errors import UsageError
 from paceline.worker.validation import as_number, brief
 
@@ -42,6 +43,7 @@ class _Process:
 _process: Final = _Process()
 
 
+@checked
 def init(session: Session | None = None, *, servers: str | None = None, timeout_s: float | None = None) -> Session:
     """Join the job this process was started in; without a launcher, embed one server. A second call changes nothing.
 
@@ -128,6 +130,7 @@ def _known() -> Session | None:
     return thread_session.get(_process.session)
 
 
+@checked_late
 def rank() -> int:
     """Return the rank of this worker, from 0.
 
@@ -140,6 +143,7 @@ def rank() -> int:
     return current().rank
 
 
+@checked_late
 def size() -> int:
     """Return the number of workers that were started.
 
@@ -152,6 +156,7 @@ def size() -> int:
     return current().size
 
 
+@checked_late
 def local_rank() -> int:
     """Return the rank of this worker among those on its machine, from 0; it selects an accelerator, for example.
 
@@ -164,6 +169,7 @@ def local_rank() -> int:
     return current().local_rank
 
 
+@checked_late
 def barrier() -> None:
     """Block until every live worker has called this, and all pushes are applied.
 
@@ -175,6 +181,7 @@ def barrier() -> None:
     current().barrier()
 
 
+@checked_late
 def preempted() -> bool:
     """Return whether this process has been preempted: by SIGTERM, SIGUSR1 or SIGUSR2, as schedulers reclaim a machine.
 
@@ -191,6 +198,7 @@ def preempted() -> bool:
     return current().notice.check_preempted()
 
 
+@checked_late
 def report(*, loss: float | None = None, accuracy: float | None = None) -> None:
     """Report the training loss of this clock, or with `accuracy` (0 to 1) an evaluation on held-out data.
 
@@ -223,6 +231,7 @@ def report(*, loss: float | None = None, accuracy: float | None = None) -> None:
         session.exit_if_preempted()
 
 
+@checked
 def shard(
     source: _Source,
     *,
@@ -285,6 +294,7 @@ def shard(
     return shard_source(source, sharding, cut)
 
 
+@checked
 def parallelize(
     model: nn.Module,
     *,
@@ -349,6 +359,7 @@ def parallelize(
     return keep_part(model, loss, asked, session.exchange, session.arrangement)
 
 
+@checked
 def distributed(
     optimizer: torch.optim.Optimizer,
     *,
@@ -423,5 +434,5 @@ def distributed(
     if consistency is not None and chosen != ParameterServer():
         raise UsageError(f"'{name}' is told both {chosen} and consistency={consistency!r}, which is for servers.")
     policy = session.policy(consistency)
-    settings = Settings(policy, scale or session.scale or "samples", fetch_every, nonfinite, name, views, overlap)
+    settings = Settings(policy, session.scale_of(scale), fetch_every, nonfinite, name, views, overlap)
     return session.distributed(optimizer, model=model, settings=settings, strategy=chosen)

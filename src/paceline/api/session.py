@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self, overload
+from typing import TYPE_CHECKING, Protocol, Self, get_args, overload
 from weakref import WeakSet
 
 from torch import Tensor
 
 from paceline.collective.collectives import Collectives
+from paceline.core.calls import checked_late
 from paceline.core.consistency import Consistency, bsp
 from paceline.data.partition import Sharding
 from paceline.data.slicing import Slicing
@@ -153,6 +154,7 @@ class Session:
         communication: Managed | None = None,
     ) -> RowTable: ...
 
+    @checked_late
     def table(
         self,
         name: str,
@@ -205,9 +207,10 @@ class Session:
             Refused: another worker declared the table differently; the message lists the first differences.
             UsageError: settings that are not valid, or differ from an earlier call of this worker.
         """
-        declared = Declaration(
-            name, dtype, update, str(self.policy(consistency)), scale or self.scale or "samples", nonfinite
-        )
+        declared = Declaration(name, dtype, update, str(self.policy(consistency)), self.scale_of(scale), nonfinite)
+        for what, flag in (("read_my_writes", read_my_writes), ("view", view), ("cache", cache or False)):
+            if not isinstance(flag, bool):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+                raise UsageError(f"table '{name}': {what} is {brief(flag)}, expected True or False.")
         if rows is not None and shape is None and not view:
             if not isinstance(filters, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
                 raise UsageError(f"table '{name}': filters is {brief(filters)}, expected a list of paceline.filters.")
@@ -217,6 +220,8 @@ class Session:
                 )
             if not isinstance(cache_rows, int) or cache_rows < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise UsageError(f"table '{name}': cache_rows is {brief(cache_rows)}, expected 0 (no limit) or more.")
+            if isinstance(life, dict):  # pyright: ignore[reportUnnecessaryIsInstance] - of the same fields to an encoder
+                raise UsageError(f"table '{name}': life is {brief(life)}, expected paceline.Lifecycle(...).")
             options = CacheOptions(cache, cache_rows, read_my_writes, communication)
             row_spec = declared.rows(rows, init, life, tuple(filters))
             return self.tables.find(row_spec, row_options(options)) or self.tables.open_rows(row_spec, options)
@@ -260,6 +265,7 @@ class Session:
         """Detach these weights from the servers' memory when this worker leaves."""
         self._weights.add(weights)
 
+    @checked_late
     def clock(self, *, samples: float | None = None) -> int:
         """Finish the current clock of this worker, on all tables; return the number of finished clocks.
 
@@ -283,16 +289,31 @@ class Session:
 
     def policy(self, given: Consistency | str | None) -> Consistency:
         """Return the consistency to use: the script's, else the launcher's, else bsp."""
+        if not isinstance(given, Consistency | str | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError(f"consistency is {brief(given)}, expected 'ssp:3' or paceline.ssp(3), for example.")
         return (Consistency.parse(given) if isinstance(given, str) else given) or self.consistency or bsp()
+
+    def scale_of(self, given: Scale | None) -> Scale:
+        """Return how pushes are combined: as the script says, else the launcher, else by samples."""
+        if not isinstance(given, str | None):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+            raise UsageError(f"scale is {brief(given)}, expected {', '.join(get_args(Scale))}.")
+        return given or self.scale or "samples"
 
     # -- barriers and leaving ----------------------------------------------------------------------------------------
 
+    @checked_late
     def barrier(self) -> None:
         """Block until every live worker has called this, and all its pushes are settled."""
-        with self.metrics.communicating():
-            self.node.settle()
-            self.metrics.resources.sample()
-            self.node.rpc.call(0, lambda number: Barrier(number, "barrier"), "the other workers to come to the barrier")
+        self.metrics.call = "barrier()"
+        try:
+            with self.metrics.communicating():
+                self.node.settle()
+                self.metrics.resources.sample()
+                self.node.rpc.call(
+                    0, lambda number: Barrier(number, "barrier"), "the other workers to come to the barrier"
+                )
+        finally:
+            self.metrics.call = ""
         self.metrics.start_training()
 
     def barrier_at(self, place: str, problem: str = "", *, needs_first: bool = False, first: int = 0) -> None:
@@ -314,6 +335,7 @@ class Session:
                 0, lambda number: Barrier(number, place, problem, needs), f"the other workers to come to '{place}'"
             )
 
+    @checked_late
     def close(self, *, politely: bool = True) -> None:
         """Leave the job and release everything. Politely: wait until all pushes are settled. Idempotent."""
         if self.closed:

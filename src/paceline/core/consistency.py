@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
+from paceline.core.calls import checked
 from paceline.errors import UsageError
 
 Visible = Literal["on_arrival", "on_clock"]
@@ -103,6 +104,7 @@ class Consistency:
         return 0 if self.bound is None else max(0, clock - self.bound)
 
 
+@checked
 def bsp() -> Consistency:
     """Bulk synchronous: a read at clock c sees exactly the clocks below c. The only bit-reproducible model.
 
@@ -113,6 +115,7 @@ def bsp() -> Consistency:
     return Consistency(bound=0, visible="on_clock")
 
 
+@checked
 def ssp(staleness: int) -> Consistency:
     """Stale synchronous (Ho et al., NIPS 2013): a read at clock c sees at least all clocks below c - staleness.
 
@@ -123,6 +126,7 @@ def ssp(staleness: int) -> Consistency:
     return Consistency(bound=staleness)
 
 
+@checked
 def essp(staleness: int) -> Consistency:
     """Eager SSP (Dai et al., AAAI 2015): the same bound, and servers push new values when the clock advances.
 
@@ -133,6 +137,7 @@ def essp(staleness: int) -> Consistency:
     return Consistency(bound=staleness, deliver="on_clock")
 
 
+@checked
 def asynchronous() -> Consistency:
     """No bound: reads and writes never wait for another worker.
 
@@ -143,6 +148,7 @@ def asynchronous() -> Consistency:
     return Consistency(bound=None)
 
 
+@checked
 def backup(backups: int) -> Consistency:
     """Bulk synchronous with backup workers: a clock closes without the slowest `backups` (Chen et al., 2016).
 

@@ -202,12 +202,13 @@ class WorkerCore:
     def _may_wait(self, want: WantPush) -> bool:
         """Return whether a push may wait for others, a tick and reads: every earlier push is confirmed or waits, too.
 
-        Where there are several servers, it also has to be one that shows only once its clock is complete.
+        Where there are several servers, the tick waits for their answers, so a push that a read follows leaves at once;
+        and one that may show on arrival as well.
         """
         table = self._tables[want.table]
         if not (want.may_wait or want.ends_clock) or not isinstance(table.reads, DenseReads) or self._withdrawn:
             return False
-        is_fit = self.settings.num_servers == 1 or table.consistency.visible == "on_clock"
+        is_fit = self.settings.num_servers == 1 or (table.consistency.visible == "on_clock" and not want.ends_clock)
         of_clock = not self._kept or self._kept[0].clock == self.clock
         return is_fit and of_clock and self._unseen.total() == len(self._kept) < MAX_TOGETHER
 

@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
+from paceline.core.calls import checked
 from paceline.data.sharding import ShardedLoader
 from paceline.data.slicing import SlicedLoader
 from paceline.data.source_loader import FedLoader
@@ -25,6 +26,7 @@ class Prefetches(Protocol):
         ...
 
 
+@checked
 def prefetch(batches: Iterable[Batch], ids_of: Mapping[Prefetches, Callable[[Batch], Tensor]]) -> Iterable[Batch]:
     """Return the same batches; during each step the embedding rows of the next batch are requested.
 

@@ -47,6 +47,7 @@ class Life:
         waits: whether it has been in a waiting call for long enough to report.
         since_s: time when the current state began.
         leaves: whether it has left the job while its process runs.
+        call: that it waits in, where that is for workers of any clock: "barrier()".
     """
 
     clock: int = 0
@@ -55,9 +56,11 @@ class Life:
     waits: bool = False
     since_s: float = 0.0
     leaves: bool = False
+    call: str = ""
 
     def update(self, record: Record, now: float) -> None:
         """Update the state from a record of its trace."""
+        self.call = record.call if isinstance(record, State) else ""
         if isinstance(record, Step):
             self.clock, self.waits, self.since_s, self.leaves = record.clock + 1, False, now, False
         elif isinstance(record, State):
@@ -96,17 +99,20 @@ def _describe(worker: int, lives: Mapping[int, Life], now: float) -> str:
         return "leaving"
     for_s = now - life.since_s
     if life.waits:
-        return f"waiting for {_awaited(worker, lives)} for {for_s:.0f} s"
+        where = f"in {life.call}, " if life.call else ""
+        return f"{where}waiting for {_awaited(worker, lives)} for {for_s:.0f} s"
     return f"computing for {for_s:.0f} s" if for_s >= NOTABLE_S else ""
 
 
 def _awaited(worker: int, lives: Mapping[int, Life]) -> str:
-    """Return what a worker waits for: the slowest workers if they are behind, else a computation."""
-    own = lives[worker].clock
+    """Return what a worker waits for: those that have not come to its call, or are behind, else a computation."""
+    own, call = lives[worker].clock, lives[worker].call
     others = {rank: life for rank, life in lives.items() if rank != worker and not life.end}
     slowest = min((life.clock for life in others.values()), default=own)
     awaited = [rank for rank, life in others.items() if life.clock == slowest and (slowest < own or not life.waits)]
-    if slowest > own or not awaited:
+    if call:
+        awaited = [rank for rank, life in others.items() if life.call != call]
+    if (slowest > own and not call) or not awaited:
         return "the server"
     ranks = ", ".join(map(str, sorted(awaited)[:3])) + (", ..." if len(awaited) > 3 else "")
     return f"worker{'s' if len(awaited) > 1 else ''} {ranks}"

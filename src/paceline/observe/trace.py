@@ -320,6 +320,7 @@ class State(msgspec.Struct, frozen=True, tag_field="kind", tag="state"):
     clock: int
     doing: Literal["computing", "communicating"]
     for_s: float
+    call: str = ""  # that it is in, where that waits for other workers whatever their clocks are
 
 
 class Handled(msgspec.Struct, frozen=True, tag_field="kind", tag="handled"):

@@ -217,9 +217,9 @@ class ServerNode:
                 return False
             if self._is_due():
                 self._handle(Timeout())
-                self._keep_up()
                 self._deadline = self._core.next_deadline()
         self._table_rpc.advance_idle()
+        self._keep_up()
         return True
 
     def _is_due(self) -> bool:

@@ -12,6 +12,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
+from paceline.core.calls import checked
 from paceline.core.consistency import asynchronous
 from paceline.errors import UsageError
 from paceline.training.buffers import open_buffers
@@ -157,6 +158,7 @@ class Downpour:
         return DownpourOptimizer(optimizer, model, settings, self, job)
 
 
+@checked
 def downpour(
     push_every: int = 1, fetch_every: int = 1, *, warm_start_steps: int = 0, local_lr: float | None = None
 ) -> Downpour:

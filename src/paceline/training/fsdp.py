@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import nn
 
+from paceline.core.calls import checked
 from paceline.errors import UsageError
 from paceline.training.strategy import Settings, TrainingJob
 from paceline.update.torch_rule import granularity_of
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from paceline.training.fsdp_optimizer import ShardedOptimizer
 
 
+@checked
 def fsdp() -> FullySharded:
     """Return fully sharded data parallelism for `paceline.distributed(strategy=...)`, on torch's FSDP2.
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from paceline.core.calls import checked
 from paceline.core.consistency import Consistency, asynchronous, bsp
 from paceline.errors import UsageError
 from paceline.training.buffers import floating_buffers
@@ -535,6 +536,7 @@ class LocalSGD:
         return LocalOptimizer(optimizer, model, settings, self.rounds, job)
 
 
+@checked
 def local_sgd(
     steps: int = 10,
     *,
@@ -578,6 +580,7 @@ def local_sgd(
     )
 
 
+@checked
 def diloco(
     steps: int = 50,
     *,

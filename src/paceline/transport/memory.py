@@ -160,7 +160,8 @@ class _Mappings:
         while self._freed:
             self._mapped.pop(self._freed.popleft(), None)
         number, freed = region.number, self._freed
-        if number not in self._mapped:
+        found = self._mapped.get(number)  # once: another thread may close the connection
+        if found is None:
             owner = region.mapping()
             assert owner is not None, "the body keeps it alive"
             assert region.descriptor is not None, "it is shared memory"
@@ -168,8 +169,8 @@ class _Mappings:
                 mapping = PeerMemory.of(region.descriptor, region.size_bytes)
             except OSError:
                 return copied(body)
-            self._mapped[number] = mapping, weakref.ref(owner, lambda _: freed.append(number))
-        return memoryview(self._mapped[number][0])[offset : offset + body.nbytes]
+            found = self._mapped[number] = mapping, weakref.ref(owner, lambda _: freed.append(number))
+        return memoryview(found[0])[offset : offset + body.nbytes]
 
     def clear(self) -> None:
         """Drop the mappings; memory with existing views lives until these are dropped."""

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softshrink
 
+from paceline.core.calls import checked
 from paceline.errors import UsageError
 from paceline.update.rows.initializers import first_rows
 from paceline.update.rows.spec import First
@@ -89,6 +90,7 @@ def total(parts: Sequence[Mapping[str, Tensor]]) -> Tensors:
     return {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}
 
 
+@checked
 def merge(parts: Sequence[Mapping[str, Tensor]], k: int) -> Tensors:
     """Return the k results of least "order" from all servers, for example of "top" and "sample".
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
+from paceline.core.calls import checked
 from paceline.errors import UsageError
 from paceline.update import torch_rule
 from paceline.update.kernels import OWN_NUMBERS, Kernel, kernel_of
@@ -22,11 +23,13 @@ _ROWS_ONLY = {
 }
 
 
+@checked
 def Add() -> RuleSpec:  # noqa: N802 - reads like the optimizers beside it
     """Return the rule that adds what is pushed: the worker already multiplied by its step size."""
     return RuleSpec("add", ({},))
 
 
+@checked
 def SGD(  # noqa: N802 - as in torch.optim
     lr: float, momentum: float = 0.0, dampening: float = 0.0, *, nesterov: bool = False, weight_decay: float = 0.0
 ) -> RuleSpec:
@@ -44,6 +47,7 @@ def SGD(  # noqa: N802 - as in torch.optim
     )
 
 
+@checked
 def Adagrad(  # noqa: N802 - as in torch.optim
     lr: float = 1e-2,
     lr_decay: float = 0.0,
@@ -63,6 +67,7 @@ def Adagrad(  # noqa: N802 - as in torch.optim
     )
 
 
+@checked
 def Adam(  # noqa: N802 - as in torch.optim
     lr: float = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -78,6 +83,7 @@ def Adam(  # noqa: N802 - as in torch.optim
     return torch_optim("Adam", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 
 
+@checked
 def AdamW(  # noqa: N802 - as in torch.optim
     lr: float = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -94,6 +100,7 @@ def AdamW(  # noqa: N802 - as in torch.optim
     return torch_optim("AdamW", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 
 
+@checked
 def DelayedNesterov(  # noqa: N802 - as the optimizers beside it
     lr: float, momentum: float = 0.9, *, every: int
 ) -> RuleSpec:
@@ -124,6 +131,7 @@ def DelayedNesterov(  # noqa: N802 - as the optimizers beside it
     return RuleSpec("delayed_nesterov", ({"lr": lr, "momentum": momentum, "every": every},))
 
 
+@checked
 def Merging(  # noqa: N802 - as the optimizers beside it
     rule: RuleSpec, *, quorum: int, num_workers: int, grace_s: float = 0.0
 ) -> RuleSpec:
@@ -154,6 +162,7 @@ def Merging(  # noqa: N802 - as the optimizers beside it
     return replace(rule, quorum=Quorum(quorum, grace_s, num_workers))
 
 
+@checked
 def FTRL(  # noqa: N802 - as in the paper
     alpha: float = 0.1, beta: float = 1.0, *, l1: float = 0.0, l2: float = 0.0
 ) -> RuleSpec:
@@ -175,6 +184,7 @@ def FTRL(  # noqa: N802 - as in the paper
     return _rows_only("ftrl", {"alpha": alpha, "beta": beta}, {"l1": l1, "l2": l2})
 
 
+@checked
 def RowwiseAdagrad(  # noqa: N802 - as the optimizers beside it
     lr: float = 1e-2, *, initial_accumulator_value: float = 0.0, eps: float = 1e-10
 ) -> RuleSpec:
@@ -191,6 +201,7 @@ def RowwiseAdagrad(  # noqa: N802 - as the optimizers beside it
     return _rows_only("rowwise_adagrad", {"lr": lr}, rest)
 
 
+@checked
 def AdaptiveRevision(  # noqa: N802 - as the optimizers beside it
     lr: float = 1e-2, *, initial_accumulator_value: float = 1.0
 ) -> RuleSpec:
@@ -213,6 +224,7 @@ def AdaptiveRevision(  # noqa: N802 - as the optimizers beside it
     return _rows_only("adaptive_revision", {"lr": lr, "initial_accumulator_value": initial_accumulator_value}, {})
 
 
+@checked
 def Proximal(lr: float, *, l1: float) -> RuleSpec:  # noqa: N802 - as the optimizers beside it
     """Return a gradient step followed by a soft threshold at `lr * l1`, for row tables: small weights become exactly 0.
 
@@ -236,6 +248,7 @@ def _rows_only(name: str, positive: dict[str, float], rest: dict[str, float]) ->
     return RuleSpec(name, ({**positive, **rest},))
 
 
+@checked
 def rule(path: str, **numbers: Number | tuple[Number, ...]) -> RuleSpec:
     """Return your own rule by its import path; servers import it from what is installed there or beside the script.
 

@@ -170,7 +170,7 @@ def numbers_problem(rule: str, numbers: Hyper) -> str:
     return refusal or (_asgd_problem(kept) if rule == f"{PREFIX}ASGD" else "")
 
 
-def _asgd_problem(numbers: Hyper) -> str:
+def _asgd_problem(numbers: Mapping[str, object]) -> str:
     """Return why steps of ASGD would fail: it raises a number to the power alpha, in plain Python."""
     lr, lambd, alpha = (numbers.get(key, _defaults(f"{PREFIX}ASGD")[key]) for key in ("lr", "lambd", "alpha"))
     for step in (1, _MOST_STEPS):

@@ -67,6 +67,7 @@ class StepMetrics:
     wait_s: float = 0.0
     comm_s: float = 0.0
     _since: float = field(init=False)
+    call: str = ""  # that this worker is in: "barrier()"
     communicating_since: float | None = None  # up to where communication is counted; None outside of it
     _has_finished: bool = False
     _clock: int = 0  # that is under way
@@ -190,7 +191,9 @@ class StepMetrics:
         since = self.computing_since if communicating_since is None else communicating_since
         if now - max(since, self._since) >= STATE_INTERVAL_S:
             doing = "computing" if communicating_since is None else "communicating"
-            self.trace.record(records.State(now, self.worker, self._clock, doing, now - max(since, self._since)))
+            self.trace.record(
+                records.State(now, self.worker, self._clock, doing, now - max(since, self._since), self.call)
+            )
         self.trace.flush()
         return True
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from paceline.core.calls import checked_late
 from paceline.core.consistency import Consistency
 from paceline.core.effects import ReadDone
 from paceline.core.partition import holders
@@ -24,7 +25,7 @@ from paceline.worker.metrics import StepMetrics
 from paceline.worker.node import WorkerNode
 from paceline.worker.pushes import PushBuffer, PushOutcome
 from paceline.worker.table_calls import TableCalls
-from paceline.worker.validation import as_count, as_output, as_values, shortened
+from paceline.worker.validation import as_count, as_hyper, as_indices, as_output, as_values, shortened
 
 Array = Tensor | npt.NDArray[np.generic]
 
@@ -62,6 +63,7 @@ class Table:
         """When reads of this table wait, and what they see."""
         return Consistency.parse(self.spec.consistency)
 
+    @checked_late
     def push(
         self,
         gradient: Array | Sequence[float],
@@ -92,8 +94,10 @@ class Table:
         with self.metrics.communicating():
             flat = self._flat(gradient)
             count = as_count(samples, self._here())
+            absent, hyper = as_indices(absent, self._here(), "absent"), as_hyper(hyper, self._here())
             return self._watched(self.client.push(flat, count=count, absent=absent, hyper=hyper))
 
+    @checked_late
     def pull(self, *, out: Array | None = None, refresh: bool = True, exact: bool = False) -> Tensor:
         """Return the values; blocks until they are as fresh as the table's consistency demands.
 
@@ -113,6 +117,7 @@ class Table:
             self.read(_copying_to(values), refresh=refresh, exact=exact)
         return values
 
+    @checked_late
     def view(self, *, refresh: bool = True) -> Tensor:
         """Return the values as the memory in which the server keeps them; blocks as `pull` does, and copies nothing.
 
@@ -190,6 +195,7 @@ class Table:
                 )
             )
 
+    @checked_late
     def pull_later(self, *, refresh: bool = True) -> Future[Tensor]:
         """Request the values without blocking; the future holds them. One such request a table at a time."""
         result: Future[Tensor] = Future()
@@ -206,6 +212,7 @@ class Table:
         self.client.start_read(refresh=refresh).future.add_done_callback(finish)
         return result
 
+    @checked_late
     def call(
         self, function: str, *, exact: bool = True, **numbers: Number | tuple[Number, ...]
     ) -> list[dict[str, Tensor]]:

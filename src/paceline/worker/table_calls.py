@@ -19,6 +19,7 @@ from paceline.update.rules import Hyper
 from paceline.wire.malformed import read_answer_of
 from paceline.wire.requests import COUNT_BYTES, NEXT_SLOT, CallFunction, CountRows, ReadRows, TableCall, WriteRows
 from paceline.worker.node import WorkerNode
+from paceline.worker.validation import brief
 
 _STATISTICS = msgspec.msgpack.Decoder(RowStatistics)
 
@@ -48,7 +49,12 @@ class TableCalls:
     servers: Sequence[int] | None = None
 
     def call(self, name: str, numbers: Hyper, *, exact: bool) -> CallResult:
-        """Run a function on every server; raises UsageError if an argument is not a number."""
+        """Run a function on every server; raises UsageError if it has no name, or an argument is not a number."""
+        if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+            raise UsageError(
+                f"table '{self.table}': the function to call is {brief(name)}, expected a name such as 'summary', or "
+                "'package.module:function'."
+            )
         _require_numbers(name, numbers)
         bodies = self.node.rpc.call_all(
             lambda number: CallFunction(self._table_call(number, exact=exact), name, numbers),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf, isfinite
 from typing import Final, cast
 
 import numpy as np
@@ -12,6 +11,7 @@ from numpy import typing as npt
 from torch import Tensor
 
 from paceline.errors import UsageError
+from paceline.update.rules import Hyper
 
 _MAX_SHOWN: Final = 60
 
@@ -22,6 +22,7 @@ _INTEGERS: Final = (
     *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
 )
 _LARGEST: Final = 2**63 - 1
+_MOST_SAMPLES: Final = 1e18  # fits the frames of all messages, whole or not
 
 
 def shortened(text: str) -> str:
@@ -101,13 +102,49 @@ def as_output(out: object, shape: tuple[int, ...], dtype: torch.dtype, where: st
 
 def as_count(samples: object, where: str) -> float:
     """Return a number of samples; raises UsageError unless it is a finite number >= 0."""
-    if type(samples) in (int, float) and 0 <= cast("float", samples) < inf:  # as nearly always: spares the checks below
+    if (
+        type(samples) in (int, float) and 0 <= cast("float", samples) < _MOST_SAMPLES
+    ):  # as nearly always: spares the checks below
         return cast("float", samples)
     if isinstance(samples, Tensor | np.generic) and np.ndim(samples) == 0:
         samples = samples.item()
-    if isinstance(samples, bool) or not isinstance(samples, int | float) or not isfinite(samples) or samples < 0:
+    is_number = isinstance(samples, int | float) and not isinstance(samples, bool)
+    if not is_number or not 0 <= cast("float", samples) < _MOST_SAMPLES:
         raise UsageError(f"{where}: samples is {brief(samples)}, expected a number of 0 or more.")
-    return samples
+    return cast("float", samples)
+
+
+def as_hyper(hyper: object, where: str) -> tuple[Hyper, ...]:
+    """Return the hyperparameters of a push; raises UsageError unless they are a list of dicts of plain numbers."""
+    if type(hyper) is tuple and not hyper:
+        return ()
+    groups = cast("Sequence[object]", hyper if isinstance(hyper, list | tuple) else (None,))
+    if not all(map(_is_group, groups)):
+        raise UsageError(
+            f"{where}: hyper is {brief(hyper)}, expected a dict of plain numbers a group, ({{'lr': 0.1}},) for example."
+        )
+    return cast("tuple[Hyper, ...]", tuple(groups))
+
+
+def _is_group(group: object) -> bool:
+    return isinstance(group, dict) and all(
+        isinstance(name, str) and all(map(_is_plain, value if isinstance(value, list | tuple) else (value,)))
+        for name, value in cast("dict[object, object]", group).items()
+    )
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or (isinstance(value, float) or (isinstance(value, int) and abs(value) <= _LARGEST))
+
+
+def as_indices(given: object, where: str, what: str) -> tuple[int, ...]:
+    """Return indices as a tuple; raises UsageError unless they are a list of whole numbers."""
+    if type(given) is tuple and not given:
+        return ()
+    indices = cast("Sequence[object]", given if isinstance(given, list | tuple | range) else (None,))
+    if not all(type(index) is int and 0 <= index <= _LARGEST for index in indices):
+        raise UsageError(f"{where}: {what} is {brief(given)}, expected a list of whole numbers of 0 or more.")
+    return cast("tuple[int, ...]", tuple(indices))
 
 
 def as_number(value: object, where: str, what: str) -> float:

@@ -30,7 +30,7 @@ def work(rank: int, meeting: str) -> None:
         init_method=f"file://{meeting}",
         rank=rank,
         world_size=NUM_WORKERS,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=200),
     )
     torch.manual_seed(rank)
     layers = torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 2)

@@ -22,6 +22,7 @@ from typing import Any, Final, Literal, TypeAlias, cast
 
 import msgspec
 
+from paceline.core.calls import checked
 from paceline.errors import PeerError, UsageError
 from paceline.update.user_code import split_path
 
@@ -140,6 +141,7 @@ def arrays(file: Path | None = None, /, *members: str, **named: Path) -> Arrays:
     return Arrays(tuple(ArrayFile(path, member) for member in names))
 
 
+@checked
 def tensors(file: Path, *names: str) -> Tensors:
     """Return the source of tensors of a safetensors file whose first dimension counts the samples.
 
@@ -157,6 +159,7 @@ def tensors(file: Path, *names: str) -> Tensors:
     return Tensors(_path(file), _names(names, "tensor"))
 
 
+@checked
 def lines(files: Paths, *, encoding: str = "utf-8", binary: bool = False) -> Lines:
     r"""Return the source of the lines of text files. A record is a str without its line feed.
 
@@ -178,6 +181,7 @@ def lines(files: Paths, *, encoding: str = "utf-8", binary: bool = False) -> Lin
     return Lines(_paths(files), None if binary else _encoding(encoding))
 
 
+@checked
 def parquet(files: Paths, *, columns: Sequence[str] | None = None) -> Parquet:
     """Return the source of the rows of Parquet files. A record is a dict of numbers, arrays, str and bytes.
 
@@ -200,6 +204,7 @@ def parquet(files: Paths, *, columns: Sequence[str] | None = None) -> Parquet:
     return Parquet(_paths(files), None if columns is None else _names(tuple(columns), "column"))
 
 
+@checked
 def webdataset(files: Paths) -> WebDataset:
     """Return the source of the samples of tar files in WebDataset format.
 
@@ -217,6 +222,7 @@ def webdataset(files: Paths) -> WebDataset:
     return WebDataset(_paths(files))
 
 
+@checked
 def dataset(path: str, /, **arguments: Plain) -> OwnDataset:
     """Return the source of your own dataset. Processes that make batches build it.
 

@@ -13,10 +13,11 @@ from cyclopts import Parameter
 from paceline.errors import UsageError
 from paceline.job.choices import ProcessTransport
 from paceline.launch.local import prepare_run_dir
-from paceline.launch.script import check_script
+from paceline.launch.script import OPTION, check_script
 from paceline.observe.runs import read_run
 from paceline.tools.compare.results import Result, comparison_json, comparison_table, draw_comparison, read_result
 from paceline.tools.compare.runs import RunEnded, RunPlan, parse_entries, run_entry
+from paceline.tools.run import read_program
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,10 +36,11 @@ _SHARED: Final = (
 
 
 def compare(
-    script: Path,
+    script: Path | None = None,
     /,
     *args: str,
     strategies: str,
+    module: str | None = None,
     workers: Annotated[int, Parameter(alias="-n")] = 2,
     servers: Annotated[int, Parameter(alias="-m")] = 1,
     out: Path = Path("comparison"),
@@ -47,7 +49,8 @@ def compare(
 ) -> int:
     """Run a script under several strategies, one after another, and compare loss, time, bytes and memory.
 
-    Arguments after -- go to the script. A strategy that fails does not end the others.
+    Arguments after -- go to the script. A strategy that fails does not end the others. `-m NAME` in place of the script
+    runs a module by its name, as python does; `-m 2` says how many servers there are.
 
     Parameters
     ----------
@@ -58,6 +61,8 @@ def compare(
     strategies
         Separated by commas: each as `paceline run --strategy` takes it, or `single` for one worker alone; @ and a
         number of workers may follow. Example: single,all-reduce,ssp:3,pipeline:2,all-reduce+pipeline:2@4.
+    module
+        Name of a module to run in place of a script; also -m.
     workers
         Number of worker processes of strategies without @.
     servers
@@ -73,15 +78,20 @@ def compare(
     entries = parse_entries(strategies, workers)
     if servers < 1:
         raise UsageError(f"--servers must be at least 1, got {servers}")
-    check_script(script)
+    if module is not None:  # then what follows -- is all for the module
+        script, args = Path(OPTION), (module, *([] if script is None else [str(script)]), *args)
+    if script is None:
+        raise UsageError("compare needs a script, or -m and the name of a module")
+    path, module, args = read_program(script, args)
+    check_script(path)
     if find_spec("matplotlib") is None:
         raise UsageError("paceline compare draws with matplotlib, not installed here: pip install 'paceline[plots]'.")
-    plan = RunPlan(script, args, servers, transport, prepare_run_dir(out))
+    plan = RunPlan(path, args, servers, transport, prepare_run_dir(out), module)
     outcomes = _run_all(plan, entries)
     results = [outcome for outcome in outcomes if isinstance(outcome, Result)]
     note = _MEASURED if transport == "tcp" else f"{_MEASURED}\n{_SHARED}"
     picture, numbers = plan.folder / "comparison.png", plan.folder / "comparison.json"
-    draw_comparison(results, picture, title or f"{script.name} under {len(results)} strategies", note)
+    draw_comparison(results, picture, title or f"{module or path.name} under {len(results)} strategies", note)
     numbers.write_text(json.dumps(comparison_json(outcomes), indent=2) + "\n", encoding="utf-8")
     _tell(plan, outcomes, note)
     return 0 if len(results) == len(outcomes) else 1

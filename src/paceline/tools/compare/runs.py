@@ -116,6 +116,7 @@ class RunPlan:
     num_servers: int
     carrier: ProcessTransport
     folder: Path
+    module: str | None = None  # under whose name the script runs
 
     def run_dir(self, entry: ComparedEntry) -> Path:
         """Folder of the traces of a run."""
@@ -131,6 +132,7 @@ class RunPlan:
         return LocalRun(
             script=self.script,
             args=self.args,
+            module=self.module,
             num_workers=entry.num_workers,
             num_servers=1 if alone else self.num_servers,
             transport="memory" if alone else self.carrier,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cyclopts import App, CycloptsError
 
+from paceline.core.calls import checked
 from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
 from paceline.job.strategy import Distribution
@@ -107,6 +108,7 @@ class Tuned:
     folder: Path
 
 
+@checked
 def tune(
     search: Mapping[str, object] | Path | str,
     script: Path | str,
@@ -150,6 +152,8 @@ def tune(
         ({'lr': 0.3}, 0.97)
     """
     check_needed()
+    if not isinstance(script, Path | str):  # pyright: ignore[reportUnnecessaryIsInstance] - it comes from callers
+        raise UsageError(f"the script is a {type(script).__name__}, expected its path")
     limits = DriverOptions(jobs, trial_timeout_s)
     task = describe_task(search, Path(script), args, {"workers": workers, "servers": servers, "engine": engine})
     path = Path("runs", f"tune-{task.name.partition('.')[0]}") if out is None else Path(out)
@@ -171,13 +175,19 @@ def check_needed() -> None:
 
 
 def describe_task(
-    search: Mapping[str, object] | Path | str, script: Path, args: Sequence[str], run: Mapping[str, Choice | None]
+    search: Mapping[str, object] | Path | str,
+    script: Path,
+    args: Sequence[str],
+    run: Mapping[str, Choice | None],
+    module: str | None = None,
 ) -> SearchTask:
     """Check a search and return it as a task; the options given here override those of the search.
 
     Raises:
         UsageError: an option, the search or the script is not valid.
     """
+    if not isinstance(search, Mapping | Path | str):  # pyright: ignore[reportUnnecessaryIsInstance] - it comes from callers
+        raise UsageError(f"the search is a {type(search).__name__}, expected a mapping, or a file that describes it")
     told = search if isinstance(search, Mapping) else read_mapping(Path(search))
     name = _CALLED if isinstance(search, Mapping) else Path(search).name
     options = told.get("run", {})
@@ -188,7 +198,12 @@ def describe_task(
     check_run_options(checked, name)
     check_script(script)
     return SearchTask(
-        name=name, search=checked, script=str(script.absolute()), args=tuple(args), working_folder=str(Path.cwd())
+        name=name,
+        search=checked,
+        script=str(script.absolute()),
+        args=tuple(args),
+        working_folder=str(Path.cwd()),
+        module=module,
     )
 
 

@@ -9,6 +9,7 @@ from cyclopts import Parameter
 
 from paceline.errors import UsageError
 from paceline.job.choices import Engine
+from paceline.tools.run import read_program
 from paceline.tools.tune.api import check_needed, describe_task, run_search
 from paceline.tools.tune.display import describe
 from paceline.tools.tune.driver import DriverOptions
@@ -34,7 +35,8 @@ def tune(
 ) -> int:
     """Run a script many times with different parameters, and find the best.
 
-    Options come before the script; everything after it goes to the script. Exits with 1 if no trial finished.
+    Options come before the script; everything after it goes to the script. `-m NAME` in place of the script runs a
+    module by its name, as python does; `-m 2` says how many servers there are. Exits with 1 if no trial finished.
 
     Parameters
     ----------
@@ -74,7 +76,8 @@ def tune(
     elif search is None or script is None:
         raise UsageError("expected a file that describes the search, and a script; or --resume with a folder")
     else:
-        task = describe_task(search, script, args, run)
+        path, module, args = read_program(script, args)
+        task = describe_task(search, path, args, run, module)
         folder = Folder.create(out or Path("runs", f"tune-{search.stem}"), task)
     tuned = run_search(folder, options, progress=progress)
     _tell(tuned, folder)
@@ -91,5 +94,5 @@ def _tell(tuned: Tuned, folder: Folder) -> None:
         return
     best, task = tuned.best, folder.task
     print(f"best: trial {best.number}, {task.search.metric} {best.value:.6g} with {describe(best.parameters)}")
-    print(f"  run it       paceline run --config {folder.best} {task.script}")
+    print(f"  run it       paceline run --config {folder.best} {' '.join(task.program)}")
     print(f"  the picture  {folder.picture}")

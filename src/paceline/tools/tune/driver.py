@@ -126,7 +126,8 @@ class Values:
 
 
 # -P: files of the working folder do not take the place of Python's own modules.
-PROGRAM: Final = (sys.executable, "-P", "-m", "paceline", "run")
+_SAFE_PATH: Final = "-P"  # nothing in the working folder takes the place of a module of ours
+PROGRAM: Final = (sys.executable, _SAFE_PATH, "-m", "paceline", "run")
 DEFAULT_GRACE_S: Final = 5.0  # of a run
 # From the request to end until the kill: beyond the grace period of the workers and of the servers.
 STOP_TIMEOUT_S: Final = 20.0
@@ -202,9 +203,11 @@ class TrialProcess:
         config.write_text(told.to_toml(f"Trial {trial.number} of {task.name}."), encoding="utf-8")
         grace_s = float(told.options.get("grace-s", DEFAULT_GRACE_S))
         run_dir = own / "run"
+        if task.module is not None:  # which is looked for in the working folder, as python does
+            program = [word for word in program if word != _SAFE_PATH]
         with (own / "output.txt").open("wb") as output:
             process = subprocess.Popen(
-                [*program, "--config", str(config), "--run-dir", str(run_dir), "--quiet", task.script],
+                [*program, "--config", str(config), "--run-dir", str(run_dir), "--quiet", *task.program],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -20,6 +20,7 @@ from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
 from paceline.errors import UsageError
 from paceline.launch.local import prepare_run_dir
+from paceline.launch.script import OPTION
 from paceline.tools.tune.search_space import Search, Span
 
 if TYPE_CHECKING:
@@ -377,6 +378,12 @@ class SearchTask(msgspec.Struct, frozen=True, kw_only=True):
     script: str
     args: tuple[str, ...]
     working_folder: str
+    module: str | None = None  # under whose name the script runs, as by `python -m`
+
+    @property
+    def program(self) -> tuple[str, ...]:
+        """What `paceline run` is told to run."""
+        return (self.script,) if self.module is None else (OPTION, self.module)
 
 
 @final

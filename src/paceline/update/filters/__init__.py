@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
+from paceline.core.calls import checked_late
 from paceline.errors import UsageError
 from paceline.update.filters.check import check_filters
 from paceline.update.rows.spec import FilterSpec
@@ -48,6 +49,7 @@ _DIRECTIONS: dict[str, Hyper] = {
 _CASTS = ("bfloat16", "float16")
 
 
+@checked_late
 def KeyCache(max_lists: int = 64, max_ids: int = 1 << 22) -> FilterSpec:  # noqa: N802 - reads like a class
     """Return the filter that sends 16 bytes instead of a list of ids that the server has seen before.
 
@@ -68,6 +70,7 @@ def KeyCache(max_lists: int = 64, max_ids: int = 1 << 22) -> FilterSpec:  # noqa
     return _checked("key_cache", {"max_lists": max_lists, "max_ids": max_ids})
 
 
+@checked_late
 def Cast(dtype: Literal["bfloat16", "float16"], on: On = "both") -> FilterSpec:  # noqa: N802 - reads like a class
     """Return the filter that sends numbers as "bfloat16" or "float16", 2 bytes each.
 
@@ -91,6 +94,7 @@ def Cast(dtype: Literal["bfloat16", "float16"], on: On = "both") -> FilterSpec: 
     return _checked(dtype, _direction("Cast", on))
 
 
+@checked_late
 def Int8(on: On = "both") -> FilterSpec:  # noqa: N802 - reads like a class
     """Return the filter that sends each number as one byte, and 4 bytes a row for their scale.
 
@@ -110,6 +114,7 @@ def Int8(on: On = "both") -> FilterSpec:  # noqa: N802 - reads like a class
     return _checked("int8", _direction("Int8", on))
 
 
+@checked_late
 def TopK(share: float, max_age: int = 0) -> FilterSpec:  # noqa: N802 - reads like a class
     """Return the filter that sends the rows of each push with the greatest Euclidean norm; the others are kept back.
 
@@ -129,6 +134,7 @@ def TopK(share: float, max_age: int = 0) -> FilterSpec:  # noqa: N802 - reads li
     return _checked("top_k", {"share": share, "max_age": max_age})
 
 
+@checked_late
 def Significant(threshold: float, max_age: int = 0) -> FilterSpec:  # noqa: N802 - reads like a class
     """Return the filter that sends rows with a number of a magnitude above `threshold`; the others are kept back.
 
@@ -148,6 +154,7 @@ def Significant(threshold: float, max_age: int = 0) -> FilterSpec:  # noqa: N802
     return _checked("significant", {"threshold": threshold, "max_age": max_age})
 
 
+@checked_late
 def RandomSkip(keep: float, seed: int = 0) -> FilterSpec:  # noqa: N802 - reads like a class
     """Return the filter that sends each row with probability `keep`, divided by `keep`, and drops the others.
 
@@ -167,6 +174,7 @@ def RandomSkip(keep: float, seed: int = 0) -> FilterSpec:  # noqa: N802 - reads 
     return _checked("random_skip", {"keep": keep, "seed": seed})
 
 
+@checked_late
 def KKT(l1: float, margin: float = 0.0, reset_every: int = 10) -> FilterSpec:  # noqa: N802 - as in the literature
     """Return the filter for models with an L1 penalty: rows that are zero and would stay zero are not sent.
 

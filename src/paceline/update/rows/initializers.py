@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from paceline.core.calls import checked
 from paceline.update.rows.spec import First
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 _DEVIATION = math.sqrt(64 / 4 + 2 / 12)
 
 
+@checked
 def constant(value: float) -> First:
     """Return first values that are `value` everywhere.
 
@@ -36,6 +38,7 @@ def constant(value: float) -> First:
     return First("constant", value)
 
 
+@checked
 def uniform(bound: float, *, seed: int = 0) -> First:
     """Return first values that are drawn evenly from [-bound, bound).
 
@@ -46,6 +49,7 @@ def uniform(bound: float, *, seed: int = 0) -> First:
     return First("uniform", bound, seed)
 
 
+@checked
 def normal(deviation: float, *, seed: int = 0) -> First:
     """Return first values that are drawn from a normal distribution around 0.
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Final, get_args
 
+from paceline.core.calls import checked
 from paceline.core.consistency import Consistency, Deferral
 from paceline.errors import UsageError
 from paceline.update.filters.check import CODECS
@@ -87,6 +88,7 @@ class Managed:
         return min(self.chunk_kb * 1000, max(_LEAST_BURST_BYTES, self.bytes_per_s * _BURST_S))
 
 
+@checked
 def managed(
     budget_mbps: float,
     *,

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from paceline.core.calls import checked_late
 from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
 from paceline.update.filters.pipeline import FilterCounts
@@ -32,10 +33,11 @@ from paceline.worker.pushes import NONFINITE_ADVICE, PushOutcome, finished_push
 from paceline.worker.rows.client import RowClient
 from paceline.worker.rows.in_flight import RowReadInFlight
 from paceline.worker.table_calls import RowFile, TableCalls
-from paceline.worker.validation import Ids, as_count, as_values, row_ids, shortened
+from paceline.worker.validation import Ids, as_count, as_hyper, as_values, brief, row_ids, shortened
 
 Rows = Tensor | npt.NDArray[np.generic] | Sequence[Sequence[float]]
 
+_MOST_AHEAD = 1 << 32
 _MOST_READS = 64  # into which one pull is split
 
 
@@ -116,6 +118,7 @@ class RowTable:
         """How many of the rows pushed so far filters have sent and kept back."""
         return self.client.state.pipeline.counts
 
+    @checked_late
     def pull(self, ids: Ids, *, refresh: bool | None = None, exact: bool = False) -> Tensor:
         """Return the rows of these ids; blocks until they are as fresh as the table's consistency demands.
 
@@ -142,6 +145,7 @@ class RowTable:
             started = (self._start(part, refresh=refresh, exact=exact, ahead=0) for part in keys.view(-1).split(most))
             return torch.cat([self.finish(future) for future in started]).view(*keys.shape, self.width)
 
+    @checked_late
     def pull_later(self, ids: Ids, *, refresh: bool | None = None, ahead: int = 0) -> RowFuture:
         """Request rows without blocking.
 
@@ -153,10 +157,13 @@ class RowTable:
                 in between where servers wait for those (bsp), and where this worker adds them itself (cache=True with
                 addition or plain SGD).
         """
+        if not isinstance(ahead, int) or not 0 <= ahead <= _MOST_AHEAD:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError(f"{self._here()}: ahead is {brief(ahead)}, expected a number of clocks, 0 or more.")
         # Other threads write to tensors made here, which torch forbids for those made in inference mode.
         with torch.inference_mode(mode=False):
             return self._start(self.keys(ids), refresh=refresh, exact=False, ahead=ahead)
 
+    @checked_late
     def push(
         self, ids: Ids, rows: Rows, *, samples: float = 1.0, hyper: tuple[Hyper, ...] = (), expected: float = 0.0
     ) -> Future[PushOutcome]:
@@ -198,8 +205,11 @@ class RowTable:
             if num_rows == num:
                 values = values.clone()  # the caller's memory may have other numbers when it is sent again
             count = samples if type(samples) is float and 0 <= samples < inf else as_count(samples, self._here())
+            hyper = as_hyper(hyper, self._here()) if hyper != () else ()
+            expected = as_count(expected, self._here()) if expected != 0.0 else 0.0
             return self._watched(self.client.push(distinct, values, count=count, hyper=hyper, expected=expected))
 
+    @checked_late
     def flush(self) -> Future[PushOutcome]:
         """Send all that filters have kept back, as an update of the current clock."""
         with self.metrics.communicating():
@@ -207,6 +217,7 @@ class RowTable:
 
     # -- the table as a whole ----------------------------------------------------------------------------------------
 
+    @checked_late
     def call(
         self, function: str, *, exact: bool = True, **numbers: Number | tuple[Number, ...]
     ) -> list[dict[str, Tensor]]:
@@ -247,10 +258,12 @@ class RowTable:
                 self._forget()
         return called.results
 
+    @checked_late
     def statistics(self, *, exact: bool = True) -> RowStatistics:
         """Return the statistics of all servers together; blocks for updates as `call` does."""
         return sum(self.server_statistics(exact=exact), RowStatistics())
 
+    @checked_late
     def server_statistics(self, *, exact: bool = True) -> list[RowStatistics]:
         """Return the statistics of each server, by rank."""
         with self.metrics.communicating():
@@ -269,6 +282,7 @@ class RowTable:
         for piece in self._whole.pieces(values_only=True, exact=exact):
             yield piece.ids, piece.values
 
+    @checked_late
     def export(self, path: str | Path) -> None:
         """Write all rows, with the state of the update rule and how they were used, to one file; blocks until it is.
 
@@ -296,6 +310,7 @@ class RowTable:
         with self.metrics.communicating():
             RowFile(Path(path), self.spec, self._whole).save()
 
+    @checked_late
     def load(self, path: str | Path) -> None:
         """Write the rows of a file that `export` made over those that are there; blocks until all servers have them.
 
