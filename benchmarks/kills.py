@@ -7,6 +7,7 @@ one is not prepared for it.
 """
 
 import json as json_text
+import os
 import random
 import signal
 import statistics
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -35,17 +37,21 @@ Consistency = Literal["bsp", "ssp:2", "asynchronous"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a job ended: what each worker says of its marks and steps, and when servers were killed."""
+    """How a job ended: what each worker says of its marks and steps, and when servers were killed.
+
+    `kills_s` is without the kills of processes that had just come up, which are counted in `num_kills`.
+    """
 
     workers: list[dict[str, object]]
     kills_s: list[float]
+    num_kills: int
 
     def total(self, name: str) -> int:
         """Return the sum of a number over the workers' own views of the marks: the greatest, as all see the same."""
         return max(int(str(worker[name])) for worker in self.workers)
 
     def stalls_ms(self) -> list[float]:
-        """Return for each kill the longest step of any worker from then to the next kill."""
+        """Return for each kill the longest step of any worker that ended from then to the next kill."""
         spans = zip(self.kills_s, [*self.kills_s[1:], float("inf")], strict=True)
         steps = [(began, took) for worker in self.workers for began, took in worker["steps"]]  # type: ignore[union-attr]
         longest = [
@@ -66,6 +72,7 @@ def kills(
     consistency: Consistency = "bsp",
     parameters: int = 25_000_000,
     rounds: int = 15,
+    again: float = 0.2,
     seed: int = 1,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
@@ -85,6 +92,8 @@ def kills(
         Of the dense step whose overhead is measured; 0 leaves that out.
     rounds
         Number of rounds of the dense step.
+    again
+        Share of kills after which the process that goes on is killed, too, as it comes up.
     seed
         Of the moments of the kills.
     json
@@ -93,12 +102,12 @@ def kills(
     options = ["-n", str(NUM_WORKERS), "-m", str(servers), "--transport", transport]
     num_clocks = CLOCKS_A_KILL * (kills + 1)
     progress(f"{machine()}; {kills} kills over {transport}, {consistency}, {servers} server(s)")
-    killed = run_job(options, num_clocks, consistency, kills, random.Random(seed))
+    killed = run_job(options, num_clocks, consistency, kills, random.Random(seed), again)
     calm = run_job(options, num_clocks, consistency, 0, random.Random(seed)) if consistency == "bsp" else None
     stalls = killed.stalls_ms()
     found = {
         "name": "warm memory",
-        "kills": len(stalls),
+        "kills": killed.num_kills,
         "lost": killed.total("lost"),
         "doubled": killed.total("doubled"),
         "stall_p50_ms": statistics.median(stalls),
@@ -106,7 +115,7 @@ def kills(
         "stalls_ms": sorted(stalls),
         "same_bytes": None
         if calm is None
-        else {str(worker["digest"]) for worker in killed.workers + calm.workers}.__len__() == 1,
+        else len({str(worker["digest"]) for worker in killed.workers + calm.workers}) == 1,
         "overhead": overhead(parameters, rounds) if parameters else None,
     }
     if json:
@@ -127,8 +136,10 @@ def percentile(numbers: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def run_job(options: list[str], num_clocks: int, consistency: str, num_kills: int, chance: random.Random) -> Outcome:
-    """Run the job to its end while so many of its servers are killed; raises RuntimeError if it fails."""
+def run_job(
+    options: list[str], num_clocks: int, consistency: str, num_kills: int, chance: random.Random, again: float = 0.0
+) -> Outcome:
+    """Run the job to its end while its servers are killed so often; raises RuntimeError if it fails."""
     with tempfile.TemporaryDirectory(prefix="paceline-kills-") as folder:
         command = [sys.executable, "-m", "paceline", "run", *options, str(BENCHMARKS / "kills_worker.py"), folder]
         job = subprocess.Popen(
@@ -139,7 +150,19 @@ def run_job(options: list[str], num_clocks: int, consistency: str, num_kills: in
         reader = threading.Thread(target=_read, args=(job, lines, news), daemon=True)
         reader.start()
         try:
-            moments = [_kill_after(job, lines, news, CLOCKS_A_KILL * number, chance) for number in range(num_kills)]
+            moments: list[float] = []
+            num_again = 0
+            for number in range(num_kills):
+                _wait_for_clock(job, lines, news, CLOCKS_A_KILL * number)
+                time.sleep(chance.uniform(0.0, 0.1))
+                servers = _servers(job)
+                moments.append(time.monotonic())
+                _is_killed(chance.choice(sorted(servers)))
+                if chance.random() < again:
+                    while not (new := _servers(job) - servers) and job.poll() is None:
+                        time.sleep(0.001)
+                    time.sleep(chance.uniform(0.0, 0.05))
+                    num_again += sum(map(_is_killed, new))
             code = job.wait(TIMEOUT_S)
         finally:
             job.terminate()
@@ -147,7 +170,7 @@ def run_job(options: list[str], num_clocks: int, consistency: str, num_kills: in
         if code:
             raise RuntimeError(f"the job ended with code {code}:\n" + "".join(lines[-30:]))
         told = [json_text.loads(path.read_text()) for path in sorted(Path(folder).iterdir())]
-        return Outcome(told, moments)
+        return Outcome(told, moments, len(moments) + num_again)
 
 
 def _read(job: "subprocess.Popen[str]", lines: list[str], news: threading.Condition) -> None:
@@ -158,24 +181,32 @@ def _read(job: "subprocess.Popen[str]", lines: list[str], news: threading.Condit
             news.notify_all()
 
 
-def _kill_after(
-    job: "subprocess.Popen[str]", lines: list[str], news: threading.Condition, clock: int, chance: random.Random
-) -> float:
-    """Wait for a clock and a moment more, then kill a server; return when."""
+def _wait_for_clock(job: "subprocess.Popen[str]", lines: list[str], news: threading.Condition, clock: int) -> None:
+    """Wait until the job has come to a clock; raises RuntimeError if it ends before."""
     word = f"clock {clock // CLOCKS_TOLD * CLOCKS_TOLD}\n"
     with news:
-        came = news.wait_for(
-            lambda: any(line.endswith(word) for line in lines[-50:]) or job.poll() is not None, TIMEOUT_S
-        )
+        came = news.wait_for(lambda: any(line.endswith(word) for line in lines) or job.poll() is not None, TIMEOUT_S)
     if not came or job.poll() is not None:
         raise RuntimeError(f"no {word.strip()} came:\n" + "".join(lines[-30:]))
-    time.sleep(chance.uniform(0.0, 0.1))
-    members = psutil.Process(job.pid).children(recursive=True)
-    servers = [member for member in members if "paceline.launch.server" in member.cmdline()]
-    victim = chance.choice(sorted(servers, key=lambda member: member.pid))
-    now_s = time.monotonic()
-    victim.send_signal(signal.SIGKILL)
-    return now_s
+
+
+def _servers(job: "subprocess.Popen[str]") -> set[int]:
+    """Return the processes of the servers of a job."""
+    found: set[int] = set()
+    for member in psutil.Process(job.pid).children(recursive=True):
+        with suppress(psutil.Error):  # it has just ended
+            if "paceline.launch.server" in member.cmdline():
+                found.add(member.pid)
+    return found
+
+
+def _is_killed(pid: int) -> bool:
+    """Kill a process; return whether it was there."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def overhead(num_parameters: int, num_rounds: int) -> float:

@@ -42,7 +42,7 @@ def test_all_that_was_pushed_arrives_once(tmp_path: Path, carrier: str, consiste
             futures.append(t.push(ids, torch.ones(20, 3)))
             assert ps.clock() == clock + 1
         ps.barrier()
-        assert all(future.result(timeout=20).applied for future in futures)
+        assert all(future.result(timeout=30).applied for future in futures)
         total = float(t.pull(torch.arange(NUM_IDS), exact=True).sum())
         ps.barrier()
         return total
@@ -88,7 +88,7 @@ def test_flush_and_leaving_send_the_rest(tmp_path: Path) -> None:
     def work(ps: Session) -> float:
         t = table(ps, consistency="ssp:9")
         t.push([1, 2], torch.ones(2, 3))
-        assert t.flush().result(timeout=20).applied
+        assert t.flush().result(timeout=30).applied
         assert not len(t.client._budgeted.pending)
         t.push([1], torch.ones(1, 3))
         return 0.0
@@ -110,7 +110,7 @@ def test_a_clock_that_waits_for_the_budget_gives_up_in_time(tmp_path: Path) -> N
         assert ps.node.clock == 0
         ps.close(politely=False)
         with pytest.raises(PeerError):
-            lost.result(timeout=20)
+            lost.result(timeout=30)
     assert num_sending() == 0
 
 

@@ -34,7 +34,7 @@ def test_no_push_is_lost_and_no_read_is_too_old(tmp_path: Path, consistency: str
             if policy.bound is not None and not policy.backups:
                 assert (values >= clock + 1 - policy.bound).all(), f"read at clock {clock + 1}: {values}"
         ps.barrier()
-        num_applied = sum(future.result(timeout=20).applied for future in pushed)
+        num_applied = sum(future.result(timeout=30).applied for future in pushed)
         assert (w.pull(exact=True)[:, ps.rank] == num_applied).all()
         return num_applied
 
@@ -80,7 +80,7 @@ def test_a_late_backup_worker_is_refused_and_continues_where_the_others_are(tmp_
         weight = torch.nn.Parameter(torch.zeros(2))
         optimizer = paceline.distributed(torch.optim.SGD([weight], lr=1.0), consistency="backup:1", scale="mean")
         if ps.rank == 2:
-            assert others_are_done.wait(20)
+            assert others_are_done.wait(30)
         for _ in range(5 if ps.rank < 2 else 1):
             weight.grad = torch.full((2,), float(ps.rank + 1))
             optimizer.step()
@@ -119,7 +119,7 @@ def test_a_worker_that_is_started_again_joins_at_the_slowest_clock(tmp_path: Pat
                 with started.join(0) as ps:
                     run_as(ps, "w", 10, consistency)
                     survivor_is_at_10.set()
-                    assert back_again.wait(20)
+                    assert back_again.wait(30)
                     ps.barrier()
             except BaseException as error:
                 failures.append(error)
@@ -129,7 +129,7 @@ def test_a_worker_that_is_started_again_joins_at_the_slowest_clock(tmp_path: Pat
         first = started.join(1)
         run_as(first, "w", 3, consistency)
         started.kill(first)
-        assert survivor_is_at_10.wait(20)
+        assert survivor_is_at_10.wait(30)
         with started.join(1, incarnation=1) as second:
             joined_at = second.node.clock
             w = second.table("w", shape=(2,), update=ADD, scale="sum", consistency=consistency)
@@ -150,7 +150,7 @@ def test_the_former_life_can_do_no_more(tmp_path: Path) -> None:
             again = second.table("w", shape=(2,), update=ADD)
             pushed = w.push(torch.ones(2))
             with pytest.raises(PeerError, match=r"worker 0 has ended since it joined \(incarnation 0 is over\)"):
-                pushed.result(timeout=20)
+                pushed.result(timeout=30)
             first.close(politely=False)
             second.clock()
             assert again.pull().tolist() == [0.0, 0.0]
@@ -182,4 +182,4 @@ def test_futures_end_when_the_worker_leaves_in_anger(tmp_path: Path) -> None:
         ps.close(politely=False)
         for future in (pushed, asked):
             with pytest.raises(PeerError, match="worker 0"):
-                future.result(timeout=20)
+                future.result(timeout=30)

@@ -27,7 +27,7 @@ def test_pushes_of_all_workers_are_in_what_all_pull(tmp_path: Path, carrier: str
         pushed = w.push(np.full(3, ps.rank))
         assert ps.clock() == 1
         values = w.pull()
-        assert pushed.result(timeout=20).applied
+        assert pushed.result(timeout=30).applied
         return values.tolist(), w.pull(refresh=False).numel()
 
     assert run_job(tmp_path, work, workers=4, servers=2, carrier=carrier) == [([0.25] * 3, 3)] * 4
@@ -183,7 +183,7 @@ def test_many_pushes_in_one_clock_are_one_update_under_bsp(tmp_path: Path) -> No
         pushed = [w.push(1.0) for _ in range(10)]
         ps.clock()
         value = w.pull().item()
-        assert all(push.result(timeout=20).applied for push in pushed)
+        assert all(push.result(timeout=30).applied for push in pushed)
         return value
 
     assert run_job(tmp_path, work, workers=2, servers=1) == [20.0, 20.0]
@@ -197,7 +197,7 @@ def test_values_can_be_asked_for_now_and_taken_later(tmp_path: Path) -> None:
         ps.clock()
         later = [table.pull_later() for table in tables]
         now = tables[2].pull()[0].item()  # overtakes the one that is under way
-        return now, sum(future.result(timeout=20)[1].item() for future in later)
+        return now, sum(future.result(timeout=30)[1].item() for future in later)
 
     assert run_job(tmp_path, work, workers=2, servers=2, carrier="tcp") == [(2.0, 6.0)] * 2
 
@@ -260,7 +260,7 @@ def test_a_spoiled_own_write_never_shows(tmp_path: Path) -> None:
         for table in (zeroed, dropped):
             table.pull()
         zeroed.push([math.nan, 1.0])
-        assert not dropped.push([math.nan, 1.0]).result(timeout=20).applied
+        assert not dropped.push([math.nan, 1.0]).result(timeout=30).applied
         return zeroed.pull(refresh=False).tolist(), dropped.pull(refresh=False).tolist()
 
     assert run_job(tmp_path, work) == [([0.0, 1.0], [0.0, 0.0])]

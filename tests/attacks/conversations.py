@@ -282,7 +282,7 @@ class Asker:
         return read, body_of(indices)
 
     def _hear(self, peer: Caller, opened: set[int]) -> None:
-        answer = decode_fed(peer.connection.receive(timeout_s=5.0).header)
+        answer = decode_fed(peer.connection.receive(timeout_s=30).header)
         if isinstance(answer, SourceOpened):
             opened.add(answer.number)
         elif isinstance(answer, BatchAnswer) and answer.lent_buffer >= 0:

@@ -46,7 +46,7 @@ def hello(me: Sender) -> Hello:
 
 
 def door(transport: Transport, address: str) -> Enter:
-    return lambda who: transport.connect(address, encode(who), timeout_s=10.0)
+    return lambda who: transport.connect(address, encode(who), timeout_s=30)
 
 
 def lives() -> Iterator[Sender]:
@@ -92,7 +92,7 @@ def attack_served(folder: Path, num_messages: int, seed: int) -> None:
             return Sender(admitted.generation, rank, admitted.incarnation)
 
         def connect(who: Hello) -> Connection:
-            return lines[who.rank, who.incarnation].connect(str(location), encode(who), timeout_s=10.0)
+            return lines[who.rank, who.incarnation].connect(str(location), encode(who), timeout_s=30)
 
         def others() -> Iterator[Sender]:
             while True:

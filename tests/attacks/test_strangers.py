@@ -170,7 +170,7 @@ def prefix(header_bytes: int, body_bytes: int) -> bytes:
 def test_the_one_who_is_robbed_is_told_which_token_was_asked_for(plain: Target) -> None:
     other = TcpTransport(Credentials(os.urandom(32), CREDENTIALS.job))
     with pytest.raises(AuthenticationFailed, match="the token or the job 'contract' is not the one"):
-        other.connect(plain.address, IDENTITY, timeout_s=5)
+        other.connect(plain.address, IDENTITY, timeout_s=30)
 
 
 # -- a server whose line is encrypted --------------------------------------------------------------------------------
@@ -279,10 +279,12 @@ def test_a_certificate_is_for_nobody_else(peer_identity: Papers, encrypted: Targ
     before = encrypted.picture()
     own = peer_identity.of(Holder("worker", 1))
     for said in (Hello("worker", 0, 0, 1, 9), Hello("server", 0, 0, 1), Hello("worker", 2, 0, 1)):
-        with closing(TcpTransport(CREDENTIALS, tls=own).connect(encrypted.address, encode(said), timeout_s=5)) as rogue:
-            rogue.send(b"\x02", timeout_s=5)
+        with closing(
+            TcpTransport(CREDENTIALS, tls=own).connect(encrypted.address, encode(said), timeout_s=30)
+        ) as rogue:
+            rogue.send(b"\x02", timeout_s=30)
             with pytest.raises(PeerError):
-                rogue.receive(timeout_s=5)
+                rogue.receive(timeout_s=30)
     assert encrypted.picture() == before
     assert encrypted.read() == bytes(16)
 

@@ -191,7 +191,7 @@ def test_a_worker_that_comes_back_while_others_are_between_two_clocks_is_in_step
             work(worker)
 
     monkeypatch.setattr(SliceQueue, "wait_answer", answered)
-    with fed_job(tmp_path, workers=NUM_WORKERS, wait_timeout_s=10.0) as started:
+    with fed_job(tmp_path, workers=NUM_WORKERS, wait_timeout_s=30.0) as started:
         run_until_death(started, work, come_back)  # pyright: ignore[reportArgumentType]
     assert clocks == [4] * NUM_WORKERS
     assert sorted(counted) == list(range(72))

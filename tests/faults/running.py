@@ -101,7 +101,7 @@ def running(run_dir: Path, script: Path, *args: str, options: tuple[str, ...] = 
     finally:
         process.kill()
         process.wait()
-        listener.join(timeout=10.0)
+        listener.join(timeout=30)
         assert process.stdout is not None
         process.stdout.close()
 

@@ -103,8 +103,8 @@ reject, zero = table("reject"), table("zero", nonfinite="zero")
 outcomes = [t.push(bad) for t in (reject, zero)]
 ps.clock()
 assert (reject.pull() == 0).all() and (zero.pull() == 0).all()
-print(f"{outcomes[0].result(timeout=10).reason}\\n", end="")  # at once: another thread writes there, too
-print(f"zeroed {outcomes[1].result(timeout=10).applied}\\n", end="")
+print(f"{outcomes[0].result(timeout=30).reason}\\n", end="")  # at once: another thread writes there, too
+print(f"zeroed {outcomes[1].result(timeout=30).applied}\\n", end="")
 """
 
 

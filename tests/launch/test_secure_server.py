@@ -103,7 +103,7 @@ def test_a_server_process_from_its_start_to_its_end(tmp_path: Path) -> None:
         tls = tls_settings(run_dir / KEYS_NAME, Holder("worker", 0))
         stranger = TcpTransport(Credentials(bytes(32), spec.job), tls=tls)
         with pytest.raises(AuthenticationFailed):
-            stranger.connect(spec.addresses[0], b"", timeout_s=5)
+            stranger.connect(spec.addresses[0], b"", timeout_s=30)
         secrets += spellings(run_dir)
 
         rotate_token(run_dir)

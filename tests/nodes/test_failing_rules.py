@@ -44,7 +44,7 @@ ROW_BODY = memoryview(bytes_of(IDS) + bytes_of(torch.ones(2, 2)))
 
 
 def answers(client: Client, num: int) -> list[object]:
-    return [decode(client.connection.receive(timeout_s=10).header) for _ in range(num)]
+    return [decode(client.connection.receive(timeout_s=30).header) for _ in range(num)]
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_rows_hear_the_same_and_others_go_on(served: tuple[Cluster, Client, Clie
         assert one.hear(PullRefused)[0] == PullRefused(request, "r", refused.reason)
     asked: SimpleQueue[int] = SimpleQueue()
     servers.servers[0].do(lambda held: asked.put(len(held.tables["r"].asked)))
-    assert asked.get(timeout=10) == 0
+    assert asked.get(timeout=30) == 0
 
     two.say(push(0), ONES)
     two.hear(Applied)
@@ -158,7 +158,7 @@ def test_an_update_that_fails_as_values_are_looked_at_ends_no_server(served: tup
         one.say(push(seq, worker=0), ONES)
         one.hear(Applied)  # it waits for others
         servers.servers[0].do(let_pass)
-        passed.get(timeout=10)  # a frame may come before a call
+        passed.get(timeout=30)  # a frame may come before a call
         one.say(PullFrame(Pull(Sender(1, 0, 0), seq + 1, "w", 0, 0), seq))
         heard, _ = one.hear(Fetched if seq == 0 else PullRefused)
     assert isinstance(heard, PullRefused)
@@ -191,6 +191,6 @@ def test_a_worker_is_told_of_its_push_and_fails_as_it_reads(tmp_path: Path) -> N
         read_values(node, "w", values)
         outcomes.append(node.client("w").push(torch.ones(4), count=1.0))
         node.tick()
-        assert [outcome.result(timeout=10).applied for outcome in outcomes] == [True, False]
+        assert [outcome.result(timeout=30).applied for outcome in outcomes] == [True, False]
         with pytest.raises(PeerError, match=r"refused a pull: table 'w' .* is not read, .* the rule gives up"):
             read_values(node, "w", values)

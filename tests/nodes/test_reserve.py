@@ -58,7 +58,7 @@ def test_there_is_no_more_while_two_pushes_are_under_way(tmp_path: Path) -> None
         assert waiting.is_alive()
 
         late.tick()
-        waiting.join(timeout=20)
+        waiting.join(timeout=30)
         assert given == places[:1]  # that of the clock which both have finished
         for _ in range(2):
             late.tick()

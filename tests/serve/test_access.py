@@ -86,8 +86,8 @@ def test_a_fault_at_the_reception_is_told_on_both_sides(
 
 def talk(connection: Connection, header: bytes, body: memoryview) -> None:
     with closing(connection):
-        connection.send(header, body, timeout_s=5.0)
-        connection.receive(timeout_s=5.0)
+        connection.send(header, body, timeout_s=30)
+        connection.receive(timeout_s=30)
 
 
 def test_who_talks_nonsense_is_cut_off_and_others_are_served(served: House) -> None:
@@ -103,7 +103,7 @@ def test_who_talks_nonsense_is_cut_off_and_others_are_served(served: House) -> N
         (encode(EnterRefused("you")), b"", EMPTY),
     ]
     for identity, header, body in nonsense:
-        connection = transport.connect(f"tcp://127.0.0.1:{served.port}", identity, timeout_s=5.0)
+        connection = transport.connect(f"tcp://127.0.0.1:{served.port}", identity, timeout_s=30)
         with pytest.raises(ConnectionLost):
             talk(connection, header, body)
     with served.connect() as ps:
@@ -120,7 +120,7 @@ def test_silent_holders_of_the_token_keep_no_client_waiting(served: House) -> No
             visit = (
                 EnterFrame("default") if number % 2 else EnterFrame("default", ask=EnterRequest(None, 3, __version__))
             )
-            silent = transport.connect(f"tcp://127.0.0.1:{served.port}", encode(visit), timeout_s=5.0)
+            silent = transport.connect(f"tcp://127.0.0.1:{served.port}", encode(visit), timeout_s=30)
             crowd.enter_context(closing(silent))
         began = time.monotonic()
         with served.connect("other") as ps:
@@ -141,10 +141,10 @@ def test_a_client_whose_certificate_is_revoked_after_its_handshake_is_not_admitt
         visit = encode(EnterFrame("default", hello))
         with (
             served.connect(token=None, keys=keys),
-            closing(transport.connect(f"tcp://127.0.0.1:{served.port}", visit, timeout_s=5.0)) as late,
+            closing(transport.connect(f"tcp://127.0.0.1:{served.port}", visit, timeout_s=30)) as late,
             pytest.raises(ConnectionLost),
         ):
-            late.receive(timeout_s=5.0)
+            late.receive(timeout_s=30)
         served.namespaces.expel(set())
         with served.connect(token=None, keys=third) as ps:
             assert ps.rank == 3
@@ -187,6 +187,7 @@ def test_a_name_without_an_address_is_told(tmp_path: Path, monkeypatch: pytest.M
         raise socket.gaierror
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setattr("paceline.serve.client.CONNECT_TIMEOUT_S", 0.3)
     with told_in_time(UsageError, "no address is known for the host 'absent'"):
         make_keys(tmp_path / "keys")
         paceline.connect("paceline://absent:7700", keys=tmp_path / "keys")

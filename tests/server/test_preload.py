@@ -21,13 +21,13 @@ def test_requests_wait_for_the_import_and_others_do_not(monkeypatch: pytest.Monk
     calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
     gate, done = threading.Event(), list[str]()
     monkeypatch.delitem(sys.modules, preload.MODULE, raising=False)
-    monkeypatch.setattr(preload.importlib, "import_module", lambda _: gate.wait(10.0))
+    monkeypatch.setattr(preload.importlib, "import_module", lambda _: gate.wait(30))
     warm = RulePreload(calls.put)
     assert not any(warm.defer((0, 0), rule, lambda: done.append("kernel")) for rule in KERNELS)
     for number in range(3):
         assert warm.defer((0, 0), NADAM, lambda n=number: done.append(f"first {n}"))
     assert warm.defer((1, 0), NADAM, lambda: done.append("second"))
     gate.set()
-    calls.get(timeout=10.0)()
+    calls.get(timeout=30)()
     assert done == ["first 2", "second"]
     assert not warm.defer((1, 0), NADAM, lambda: done.append("third"))

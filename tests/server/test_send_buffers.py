@@ -75,7 +75,7 @@ def test_nothing_of_a_push_is_left_once_all_servers_have_answered(kind: str, tmp
     def work(node: WorkerNode) -> None:
         open_table(node, table("w", 300, "asynchronous"))
         for _ in range(5):
-            assert node.client("w").push(torch.ones(300), count=1.0).result(timeout=10).applied
+            assert node.client("w").push(torch.ones(300), count=1.0).result(timeout=30).applied
         seen.extend(node.client("w").pushes._free)
 
     with cluster(kind, tmp_path, num_workers=1) as servers:

@@ -100,8 +100,8 @@ def test_tables_without_elements_are_pushed_pulled_and_waited_for(
                 assert tuple(table.pull().shape) == table.shape
                 assert tuple(table.pull(exact=True).shape) == table.shape
             worker.barrier()
-            assert all(push.result(10.0) is not None for push in pushed)
-        assert tables[0].pull_later().result(10.0).numel() == 0
+            assert all(push.result(30) is not None for push in pushed)
+        assert tables[0].pull_later().result(30).numel() == 0
         assert tables[0].call("summary")
 
     run_job(tmp_path, work, workers=2, servers=num_servers, carrier=carrier)

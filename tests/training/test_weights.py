@@ -230,7 +230,7 @@ def test_who_leaves_keeps_values_that_others_no_longer_change(tmp_path: Path) ->
         if worker.rank == 1:
             worker.close()
             assert viewing(model) == set()
-            assert others_are_done.wait(20)
+            assert others_are_done.wait(30)
         else:
             run_steps(model, optimizer, worker.rank, range(3, 6))
             others_are_done.set()

@@ -69,8 +69,8 @@ def make_carrier(kind: str, directory: Path, limits: Limits | None = None, tls: 
 
 def connect_pair(transport: Transport, address: str) -> Pair:
     listener = transport.listen(address)
-    client = transport.connect(listener.address, b"worker 3", timeout_s=5)
-    return Pair(transport, listener, client, listener.accept(timeout_s=5))
+    client = transport.connect(listener.address, b"worker 3", timeout_s=30)
+    return Pair(transport, listener, client, listener.accept(timeout_s=30))
 
 
 @contextmanager

@@ -71,7 +71,7 @@ def test_of_two_threads_that_give_back_the_same_one_is_told() -> None:
     pool, together = BufferPool(ExactAllocator(fresh_buffer)), Barrier(2)
 
     def give_back(buffer_of: list) -> bool:
-        together.wait(timeout=10)
+        together.wait(timeout=30)
         try:
             buffer_of[0].release()
         except ProtocolBug:

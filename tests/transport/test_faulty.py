@@ -18,12 +18,12 @@ def faulty_pair(plan: FaultPlan, seed: int = 1) -> tuple[FaultyTransport, Pair]:
 
 
 def received(pair: Pair, num_frames: int) -> list[int]:
-    return [int.from_bytes(pair.server.receive(timeout_s=5).header) for _ in range(num_frames)]
+    return [int.from_bytes(pair.server.receive(timeout_s=30).header) for _ in range(num_frames)]
 
 
 def send_numbers(pair: Pair, num_frames: int) -> None:
     for number in range(num_frames):
-        pair.client.send(number.to_bytes(2), memoryview(bytes([number])), timeout_s=5)
+        pair.client.send(number.to_bytes(2), memoryview(bytes([number])), timeout_s=30)
 
 
 def arrivals(plan: FaultPlan, seed: int, num_frames: int = 200) -> tuple[FaultCounts, list[int]]:
@@ -31,9 +31,9 @@ def arrivals(plan: FaultPlan, seed: int, num_frames: int = 200) -> tuple[FaultCo
     transport, pair = faulty_pair(replace(plan, only=lambda header: header != b"end"), seed)
     with closing(pair):
         send_numbers(pair, num_frames)
-        pair.client.send(b"end", timeout_s=5)
+        pair.client.send(b"end", timeout_s=30)
         numbers: list[int] = []
-        while (header := pair.server.receive(timeout_s=5).header) != b"end":
+        while (header := pair.server.receive(timeout_s=30).header) != b"end":
             numbers.append(int.from_bytes(header))
         return transport.counts, numbers
 
@@ -97,36 +97,36 @@ def test_held_back_bodies_are_copies(plan: FaultPlan) -> None:
     with closing(pair):
         memory = pair.transport.allocate(4)
         memory[:] = b"then"
-        pair.client.send(b"push", memory, timeout_s=5)
+        pair.client.send(b"push", memory, timeout_s=30)
         memory[:] = b"now!"
-        assert bytes(pair.server.receive(timeout_s=5).body) == b"then"
+        assert bytes(pair.server.receive(timeout_s=30).body) == b"then"
 
 
 def test_cut_ends_the_connection_for_both() -> None:
     transport, pair = faulty_pair(FaultPlan(cut=1.0))
     with closing(pair):
         with pytest.raises(ConnectionLost, match="cut by the fault plan"):
-            pair.client.send(b"push", timeout_s=5)
+            pair.client.send(b"push", timeout_s=30)
         with pytest.raises(ConnectionLost):
-            pair.client.send(b"push", timeout_s=5)
+            pair.client.send(b"push", timeout_s=30)
         with pytest.raises(ConnectionLost):
-            pair.server.receive(timeout_s=5)
+            pair.server.receive(timeout_s=30)
         assert transport.counts == FaultCounts(cut=1)
 
 
 def test_only_chosen_frames_are_harmed() -> None:
     transport, pair = faulty_pair(FaultPlan(drop=1.0, only=lambda header: header.startswith(b"push")))
     with closing(pair):
-        pair.client.send(b"push", timeout_s=5)
-        pair.client.send(b"pull", timeout_s=5)
-        assert pair.server.receive(timeout_s=5).header == b"pull"
+        pair.client.send(b"push", timeout_s=30)
+        pair.client.send(b"pull", timeout_s=30)
+        assert pair.server.receive(timeout_s=30).header == b"pull"
         assert transport.counts.dropped == 1
 
 
 def test_accepted_connections_fail_too() -> None:
     transport, pair = faulty_pair(FaultPlan(drop=1.0))
     with closing(pair):
-        pair.server.send(b"reply", timeout_s=5)
+        pair.server.send(b"reply", timeout_s=30)
         assert transport.counts.dropped == 1
 
 
@@ -144,7 +144,7 @@ def test_connections_of_one_identity_differ() -> None:
         with closing(connect_pair(transport, "memory://server-0")) as pair:
             dropped = [0]
             for number in range(40):
-                pair.client.send(number.to_bytes(2), timeout_s=5)
+                pair.client.send(number.to_bytes(2), timeout_s=30)
                 dropped.append(transport.counts.dropped)
             patterns.append([after - before for before, after in pairwise(dropped)])
     assert patterns[0][1:] != patterns[1][1:]

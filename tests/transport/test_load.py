@@ -25,10 +25,10 @@ def connections(carrier: Carrier) -> Iterator[list[tuple[Connection, Connection]
         listener = stack.enter_context(closing(carrier.transport.listen(carrier.address)))
 
         def connect(number: int) -> Connection:
-            return carrier.transport.connect(listener.address, bytes([number]), timeout_s=10)
+            return carrier.transport.connect(listener.address, bytes([number]), timeout_s=30)
 
         clients = [stack.enter_context(closing(client)) for client in pool.map(connect, range(NUM_CONNECTIONS))]
-        accepted = [stack.enter_context(closing(listener.accept(timeout_s=5))) for _ in clients]
+        accepted = [stack.enter_context(closing(listener.accept(timeout_s=30))) for _ in clients]
         servers = {end.identity: end for end in accepted}
         yield [(client, servers[client.identity]) for client in clients]
 
@@ -51,19 +51,19 @@ def bodies_of(connection: Connection) -> list[bytes]:
 
 def send_all(end: Connection) -> None:
     for number, body in enumerate(bodies_of(end)):
-        end.send(bytes([number]), memoryview(body), timeout_s=10)
+        end.send(bytes([number]), memoryview(body), timeout_s=30)
 
 
 def echo_all(end: Connection) -> None:
     for _ in bodies_of(end):
-        frame = end.receive(timeout_s=10)
-        end.send(frame.header, frame.body, timeout_s=10)
+        frame = end.receive(timeout_s=30)
+        end.send(frame.header, frame.body, timeout_s=30)
 
 
 def check_echoes(end: Connection) -> None:
     memory = memoryview(bytearray(LARGE_BYTES))
     for number, body in enumerate(bodies_of(end)):
-        frame = end.receive(timeout_s=10, place=lambda _, size_bytes: memory[:size_bytes])
+        frame = end.receive(timeout_s=30, place=lambda _, size_bytes: memory[:size_bytes])
         assert frame.header == bytes([number])
         assert frame.body == body
 
@@ -84,7 +84,7 @@ def test_sender_is_bounded_by_a_receiver_that_does_not_read(pair: Pair) -> None:
     num_taken = fill(pair.client)
     assert num_taken * len(MEBIBYTE) < MAX_PILE_BYTES
     for number in range(num_taken):
-        frame = pair.server.receive(timeout_s=5)
+        frame = pair.server.receive(timeout_s=30)
         assert frame.header == number.to_bytes(2)
         assert frame.body == MEBIBYTE
     with pytest.raises(PeerError):
@@ -95,5 +95,5 @@ def test_receiver_that_does_not_read_delays_nobody_else(connections: list[tuple[
     (stuck, _), *others = connections
     fill(stuck)
     for lively, server in others:
-        lively.send(b"push", memoryview(bytes(10_000)), timeout_s=5)
-        assert server.receive(timeout_s=5).body == bytes(10_000)
+        lively.send(b"push", memoryview(bytes(10_000)), timeout_s=30)
+        assert server.receive(timeout_s=30).body == bytes(10_000)

@@ -53,7 +53,7 @@ def program(answer: bytes) -> Iterator[str]:
 def test_what_another_program_is_is_told(answer: bytes, said: str, encrypted: bool, keys: Path) -> None:
     transport = TcpTransport(CREDENTIALS, tls=tls_settings(keys, Holder("any")) if encrypted else None)
     with program(answer) as address, pytest.raises(PeerError, match=rf"{address} .*{said}"):
-        transport.connect(address, b"worker 0", timeout_s=10)
+        transport.connect(address, b"worker 0", timeout_s=30)
 
 
 def test_a_program_that_takes_connections_and_says_nothing_is_given_up(keys: Path) -> None:
@@ -77,7 +77,7 @@ def test_tls_at_one_end_alone_is_told_at_both(encrypted: bool, keys: Path) -> No
     here, there = (with_tls, without) if encrypted else (without, with_tls)
     with closing(TcpTransport(CREDENTIALS, tls=here, notice=tell).listen("127.0.0.1:0")) as listener:
         with pytest.raises(PeerError, match="it may run without TLS" if there else "it may .* want TLS"):
-            TcpTransport(CREDENTIALS, tls=there).connect(listener.address, b"worker 0", timeout_s=10)
-        assert has_told.wait(10)
+            TcpTransport(CREDENTIALS, tls=there).connect(listener.address, b"worker 0", timeout_s=30)
+        assert has_told.wait(30)
     expected = "the client does not speak TLS, as this server does" if encrypted else "but one that speaks TLS"
     assert expected in told[0]

@@ -29,8 +29,8 @@ def poller() -> Iterator[Poller]:
 def pairs(kind: str, directory: Path) -> Iterator[tuple[Pair, Pair]]:
     carrier = make_carrier(kind, directory)
     first = connect_pair(carrier.transport, carrier.address)
-    client = first.transport.connect(first.listener.address, b"worker 4", timeout_s=5)
-    second = Pair(first.transport, first.listener, client, first.listener.accept(timeout_s=5))
+    client = first.transport.connect(first.listener.address, b"worker 4", timeout_s=30)
+    second = Pair(first.transport, first.listener, client, first.listener.accept(timeout_s=30))
     try:
         yield first, second
     finally:
@@ -43,12 +43,12 @@ def test_what_has_something_to_receive_is_found(kind: str, poller: Poller, tmp_p
     with pairs(kind, tmp_path) as (first, second):
         both = (first.server, second.server)
         assert poller.wait(both, 0.0) == []
-        second.client.send(b"push", memoryview(b"gradient"), timeout_s=5)
+        second.client.send(b"push", memoryview(b"gradient"), timeout_s=30)
         assert poller.wait(both, PATIENCE_S) == [second.server]
         assert second.server.receive(timeout_s=0).header == b"push"
         assert poller.wait(both, 0.0) == []
-        first.client.send(b"pull", timeout_s=5)
-        second.client.send(b"pull", timeout_s=5)
+        first.client.send(b"pull", timeout_s=30)
+        second.client.send(b"pull", timeout_s=30)
         found: set[Connection] = set()
         while len(found) < 2:
             found.update(poller.wait(both, PATIENCE_S))
@@ -57,9 +57,9 @@ def test_what_has_something_to_receive_is_found(kind: str, poller: Poller, tmp_p
 @pytest.mark.parametrize("kind", POLLABLE)
 def test_frames_that_were_read_ahead_are_found(kind: str, poller: Poller, tmp_path: Path) -> None:
     with pairs(kind, tmp_path) as (first, _):
-        assert first.client.try_send([(b"1", EMPTY), (b"2", EMPTY)], timeout_s=5)
+        assert first.client.try_send([(b"1", EMPTY), (b"2", EMPTY)], timeout_s=30)
         assert poller.wait((first.server,), PATIENCE_S) == [first.server]
-        assert first.server.receive(timeout_s=5).header == b"1"
+        assert first.server.receive(timeout_s=30).header == b"1"
         assert poller.wait((first.server,), PATIENCE_S) == [first.server]
         assert receive_all(first.server, timeout_s=0)[0].header == b"2"
         assert poller.wait((first.server,), 0.0) == []
@@ -98,7 +98,7 @@ def test_another_thread_ends_the_wait_that_is_under_way_or_the_next_one(poller: 
 
 def test_what_is_encrypted_cannot_be_waited_for_together(pair: Pair, poller: Poller) -> None:
     if pair.server.fileno() is None:  # TLS
-        pair.client.send(b"push", timeout_s=5)
+        pair.client.send(b"push", timeout_s=30)
         assert poller.wait((pair.server,), 0.0) == []
 
 
@@ -125,10 +125,10 @@ def test_any_number_of_notices_of_freed_memory_does_not_hold_the_reader(poller: 
     with pairs("shm", tmp_path) as (first, _):
         memories = [first.transport.allocate(100) for _ in range(5)]
         for memory in memories:
-            first.client.send(b"push", memory, timeout_s=5)
-            first.server.receive(timeout_s=5)
+            first.client.send(b"push", memory, timeout_s=30)
+            first.server.receive(timeout_s=30)
         del memory, memories
-        first.client.send(b"pull", timeout_s=5)  # behind the notices, which take a call each
+        first.client.send(b"pull", timeout_s=30)  # behind the notices, which take a call each
         num_calls = 0
         while True:
             assert poller.wait((first.server,), PATIENCE_S) == [first.server]

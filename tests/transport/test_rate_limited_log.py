@@ -92,8 +92,8 @@ def test_who_can_tell_nobody_keeps_the_door_all_the_same() -> None:
                 stranger.sendall(hello(b"worker 3") + bytes(32))
                 read_to_end(stranger)
         with (
-            closing(transport.connect(listener.address, b"worker 3", timeout_s=5)),
-            closing(listener.accept(timeout_s=5)) as server,
+            closing(transport.connect(listener.address, b"worker 3", timeout_s=30)),
+            closing(listener.accept(timeout_s=30)) as server,
         ):
             assert server.identity == b"worker 3"
 

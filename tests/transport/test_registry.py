@@ -27,6 +27,6 @@ def test_each_carrier_joins_processes_of_a_job(scheme: str, tmp_path: Path) -> N
     assert transport.name == scheme
     assert address.startswith(f"{scheme}://")
     pair = connect_pair(transport, address)
-    pair.client.send(b"push", timeout_s=5)
-    assert pair.server.receive(timeout_s=5).header == b"push"
+    pair.client.send(b"push", timeout_s=30)
+    assert pair.server.receive(timeout_s=30).header == b"push"
     pair.close()

@@ -33,7 +33,7 @@ def hostile(tmp_path: Path) -> Iterator[tuple[socket.socket, Connection]]:
         digest = hmac.digest(b"paceline job", b"job", "sha256")
         client.sendall(struct.pack("<4sHH32s", b"PCLN", WIRE_VERSION, 0, digest))
         assert read_exactly(client, 7) == struct.pack("<4sH?", b"PCLN", WIRE_VERSION, True)
-        with closing(listener.accept(timeout_s=5)) as server:
+        with closing(listener.accept(timeout_s=30)) as server:
             yield client, server
 
 
@@ -53,7 +53,7 @@ def memory(size_bytes: int, seals: int = SEALS) -> int:
 def test_honest_segment_by_the_book(hostile: tuple[socket.socket, Connection]) -> None:
     client, server = hostile
     pass_segment(client, memory(4096), 4096)
-    assert bytes(server.receive(timeout_s=5).body) == bytes(8)
+    assert bytes(server.receive(timeout_s=30).body) == bytes(8)
 
 
 @pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW])
@@ -61,30 +61,30 @@ def test_segment_that_could_shrink_is_refused(hostile: tuple[socket.socket, Conn
     client, server = hostile
     pass_segment(client, memory(4096, seals), 4096)
     with pytest.raises(PeerError, match="could still change its size"):
-        server.receive(timeout_s=5)
+        server.receive(timeout_s=30)
 
 
 def test_segment_smaller_than_announced_is_refused(hostile: tuple[socket.socket, Connection]) -> None:
     client, server = hostile
     pass_segment(client, memory(4096), 1 << 20)
     with pytest.raises(PeerError, match="of 4096 bytes and announced 1048576"):
-        server.receive(timeout_s=5)
+        server.receive(timeout_s=30)
 
 
 def test_descriptor_of_a_file_is_refused(hostile: tuple[socket.socket, Connection], tmp_path: Path) -> None:
     client, server = hostile
     pass_segment(client, os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT), 4096)
     with pytest.raises(PeerError, match=r"not sealed memory|could still change its size"):
-        server.receive(timeout_s=5)
+        server.receive(timeout_s=30)
 
 
 def test_body_beyond_its_segment_is_refused(hostile: tuple[socket.socket, Connection]) -> None:
     client, server = hostile
     pass_segment(client, memory(4096), 4096)
-    server.receive(timeout_s=5)
+    server.receive(timeout_s=30)
     client.sendall(encode_prefix(Prefix(Kind.SHARED, 0, 8192, 1, 0, 8192)))
     with pytest.raises(PeerError, match="segment 1 of 8192 bytes, never passed"):
-        server.receive(timeout_s=5)
+        server.receive(timeout_s=30)
 
 
 @pytest.mark.parametrize("kind", [Kind.SHARED, Kind.SHARED_FIRST])
@@ -92,17 +92,17 @@ def test_segment_never_passed_is_refused(hostile: tuple[socket.socket, Connectio
     client, server = hostile
     client.sendall(encode_prefix(Prefix(kind, 0, 8, 7, 0, 8)))
     with pytest.raises(PeerError, match="segment 7"):
-        server.receive(timeout_s=5)
+        server.receive(timeout_s=30)
 
 
 def test_too_many_segments_are_refused(hostile: tuple[socket.socket, Connection]) -> None:
     client, server = hostile
     for number in (1, 2):
         pass_segment(client, memory(4096), 4096, number)
-        server.receive(timeout_s=5)
+        server.receive(timeout_s=30)
     pass_segment(client, memory(4096), 4096, 3)
     with pytest.raises(PeerError, match="more than 2 segments"):
-        server.receive(timeout_s=5)
+        server.receive(timeout_s=30)
 
 
 def test_descriptors_that_no_frame_uses_are_refused_and_closed(hostile: tuple[socket.socket, Connection]) -> None:
@@ -111,4 +111,4 @@ def test_descriptors_that_no_frame_uses_are_refused_and_closed(hostile: tuple[so
     for _ in range(10):
         client.sendmsg([b"P"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
     with pytest.raises(PeerError, match="more descriptors"):
-        server.receive(timeout_s=5)
+        server.receive(timeout_s=30)

@@ -32,7 +32,7 @@ def served_by_hand(listener_limits: Limits | None = None) -> tuple[socket.socket
     with closing(TcpTransport(CREDENTIALS, listener_limits).listen("127.0.0.1:0")) as listener:
         client = open_raw(listener.address)
         shake_hands(client)
-        return client, listener.accept(timeout_s=5)
+        return client, listener.accept(timeout_s=30)
 
 
 @pytest.mark.parametrize(
@@ -76,16 +76,16 @@ def test_taken_port_names_its_owner() -> None:
 def test_killed_peer_is_lost() -> None:
     script = (
         "import sys; from paceline.transport import *\n"
-        "end = TcpTransport(Credentials(bytes(range(32)), 'contract')).connect(sys.argv[1], b'', timeout_s=5)\n"
-        "end.send(b'up', timeout_s=5); end.receive(timeout_s=60)"
+        "end = TcpTransport(Credentials(bytes(range(32)), 'contract')).connect(sys.argv[1], b'', timeout_s=30)\n"
+        "end.send(b'up', timeout_s=30); end.receive(timeout_s=60)"
     )
     with closing(TcpTransport(CREDENTIALS).listen("127.0.0.1:0")) as listener:
         peer = subprocess.Popen([sys.executable, "-c", script, listener.address])
-        with peer, closing(listener.accept(timeout_s=20)) as server:
-            assert server.receive(timeout_s=5).header == b"up"
+        with peer, closing(listener.accept(timeout_s=30)) as server:
+            assert server.receive(timeout_s=30).header == b"up"
             peer.send_signal(signal.SIGKILL)
             with pytest.raises(ConnectionLost, match="closed it or died"):
-                server.receive(timeout_s=5)
+                server.receive(timeout_s=30)
 
 
 def test_garbage_after_the_handshake_ends_the_connection() -> None:
@@ -93,11 +93,11 @@ def test_garbage_after_the_handshake_ends_the_connection() -> None:
     with client, closing(server):
         client.sendall(b"x" * PREFIX_BYTES)
         with pytest.raises(PeerError, match="not a Paceline peer"):
-            server.receive(timeout_s=5)
+            server.receive(timeout_s=30)
         with pytest.raises(ConnectionLost, match="not a Paceline peer"):
-            server.receive(timeout_s=5)
+            server.receive(timeout_s=30)
         with pytest.raises(ConnectionLost):
-            server.send(b"push", timeout_s=5)
+            server.send(b"push", timeout_s=30)
 
 
 def test_oversize_frame_is_refused_before_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_oversize_frame_is_refused_before_memory_is_taken(monkeypatch: pytest.Mo
     with client, closing(server):
         client.sendall(encode_prefix(Prefix(Kind.INLINE, 0, 1001)))
         with pytest.raises(PeerError, match="body of 1001 bytes, at most 1000"):
-            server.receive(timeout_s=5)
+            server.receive(timeout_s=30)
 
 
 def test_announced_but_unsent_body_takes_no_memory() -> None:
@@ -127,7 +127,7 @@ def test_shared_memory_cannot_be_named() -> None:
     with client, closing(server):
         client.sendall(encode_prefix(Prefix(Kind.SHARED, 0, 10, 1, 0, 10)))
         with pytest.raises(PeerError, match="a transport that has none"):
-            server.receive(timeout_s=5)
+            server.receive(timeout_s=30)
 
 
 def test_frame_cut_by_a_deadline_is_continued() -> None:
@@ -139,7 +139,7 @@ def test_frame_cut_by_a_deadline_is_continued() -> None:
             if end < len(frame):
                 with pytest.raises(DeadlineExceeded):
                     server.receive(timeout_s=0.01)
-        received = server.receive(timeout_s=5)
+        received = server.receive(timeout_s=30)
     assert (received.header, bytes(received.body)) == (b"push", frame[68:])
 
 
@@ -152,7 +152,7 @@ def test_frame_cut_by_a_deadline_is_continued_at_the_place_first_named() -> None
         with pytest.raises(DeadlineExceeded):
             server.receive(timeout_s=0.05, place=lambda *_: memoryview(wanted))
         client.sendall(frame[500:])
-        assert server.receive(timeout_s=5).body == wanted == frame[68:]
+        assert server.receive(timeout_s=30).body == wanted == frame[68:]
 
 
 def test_frame_cut_by_the_end_is_lost() -> None:
@@ -161,7 +161,7 @@ def test_frame_cut_by_the_end_is_lost() -> None:
         with client:
             client.sendall(encode_prefix(Prefix(Kind.INLINE, 4, 1000)) + b"push" + bytes(500))
         with pytest.raises(ConnectionLost):
-            server.receive(timeout_s=5)
+            server.receive(timeout_s=30)
 
 
 def test_frame_sent_in_part_ends_the_connection() -> None:
@@ -170,7 +170,7 @@ def test_frame_sent_in_part_ends_the_connection() -> None:
         with pytest.raises(DeadlineExceeded, match=r"to take a frame; sent [1-9]\d* of"):
             server.send(b"large", memoryview(bytes(64 << 20)), timeout_s=0.1)
         with pytest.raises(ConnectionLost, match="only in part"):
-            server.send(b"next", timeout_s=5)
+            server.send(b"next", timeout_s=30)
 
 
 def test_last_words_can_be_read_after_a_failed_send() -> None:
@@ -180,9 +180,9 @@ def test_last_words_can_be_read_after_a_failed_send() -> None:
             client.sendall(encode_prefix(Prefix(Kind.INLINE, 7, 0)) + b"refused")
             with pytest.raises(DeadlineExceeded):
                 server.send(b"large", memoryview(bytes(64 << 20)), timeout_s=0.1)
-            assert server.receive(timeout_s=5).header == b"refused"
+            assert server.receive(timeout_s=30).header == b"refused"
         with pytest.raises(ConnectionLost):
-            server.receive(timeout_s=5)
+            server.receive(timeout_s=30)
 
 
 def test_silence_noticed_by_the_kernel_is_a_loss_and_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +193,7 @@ def test_silence_noticed_by_the_kernel_is_a_loss_and_no_deadline(monkeypatch: py
     with client, closing(server):
         monkeypatch.setattr(SocketChannel, "read_some", silent)
         with pytest.raises(ConnectionLost, match="fell silent"):
-            server.receive(timeout_s=5)
+            server.receive(timeout_s=30)
 
 
 def user_timeout_ms(connection: StreamConnection) -> int:
@@ -207,8 +207,8 @@ def test_a_peer_that_is_stopped_while_a_large_frame_is_under_way_is_not_given_up
     monkeypatch.setattr("paceline.transport.channel._PAUSE_S", 0.0)
     transport, body = TcpTransport(CREDENTIALS), memoryview(bytes(32 << 20))
     with closing(transport.listen("127.0.0.1:0")) as listener, ThreadPoolExecutor(1) as pool:
-        near = transport.connect(listener.address, b"", timeout_s=5)
-        with closing(near), closing(listener.accept(timeout_s=5)) as far:
+        near = transport.connect(listener.address, b"", timeout_s=30)
+        with closing(near), closing(listener.accept(timeout_s=30)) as far:
             sent = pool.submit(near.send, b"large", body, timeout_s=60)  # the other end reads nothing, as if stopped
             for _ in range(20):
                 with pytest.raises(DeadlineExceeded):
@@ -216,7 +216,7 @@ def test_a_peer_that_is_stopped_while_a_large_frame_is_under_way_is_not_given_up
                 assert user_timeout_ms(near) == 0
             assert not sent.done()
             assert far.receive(timeout_s=30).body == body
-            sent.result(timeout=5)
+            sent.result(timeout=30)
 
 
 @pytest.mark.campaign
@@ -237,12 +237,12 @@ def test_a_process_that_is_stopped_for_twenty_seconds_gets_its_large_frame() -> 
             os.kill(child.pid, signal.SIGSTOP)
             sent = pool.submit(connection.send, b"large", memoryview(bytes(64 << 20)), timeout_s=120)
             with pytest.raises(DeadlineExceeded):
-                connection.receive(timeout_s=20)
+                connection.receive(timeout_s=30)
             os.kill(child.pid, signal.SIGCONT)
             child.stdin.write("\n")
             child.stdin.flush()
             assert child.stdout.readline() == f"{64 << 20}\n"
-            sent.result(timeout=10)
+            sent.result(timeout=30)
 
 
 def test_the_kernel_gives_up_what_goes_unanswered_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +279,7 @@ def test_there_is_no_room_where_nobody_reads_and_never_for_a_large_body() -> Non
         for _ in range(1000):
             if not connection.has_room(memoryview(bytes(1000))):
                 break
-            connection.send(b"more", memoryview(bytes(16 << 10)), timeout_s=5)
+            connection.send(b"more", memoryview(bytes(16 << 10)), timeout_s=30)
         assert not connection.has_room(EMPTY)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -181,3 +182,22 @@ def test_settings_that_do_not_fit_are_refused_with_their_size() -> None:
     with pytest.raises(UsageError, match="9 bytes, expected 8"):
         record.commit(b"123456789")
     assert (record.numbers, record.settings) == ({"number": 1}, b"12345678")
+
+
+def test_copies_that_come_too_late_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting: list[Callable[[], object]] = []
+    monkeypatch.setattr(AtOnce, "submit", lambda _, fn, *args: waiting.append(partial(fn, *args)))
+    with MemoryHolder() as holder:
+        holder.start()
+        story = story_of_shard(RULES["momentum"], ahead=True)
+        shard = story.start(LastingMemory.connect(holder.theirs))
+        story.work(shard)
+        shard.apply([Contribution(torch.ones(220))])
+        shard.apply([Contribution(torch.ones(220))])
+        progress = shard._lasting.progress if shard._lasting is not None else None
+        assert progress is not None
+        for late in waiting[:-1]:  # the shard has changed since each of these was asked for
+            late()
+        assert progress._ahead == {}
+        waiting[-1]()
+        assert len(progress._ahead) == 2

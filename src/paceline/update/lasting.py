@@ -187,9 +187,16 @@ class UpdateProgress:
         self._zeroed[chunk.index] = num_zeroed
         self._done[chunk.index] = update
 
-    def save_ahead(self, chunks: Sequence[ChunkMemory]) -> None:
-        """Save what chunks look like, until the shard changes; in a thread of its own, called one at a time."""
-        epoch = self._epoch
+    @property
+    def epoch(self) -> int:
+        """How often the shard was about to change."""
+        return self._epoch
+
+    def save_ahead(self, chunks: Sequence[ChunkMemory], epoch: int) -> None:
+        """Save what chunks look like, until the shard changes; in a thread of its own, called once in an epoch.
+
+        Called twice, it would write over a copy that an update relies on.
+        """
         for chunk in chunks:
             if self._epoch != epoch:
                 return
@@ -301,7 +308,7 @@ class ShardMemory:
     def save_ahead(self, chunks: Sequence[ChunkMemory]) -> None:
         """Save these chunks for the next update, while the server waits for it; does not block."""
         if self._saver is not None:
-            self._saver.submit(self.progress.save_ahead, chunks)
+            self._saver.submit(self.progress.save_ahead, chunks, self.progress.epoch)
 
     @property
     def steps(self) -> Tensor:

@@ -214,8 +214,8 @@ class Shard:
         self.hyper = contributions[0].hyper or self.hyper
         self.num_zeroed += self._updates.apply(contributions, self.hyper)
         self.version += 1
-        self._commit(is_update=True)
-        if isinstance(self._updates, Chunked):
+        if self._lasting is not None and isinstance(self._updates, Chunked):
+            self._commit(is_update=True)
             self._updates.save_ahead()
 
     @property

@@ -60,8 +60,8 @@ def test_processes_of_a_job_meet_over_any_address(authority: Authority, tmp_path
     write_private(keys / "worker-3.pem", authority.sign(request(keys, WORKER), WORKER))
     with (
         closing(make_transport(spec, SERVER).listen(listen_address(spec, 0, "0.0.0.0"))) as listener,
-        closing(make_transport(spec, WORKER).connect(listener.address, b"me", timeout_s=5)),
-        closing(listener.accept(timeout_s=5)) as accepted,
+        closing(make_transport(spec, WORKER).connect(listener.address, b"me", timeout_s=30)),
+        closing(listener.accept(timeout_s=30)) as accepted,
     ):
         assert accepted.identity == b"me"
 

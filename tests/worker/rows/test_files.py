@@ -166,7 +166,7 @@ def test_an_export_that_cannot_be_written_or_is_of_no_moment_is_an_error(tmp_pat
             statistics = users._whole.statistics
 
             def pieces(self, **settings: bool) -> object:
-                users.push([1], torch.ones(1, 3)).result(timeout=20)
+                users.push([1], torch.ones(1, 3)).result(timeout=30)
                 ps.clock()
                 return pieces(**settings)
 

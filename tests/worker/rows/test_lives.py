@@ -53,7 +53,7 @@ def test_who_declares_a_table_otherwise_is_refused_and_nobody_else_is_touched(tm
         open_table(node, table("w", 4, "ssp:1"))
         with pytest.raises(Refused, match=r"exists on server . with a shape; use another name"):
             open_rows(other, rows_of("w"))
-        mine.push([1], [[1.0, 2.0]]).result(timeout=5)
+        mine.push([1], [[1.0, 2.0]]).result(timeout=30)
         assert open_rows(other, rows_of("r")).pull([1]).tolist() == [[1.0, 2.0]]
         assert theirs.pull([1]).tolist() == [[0.0, 0.0]]
 
@@ -160,7 +160,7 @@ def row_pull(request: int, keys: Keys) -> RowPullFrame:
 def still_serves(servers: Cluster) -> None:
     with servers.joined(0) as node:
         rows = open_rows(node, rows_of(consistency="asynchronous", filters=(KeyCache(),)))
-        assert rows.push([100], [[1.0, 1.0]]).result(timeout=5).applied
+        assert rows.push([100], [[1.0, 1.0]]).result(timeout=30).applied
         assert rows.pull([100]).tolist() == [[1.0, 1.0]]
 
 

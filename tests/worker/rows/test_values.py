@@ -87,9 +87,9 @@ def test_nothing_may_be_pulled_and_pushed(tmp_path: Path) -> None:
         table = open_rows(node, rows_of())
         assert table.pull([]).shape == (0, 2)
         assert table.pull(torch.empty(3, 0, dtype=torch.int64)).shape == (3, 0, 2)
-        assert table.push([], []).result(timeout=5).applied
-        assert table.push(torch.empty(0), torch.empty(0, 2)).result(timeout=5).applied
-        assert table.flush().result(timeout=5).applied
+        assert table.push([], []).result(timeout=30).applied
+        assert table.push(torch.empty(0), torch.empty(0, 2)).result(timeout=30).applied
+        assert table.flush().result(timeout=30).applied
 
 
 def test_ids_that_are_no_integers_of_64_bits_are_refused(tmp_path: Path) -> None:
@@ -166,14 +166,14 @@ def test_rows_that_are_not_finite_are_what_the_table_says(tmp_path: Path) -> Non
         reject, zero, halt, ignore = (
             open_rows(node, rows_of(name, nonfinite=name)) for name in ("reject", "zero", "halt", "ignore")
         )
-        outcome = reject.push(ids, rows).result(timeout=5)
+        outcome = reject.push(ids, rows).result(timeout=30)
         assert (outcome.applied, reject.pull(ids).tolist()) == (False, [[0.0, 0.0], [0.0, 0.0]])
         assert "2 of 4 elements" in outcome.reason
-        assert zero.push(ids, rows).result(timeout=5).applied
+        assert zero.push(ids, rows).result(timeout=30).applied
         assert zero.pull(ids).tolist() == [[1.0, 0.0], [0.0, 2.0]]
         with pytest.raises(UsageError, match="worker 0, clock 0: 2 of 4 elements"):
             halt.push(ids, rows)
-        assert ignore.push(ids, rows).result(timeout=5).applied
+        assert ignore.push(ids, rows).result(timeout=30).applied
         assert ignore.pull(ids).isfinite().tolist() == [[True, False], [False, True]]
 
 
@@ -216,6 +216,6 @@ def test_hyperparameters_reach_every_server_however_few_rows_came_with_them(tmp_
         table, ids = open_rows(node, spec, CacheOptions(keep=True)), torch.arange(20)
         table.pull(ids)
         table.push([0], [[0.0, 0.0]], hyper=({**spec.rule.groups[0], "lr": 0.25},))
-        table.push(ids, torch.ones(20, 2)).result(timeout=5)
+        table.push(ids, torch.ones(20, 2)).result(timeout=30)
         assert torch.equal(table.pull(ids), torch.full((20, 2), -0.25, dtype=torch.float64)), "as this worker sees it"
         assert torch.equal(stored(servers, ids), torch.full((20, 2), -0.25, dtype=torch.float64))
