@@ -143,7 +143,7 @@ def test_r5_a_new_connection_repeats_the_join_and_then_all_that_is_unanswered() 
     core = make_worker(bsp(), num_servers=2)
     core.handle(WantPush("w"), 0.0)
     core.handle(Arrived(0, Held(push_id(0, 0))), 0.0)
-    assert core.handle(Connected(0), 0.5) == [Send(0, Join(sender(0))), Send(0, push(0, 0, 0), bare=True)]
+    assert core.handle(Connected(0), 0.5) == [Send(0, Join(sender(0))), Send(0, push(0, 0, 0))]
     assert core.handle(Connected(1), 0.5) == [Send(1, Join(sender(0))), Send(1, push(0, 0, 0))]
 
 

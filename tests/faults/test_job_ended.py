@@ -62,7 +62,8 @@ def test_a_signal_to_the_launcher_ends_the_job(number: signal.Signals, code: int
 
 
 def test_kill_9_of_a_server_ends_the_job_with_its_name(tmp_path: Path) -> None:
-    with running(tmp_path / "run", LEDGER, *ENDLESS, options=("-n", "2", "-m", "2")) as run:
+    options = ("-n", "2", "-m", "2", "--on-server-crash", "stop")
+    with running(tmp_path / "run", LEDGER, *ENDLESS, options=options) as run:
         run.wait_for("begin", times=2)
         [server] = [pid for pid in run.family() if psutil.Process(pid).cmdline()[-2:] == [spec_of(run), "1"]]
 

@@ -31,7 +31,7 @@ def assert_saved(folder: Path, run: Run) -> None:
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_after_kill_9_of_a_server_every_worker_saves_its_model(transport: str, tmp_path: Path) -> None:
-    options = ("-n", "2", "-m", "2", "--transport", transport)
+    options = ("-n", "2", "-m", "2", "--transport", transport, "--on-server-crash", "stop")
     with running(tmp_path / "run", SAVER, str(tmp_path), options=options) as run:
         run.wait_for("going", times=2)
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from paceline.launch.child import Launch
 from paceline.launch.output import Console
-from paceline.launch.policy import Policy
+from paceline.launch.policy import EXIT_LOST, Policy
 from paceline.launch.signals import Signals
 from paceline.launch.supervise import Exits, SupervisionConfig, Supervisor
 
@@ -28,13 +29,18 @@ class Member:
     last_lines: Sequence[str] = ()
     is_killed: bool = False
     is_told: bool = False
+    lines: list[str] = field(default_factory=list[str])
 
     @property
     def name(self) -> str:
         return self.launch.name
 
     def reap(self) -> int | None:
-        has_ended = self.is_told or (self.machine.listens and self.launch.role == "worker")
+        dying = self.machine.dying
+        if self.machine.has_met and self.name in dying:
+            dying.remove(self.name)
+            return -9
+        has_ended = self.is_told or (self.machine.listens and not dying and self.launch.role == "worker")
         code = self.machine.worker_code if self.launch.role == "worker" else 0
         return -9 if self.is_killed else code if has_ended else None
 
@@ -45,6 +51,7 @@ class Member:
 
     def send_line(self, line: str) -> None:
         self.is_told |= line == "stop"
+        self.lines.append(line)
 
 
 @dataclass
@@ -55,6 +62,13 @@ class Machine:
     now_s: float = 1000.0
     members: list[Member] = field(default_factory=list[Member])
     worker_code: int = 0
+    dying: list[str] = field(default_factory=list[str])  # who is killed once, when all have met
+    has_met: bool = False
+    objection_of: Callable[[int], str] | None = None  # why a server has no successor
+
+    def objection(self, rank: int) -> str:
+        assert self.objection_of is not None
+        return self.objection_of(rank)
 
     @property
     def listens(self) -> bool:
@@ -78,21 +92,26 @@ class Machine:
     def close(self) -> None: ...
 
     def poll(self) -> bool:
+        self.has_met = self.listens
         return self.listens
 
     def missing(self) -> list[str]:
         return ["server 0"]
 
 
-def run(machine: Machine, folder: Path) -> int:
+def launch(role: Literal["server", "worker"], rank: int = 0) -> Launch:
+    return Launch(role=role, name=f"{role} {rank}", rank=rank, command=(), environment={})
+
+
+def run(machine: Machine, folder: Path, launches: Sequence[Launch] = (launch("server"), launch("worker"))) -> int:
     config = SupervisionConfig(policy=Policy(), start_timeout_s=START_TIMEOUT_S, grace_s=1.0, run_dir=folder)
     console = Console()
     with Signals() as signals:
         exits = Exits(console, None, folder)
-        supervisor = Supervisor(config, machine, machine, console, signals, None, exits, now=lambda: machine.now_s)
-        launches = [
-            Launch(role=role, name=f"{role} 0", rank=0, command=(), environment={}) for role in ("server", "worker")
-        ]
+        successors = None if machine.objection_of is None else machine
+        supervisor = Supervisor(
+            config, machine, machine, console, signals, None, exits, now=lambda: machine.now_s, successors=successors
+        )
         return supervisor.run(launches)
 
 
@@ -115,3 +134,23 @@ def test_the_last_line_of_a_run_whose_worker_wrote_nothing_says_what_happened(
 
 def test_time_in_which_the_job_was_stopped_does_not_count(tmp_path: Path) -> None:
     assert run(Machine(deque([0.25, 3600.0, 0.25])), tmp_path) == 0
+
+
+def test_a_successor_of_a_server_is_told_of_the_workers_that_ended_before(tmp_path: Path) -> None:
+    machine = Machine(deque(), dying=["worker 1", "server 0"], objection_of=lambda _: "")
+
+    assert run(machine, tmp_path, (launch("worker", 1), launch("server"), launch("worker"))) == EXIT_LOST
+
+    [first, second] = [member for member in machine.members if member.name == "server 0"]
+    assert first.lines == ["ended 1 0"]  # which it may not have read any more
+    assert second.lines == ["ended 1 0", "ended 0 0", "stop"]
+
+
+def test_a_server_without_a_successor_ends_the_run_and_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = Machine(deque(), dying=["server 0"], objection_of=lambda rank: f"server {rank} keeps nothing")
+
+    assert run(machine, tmp_path) == 1
+
+    assert "server 0 was killed by SIGKILL; the run ends: server 0 keeps nothing" in capsys.readouterr().err

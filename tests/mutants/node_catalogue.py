@@ -32,6 +32,60 @@ def _of(name: str, file: str, old: str, new: str, tests: str, word: str = "") ->
 
 
 NODE_MUTANTS: tuple[NodeMutant, ...] = (
+    # -- successors of servers ---------------------------------------------------------------------------------------
+    _of(
+        "what happens is not written down",
+        SERVER,
+        "            self._write_down(event, now)\n        effects",
+        "            pass\n        effects",
+        "nodes/test_successors",
+        "bsp",
+    ),
+    _of(
+        "an update that is not made is taken for made",
+        SERVER,
+        "if num_applies[table] < self._tables[table].num_applied",
+        "if num_applies[table] <= self._tables[table].num_applied",
+        "nodes/test_successors",
+        "asynchronous",
+    ),
+    _of(
+        "private fields are not in the state",
+        "core/state.py",
+        "if field.name not in left_out)",
+        "if field.name not in left_out and field.name != '_answers')",
+        "core/test_state",
+    ),
+    _of(
+        "entries before a snapshot are replayed once more",
+        "server/journal.py",
+        "if number == self._number:",
+        "if number <= self._number:",
+        "server/test_journal",
+    ),
+    _of(
+        "a torn entry counts",
+        "server/journal.py",
+        "if not is_whole or zlib.crc32(content) != checksum:",
+        "if not is_whole:",
+        "server/test_journal",
+        "torn",
+    ),
+    _of(
+        "a successor waits for ever for workers that do not come back",
+        "core/server.py",
+        "            self._on_disconnected(Disconnected(worker, life.incarnation), now)\n",
+        "            del life\n",
+        "core/test_state",
+    ),
+    _of(
+        "a held push comes without its tensor over a new connection",
+        "core/worker.py",
+        "[Send(server, entry.message) for entry",
+        "[Send(server, entry.message, entry.bare) for entry",
+        "core/test_worker_pushes",
+        "r5",
+    ),
     # -- dense -------------------------------------------------------------------------------------------------------
     _of(
         "pushes of an update that failed are acknowledged",

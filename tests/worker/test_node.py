@@ -29,7 +29,8 @@ from paceline.worker.node import WorkerNode
 def test_a_worker_that_cannot_reach_all_servers_says_so_and_leaves_nothing(tmp_path: Path) -> None:
     with cluster("memory", tmp_path, num_servers=1) as servers:
         settings = WorkerSettings(Sender(1, 0, 0), num_servers=2)
-        node = WorkerNode(settings, servers.transport, (*servers.addresses, "memory://absent"))
+        addresses = (*servers.addresses, "memory://absent")
+        node = WorkerNode(settings, servers.transport, addresses, WorkerOptions(reconnect_timeout_s=0.1))
 
         with pytest.raises(PeerError, match="no listener at memory://absent"):
             node.join()

@@ -143,6 +143,15 @@ class ClockCommit:
             self._decided = {c: who for c, who in self._decided.items() if c >= done}
         return CommitDecision(()) if clock < self._began else self._decided.get(clock)
 
+    def decisions(self) -> list[tuple[int, int, CommitDecision]]:
+        """On the lead: return (server, clock, decision) for each server that has asked for one that is made."""
+        wanted = sorted(self._following.items())
+        return [(server, clock, self._decided[clock]) for server, clock in wanted if clock in self._decided]
+
+    def held(self) -> list[PushId]:
+        """Return the pushes that wait for their clock, in ascending order of the clocks."""
+        return [push_id for _, ids in sorted(self._held.items()) for push_id in ids]
+
     def followers_of(self, clock: int) -> list[int]:
         """On the lead: return the servers that wait for the decision on this clock."""
         return sorted(server for server, wanted in self._following.items() if wanted == clock)

@@ -73,7 +73,12 @@ class Woke:
     """The server process was suspended and could hear no worker: leases that ended meanwhile start again."""
 
 
-ServerHappening = Declared | Changed | InvalidPush | Unapplied | Disconnected | Died | Timeout | Woke
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Another process goes on in this server's place: all connections are gone, and messages on them may be lost."""
+
+
+ServerHappening = Declared | Changed | InvalidPush | Unapplied | Disconnected | Died | Timeout | Woke | Resumed
 
 
 # -- to a worker -----------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from paceline.core.events import (
     Died,
     Disconnected,
     InvalidPush,
+    Resumed,
     ServerHappening,
     Timeout,
     Unapplied,
@@ -134,6 +135,8 @@ class ServerCore:
             case Woke():
                 for _, life in self.lives.overdue(now):
                     life.lease_until = now + self.settings.lease_s
+            case Resumed():
+                self._on_resumed(now, effects)
         return effects
 
     def next_deadline(self) -> float | None:
@@ -155,6 +158,10 @@ class ServerCore:
     def members(self) -> list[int]:
         """Return the ranks that take part or are expected, in ascending order."""
         return self._clocks.past(-1)
+
+    def held_pushes(self) -> list[tuple[str, PushId]]:
+        """Return the table and the identity of every push that waits for its clock."""
+        return [(name, push_id) for name, table in self.tables.items() for push_id in table.commit.held()]
 
     def waiting_pulls(self) -> list[Pull]:
         """Return the pulls that wait for other workers, table by table."""
@@ -330,10 +337,11 @@ class ServerCore:
 
     def _on_closed(self, event: Closed, now: float, effects: list[ServerEffect]) -> None:
         table = self.tables.get(event.table)
-        if event.generation != self.settings.generation or table is None or event.clock != table.commit.clock:
+        if event.generation != self.settings.generation or table is None or event.clock > table.commit.clock:
             return
-        self._close(event.table, table, CommitDecision(event.contributors, event.withdrawn), effects)
-        self._ask_lead(event.table, table, now, effects)
+        if event.clock == table.commit.clock:
+            self._close(event.table, table, CommitDecision(event.contributors, event.withdrawn), effects)
+        self._ask_lead(event.table, table, now, effects)  # also after an old decision: the lead has missed a question
 
     def _on_follow(self, event: Follow, effects: list[ServerEffect]) -> None:
         if event.generation != self.settings.generation:
@@ -491,6 +499,17 @@ class ServerCore:
         life = self.lives.current(event.worker)
         if life and life.incarnation == event.incarnation and life.joined_at is not None:
             life.lease_until = now + self.settings.lease_s
+
+    def _on_resumed(self, now: float, effects: list[ServerEffect]) -> None:
+        """Start the leases of all that had joined, and say again what other servers may wait for."""
+        for worker in self.members:
+            life = self._living(worker)
+            self._on_disconnected(Disconnected(worker, life.incarnation), now)
+        for name, table in self.tables.items():
+            if table.closes_clocks and self._follows:
+                self._ask_lead(name, table, now, effects)
+            for server, clock, decision in table.commit.decisions():
+                effects.append(Tell(server, self._closed(name, clock, decision)))
 
     def _on_died(self, event: Died, effects: list[ServerEffect]) -> None:
         life = self.lives.current(event.worker)

@@ -423,7 +423,8 @@ class WorkerCore:
             self._retransmit.add((server, "join", 0), Join(self.settings.sender), now)
         for table in self._tables.values():
             table.reads.on_connected(server)
-        effects += [Send(server, entry.message, entry.bare) for entry in self._retransmit.for_server(server)]
+        # With their tensors: another process may go on in the server's place, which has none of them.
+        effects += [Send(server, entry.message) for entry in self._retransmit.for_server(server)]
 
     def _on_timeout(self, now: float, effects: list[WorkerEffect]) -> None:
         for server, entry in self._retransmit.repeat_due(now):

@@ -18,6 +18,7 @@ OWNER: Final = "PACELINE_OWNER_PID"  # the process whose place the variables abo
 LAUNCHER: Final = "PACELINE_LAUNCHER_PID"
 SERVING: Final = "PACELINE_SERVING"
 SERVERS: Final = "PACELINE_SERVERS"
+MEMORY: Final = "PACELINE_MEMORY_FD"
 RUN_DIR: Final = "PACELINE_RUN_DIR"
 HOST: Final = "PACELINE_HOST"
 START_TIMEOUT: Final = "PACELINE_START_TIMEOUT_S"
@@ -166,6 +167,20 @@ def mark_as_server() -> None:
 def is_serving(variables: Mapping[str, str] = os.environ) -> bool:
     """Return whether this process is a server."""
     return SERVING in variables
+
+
+def memory_descriptor(variables: Mapping[str, str] = os.environ) -> int | None:
+    """Return the descriptor by which this process reaches memory that outlives it, where it has one.
+
+    >>> memory_descriptor(memory_variable(7)), memory_descriptor({})
+    (7, None)
+    """
+    return int(variables[MEMORY]) if MEMORY in variables else None
+
+
+def memory_variable(descriptor: int | None) -> dict[str, str]:
+    """Return what tells a process the descriptor by which it reaches memory that outlives it, if there is one."""
+    return {} if descriptor is None else {MEMORY: str(descriptor)}
 
 
 def chose_num_threads(variables: Mapping[str, str] = os.environ) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, Final, Literal, Protocol, final
 
-from paceline.job.environment import Place
+from paceline.job.environment import Place, memory_variable
 from paceline.launch.guard import MARK, Guard, kill_group, kill_marked
 from paceline.launch.output import Pipe
 
@@ -33,6 +33,7 @@ class Launch:
     is_fresh: bool = False  # it is not forked from a process that has imported torch
     has_terminal: bool = False  # its standard streams are the launcher's own
     num_restarts: int = 0  # of a process without a place; a place counts them itself
+    memory: int | None = None  # the descriptor by which a server reaches memory that outlives it
 
     @property
     def incarnation(self) -> int:
@@ -203,9 +204,10 @@ def start_process(launch: Launch, stdin: int | None = None) -> subprocess.Popen[
         stdin=orders if stdin is None else stdin,
         stdout=output,
         stderr=output,
-        env=launch.variables,
+        env={**launch.variables, **memory_variable(launch.memory)},
         bufsize=0,
         start_new_session=True,
+        pass_fds=() if launch.memory is None else (launch.memory,),
     )
     pin(process.pid, launch.cores)
     return process

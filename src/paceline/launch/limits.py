@@ -12,6 +12,7 @@ MIB: Final = 1 << 20
 LEAST_ADDRESS_BYTES: Final = 1024 * MIB
 FILES_OF_LAUNCHER: Final = 24
 FILES_OF_PROCESS: Final = 5
+MANY_FILES: Final = 1 << 20
 
 _DISK: Final = "free some space, or name another folder (TMPDIR, --run-dir, --state)"
 _REMEDIES: Final[Mapping[int, str]] = {
@@ -49,6 +50,13 @@ def check_limits(num_processes: int) -> None:
         found, _ = resource.getrlimit(limit)
         if found != resource.RLIM_INFINITY and found < least:
             raise UsageError(text.format(found=found, least=least, num=num_processes))
+
+
+def files_left(num_processes: int) -> int:
+    """Return how many files a launcher of so many processes may open beside what it needs for them."""
+    found, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MANY_FILES if found == resource.RLIM_INFINITY else found
+    return max(0, most - FILES_OF_LAUNCHER - FILES_OF_PROCESS * num_processes)
 
 
 def is_shortage(error: BaseException) -> bool:

@@ -29,11 +29,12 @@ from paceline.launch.child import Child, Launch, Process, start_process
 from paceline.launch.forkserver.server import ForkServer
 from paceline.launch.forkserver.subreaper import Orphans
 from paceline.launch.guard import PREFIX, Guard, clear, remove_abandoned
-from paceline.launch.limits import check_limits, explain
+from paceline.launch.limits import check_limits, explain, files_left
 from paceline.launch.output import Console, Outlets, Pipe, Pump, unblocked_output
 from paceline.launch.plan import LocalRun, Programs, plan_launches
 from paceline.launch.script import check_script
 from paceline.launch.signals import Signals
+from paceline.launch.successors import LEAST_FILES, Successors
 from paceline.launch.supervise import Exits, Member, ProgressDisplay, SupervisionConfig, Supervisor
 from paceline.observe.trace import UNNAMED_TRACE_BYTES
 
@@ -225,12 +226,18 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
         if run.debug is not None and not run.quiet:
             console.announce(f"worker {run.debug} has this terminal, for breakpoint() and pdb; Ctrl-C goes to it alone")
         environment = _share_cores(run, console)
-        with Orphans(guard) as orphans, open_fork_server(run, programs, run_dir, environment) as fork_server:
+        launches = plan_launches(run, programs, run_dir, environment)
+        with (
+            Orphans(guard) as orphans,
+            open_fork_server(run, programs, run_dir, environment) as fork_server,
+            open_successors(run) as successors,
+        ):
             backend = LocalBackend(console, guard, signals.wakeup_fd, fork_server, outlets, orphans)
+            exits = Exits(console, display, run_dir)
             supervisor = Supervisor(
-                config, backend, AddressBook(spec), console, signals, display, Exits(console, display, run_dir)
+                config, backend, AddressBook(spec), console, signals, display, exits, successors=successors
             )
-            return supervisor.run(plan_launches(run, programs, run_dir, environment))
+            return supervisor.run(launches if successors is None else successors.equip(launches))
 
 
 @contextmanager
@@ -261,6 +268,15 @@ def open_fork_server(
     if sys.platform != "linux" or programs.preloaded is None or run.transport == "memory":
         return nullcontext()
     return ForkServer(fork_server_environment(environment, run.folder), run_dir, programs.preloaded, run.script)
+
+
+def open_successors(run: LocalRun) -> AbstractContextManager[Successors | None]:
+    """Return what keeps the memory of servers that may be succeeded, or nothing."""
+    if sys.platform != "linux" or run.transport == "memory" or run.policy.on_server_crash == "stop":
+        return nullcontext()
+    num_processes = run.num_workers + run.num_servers + run.num_data_servers
+    num_files = files_left(num_processes) // run.num_servers
+    return Successors(run.num_servers, num_files) if num_files >= LEAST_FILES else nullcontext()
 
 
 def open_board(trace_folder: Path, num_workers: int) -> ProgressDisplay:

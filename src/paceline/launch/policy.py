@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, final
 
-from paceline.job.choices import OnCrash, OnError
+from paceline.job.choices import OnCrash, OnError, OnServerCrash
 from paceline.launch.preemption import EXIT_PREEMPTED
 
 EXIT_LOST: Final = 75  # no shell and hardly a script ends so: the run has come to its end, without some of its workers
@@ -27,7 +27,8 @@ class Policy:
     """What to do when a worker crashes (is killed by a signal) or fails (exits with a code that is not 0).
 
     A crash is the machine's doing and the others go on; a failure is most often a mistake in the script, which
-    would come again, and stops the run. A worker that was told to leave, and has, is neither.
+    would come again, and stops the run. A worker that was told to leave, and has, is neither. In the place of a server
+    that has crashed another process goes on, where its memory can be kept.
 
     >>> Policy().decide(exit_code=3, num_restarts=0)
     <CrashDecision.STOP: 'stop'>
@@ -36,6 +37,7 @@ class Policy:
     on_crash: OnCrash = "continue"
     on_error: OnError = "stop"
     max_restarts: int = 3
+    on_server_crash: OnServerCrash = "resume"
 
     def decide(self, exit_code: int, num_restarts: int) -> CrashDecision:
         """Decide after a worker ended with `exit_code` (negative: the signal that killed it)."""

@@ -4,6 +4,7 @@ It listens, publishes its address, and serves until its standard input says `sto
 the launcher is gone: then it ends at once.
 """
 
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -13,15 +14,16 @@ from pathlib import Path
 from paceline.core.consistency import Consistency
 from paceline.core.settings import ServerSettings
 from paceline.job.addresses import CLUSTER_NAME, address_path
-from paceline.job.carriers import listen_address, make_transport
+from paceline.job.carriers import listen_address, make_transport, tell_user
 from paceline.job.credentials.holders import Holder
 from paceline.job.credentials.revocation import revoked_path, watching_revoked
-from paceline.job.environment import checks_memory
+from paceline.job.environment import checks_memory, memory_descriptor
 from paceline.job.machines import LOOPBACK, cores_here, server_threads
 from paceline.job.spec import ClusterSpec, wait_spec, write_private
 from paceline.launch.entry import read_orders, report_unknown_order, run_program
 from paceline.observe.trace import Trace, trace_path
 from paceline.server.node import ServerNode
+from paceline.transport.lasting_memory import LastingMemory
 
 
 def server_settings(spec: ClusterSpec, rank: int) -> ServerSettings:
@@ -41,14 +43,26 @@ def threads_here(consistency: Consistency, spec: ClusterSpec) -> int:
     return server_threads(consistency, len(cores_here()), spec.num_servers, spec.num_workers)
 
 
+def lasting_memory() -> LastingMemory | None:
+    """Return the memory that the launcher keeps for this server and its successors, where it does."""
+    descriptor = memory_descriptor()
+    if descriptor is None:
+        return None
+    return LastingMemory.connect(socket.socket(fileno=descriptor))
+
+
 def serve(spec: ClusterSpec, rank: int, obey: Callable[[ServerNode], None], host: str = LOOPBACK) -> None:
     """Serve one shard of the job; blocks until told to stop by `obey`, which runs in a thread of its own.
 
     By TCP it listens at `host`, an address of this machine.
     """
     run_dir = Path(spec.run_dir)
+    memory = lasting_memory()
     transport = make_transport(spec, Holder("server", rank), lambda text: print(text, file=sys.stderr))
-    listener = transport.listen(listen_address(spec, rank, host))
+    published = address_path(run_dir, "server", rank)
+    is_successor = memory is not None and memory.is_successor
+    # A successor listens where workers look for the server.
+    listener = transport.listen(published.read_text() if is_successor else listen_address(spec, rank, host))
 
     @cache
     def addresses() -> tuple[str, ...]:
@@ -65,9 +79,11 @@ def serve(spec: ClusterSpec, rank: int, obey: Callable[[ServerNode], None], host
         full_trace=spec.trace == "full",
         checks_memory=checks_memory(),
         num_threads=lambda consistency: spec.server_threads or threads_here(consistency, spec),
+        memory=memory,
+        tell=tell_user,
     )
     threading.Thread(target=obey, args=(node,), name="paceline-orders", daemon=True).start()
-    write_private(address_path(run_dir, "server", rank), listener.address.encode())
+    write_private(published, listener.address.encode())
     with watching_revoked(revoked_path(spec), node.expel):
         node.run()
 

@@ -98,6 +98,14 @@ class Member(Protocol):
         ...
 
 
+class Succession(Protocol):
+    """Whether another process can go on in the place of a server."""
+
+    def objection(self, rank: int) -> str:
+        """Return why not, now that its process has died; "" if one can."""
+        ...
+
+
 class ProcessBackend(Protocol):
     """Where processes run: this machine, or those of an engine."""
 
@@ -234,8 +242,9 @@ class Supervisor:
         display: ProgressDisplay | None,
         exits: Exits,
         now: Callable[[], float] = time.monotonic,
+        successors: Succession | None = None,
     ) -> None:
-        """Plan it; `now` returns monotonic seconds."""
+        """Plan it; `now` returns monotonic seconds. Without successors, a server that dies ends the run."""
         self._config = config
         self._backend = backend
         self._rendezvous = rendezvous
@@ -251,6 +260,8 @@ class Supervisor:
         self._num_finished = 0
         self._exits = exits
         self._pauses = RestartDelays()
+        self._successors = successors
+        self._ended: list[Launch] = []  # lives of workers
         self._due: list[tuple[float, Launch]] = []  # when to start what has crashed again (monotonic seconds)
 
     def run(self, launches: Sequence[Launch]) -> int:
@@ -328,6 +339,7 @@ class Supervisor:
                 pass
 
     def _on_worker_exit(self, child: Member, exit_code: int) -> None:
+        self._ended.append(child.launch)
         self._tell_servers_of_end(child.launch)
         if exit_code == 0:
             self._num_finished += 1
@@ -339,9 +351,27 @@ class Supervisor:
         if self._ending is None and not (self._servers_stopped and exit_code == 0):
             when = "when it was told to stop" if self._servers_stopped else "before the run was over"
             reason = f"{child.name} {describe_exit(exit_code)} {when}"
-            told = self._exits.note_death(child, exit_code, "the run ends")
+            lost = self._why_lost(child.launch)
+            if lost is None:
+                self._exits.note_death(child, exit_code, "another process goes on in its place")
+                self._start_successor(child.launch)
+                return
+            told = self._exits.note_death(child, exit_code, f"the run ends{lost}")
             self._ending = Ending(1, reason, culprit=child, lets_save=self._met, told=told)
             record_server_ended(self._config.run_dir, child.launch.rank, describe_exit(exit_code))
+
+    def _why_lost(self, launch: Launch) -> str | None:
+        """Return None if another process goes on in the place of this server, else what to say of why not."""
+        if self._successors is None or self._servers_stopped or not self._met:
+            return ""
+        objection = self._successors.objection(launch.rank)
+        return f": {objection}" if objection else None
+
+    def _start_successor(self, launch: Launch) -> None:
+        """Start a process in the place of a server, and tell it what the one before may not have heard."""
+        self._start(launch.again())
+        for worker in self._ended:
+            self._tell_servers_of_end(worker)
 
     def _on_data_server_exit(self, child: Member, exit_code: int) -> None:
         """Go on with the others: none decides anything, so that each can serve what another was to."""

@@ -262,6 +262,7 @@ class Connections:
         default_factory=dict[tuple[int, int], tuple[int, SendQueue]]
     )
     _servers: dict[int, SendQueue] = field(default_factory=dict[int, SendQueue])
+    _heard: dict[int, Connection] = field(default_factory=dict[int, Connection])  # the newest that a server has made
 
     def register(self, hello: Hello, connection: Connection) -> None:
         """Use this connection to reach a worker, unless a newer one is known."""
@@ -320,6 +321,12 @@ class Connections:
                 return
         queue.send(encode(message))
 
+    def note_heard(self, server: int, connection: Connection) -> None:
+        """Connect anew to a server that has: another process may be in its place, which our connection misses."""
+        before, self._heard[server] = self._heard.get(server), connection
+        if before is not None and before is not connection and server in self._servers:
+            self._servers.pop(server).close()
+
     def expel(self, names: frozenset[str]) -> None:
         """Close connections to servers whose certificate has one of these holders or serial numbers."""
         for server in [
@@ -335,6 +342,7 @@ class Connections:
         for queue in self._servers.values():
             queue.close()
         self._servers.clear()
+        self._heard.clear()
 
     def _connect(self, server: int) -> SendQueue:
         identity = encode(Hello("server", self.server, 0, self.generation))

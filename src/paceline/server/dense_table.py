@@ -16,21 +16,23 @@ from torch import Tensor
 
 from paceline.core.consistency import Consistency
 from paceline.core.messages import Delivered, Fetched, PushId
-from paceline.core.partition import holders
+from paceline.core.partition import Range, holders
 from paceline.core.work_queue import Life
 from paceline.errors import PeerError, ProtocolBug, UsageError
 from paceline.server.buffers import SendBuffers
 from paceline.server.functions import call_over_range
-from paceline.server.memory_check import require_memory, require_room
+from paceline.server.memory_check import has_plenty, require_memory, require_room
 from paceline.server.push_checks import push_problem
 from paceline.server.served_table import ACCEPTED, Acceptance, Kind, ServedValues, TableHost
-from paceline.transport.base import Connection
+from paceline.transport.base import Connection, SharesMemory
 from paceline.transport.buffer_pool import Buffer
 from paceline.transport.buffers import fresh_buffer
+from paceline.update.kernels import Kernel
+from paceline.update.lasting import ShardMemory
 from paceline.update.named_rules import resolve
 from paceline.update.placement import as_tensor, spans, torch_dtype
 from paceline.update.rows.spec import RowTableSpec
-from paceline.update.rules import Hyper
+from paceline.update.rules import Hyper, UpdateRule
 from paceline.update.shard import Contribution, Shard
 from paceline.update.table import TableSpec, differences, encode_table
 from paceline.wire.bounds import SMALL_BYTES
@@ -106,6 +108,7 @@ class ServedDenseTable:
     shard: Shard = field(init=False)
     memory: memoryview = field(init=False)  # of the shard's values, as bytes
     broken: str = ""
+    cold: str = ""
     # Skip the check for NaN and infinity where the worker has done it. So it is where pushes lie in the worker's own
     # memory, which it could change after any check here.
     trusts_screening: bool = field(init=False)
@@ -124,17 +127,51 @@ class ServedDenseTable:
         rule = resolve(spec.rule, host.allowed_paths)  # first: imports nothing that is not allowed
         parts = spans(spec, host.settings)
         size_bytes = parts[server].length * self._dtype.itemsize
-        require_room(spec.name, size_bytes, host.name, self.held_bytes)
+        num_threads = host.num_threads(self.consistency)
+        if host.lasting is None or not host.lasting.is_successor:  # else it is in use already
+            require_room(spec.name, size_bytes, host.name, self.held_bytes)
+        lasting = self._lasting_memory(rule, parts[server], num_threads)
         try:
-            self.memory = (transport.allocate if transport.maps_memory else fresh_buffer)(size_bytes)
-            values, num_threads = as_tensor(self.memory, self._dtype), host.num_threads(self.consistency)
-            self.shard = Shard(spec, parts[server], rule=rule, values=values, num_threads=num_threads)
+            if lasting is None:
+                self.memory = (transport.allocate if transport.maps_memory else fresh_buffer)(size_bytes)
+            else:
+                self.memory = lasting.memory
+            values = as_tensor(self.memory, self._dtype)
+            self.shard = Shard(spec, parts[server], rule=rule, values=values, num_threads=num_threads, lasting=lasting)
         except (RuntimeError, OSError) as error:  # torch and mmap raise these when memory is short
             raise UsageError(f"{host.name} cannot hold table '{spec.name}': {error}") from error
         self.trusts_screening = transport.maps_memory
         self.send_buffers = SendBuffers(transport.allocate, host.checks_memory)
         if server == holders(parts)[0]:  # one server warns
             host.same_gradients.watch(spec.name, self.consistency)
+
+    def _lasting_memory(self, rule: UpdateRule | Kernel, span: Range, num_threads: int) -> ShardMemory | None:
+        """Return memory for the shard that outlives this server; None, and the reason in `cold`, if there is none."""
+        spec, lasting = self.spec, self.host.lasting
+        if lasting is None:
+            return None
+        if not isinstance(rule, Kernel):
+            self.cold = f"table '{spec.name}' has the update rule {spec.rule.name}, which keeps a state of its own"
+        elif spec.rule.quorum is not None:
+            self.cold = f"table '{spec.name}' keeps pushes until a quorum of them has come"
+        else:
+            try:
+                num_states = len(rule.known)
+                has_plenty_of_room = has_plenty((1 + num_states) * span.length * self._dtype.itemsize)
+                saver = self.host.saver if has_plenty_of_room else None
+                found = ShardMemory(lasting, spec, span, num_states=num_states, num_threads=num_threads, saver=saver)
+                if isinstance(self.host.transport, SharesMemory):
+                    self.host.transport.share(found.memory, found.descriptor)
+            except OSError as error:
+                self.cold = f"there is no memory for table '{spec.name}' that outlives its server ({error.strerror})"
+            else:
+                return found
+        return None
+
+    @property
+    def num_applied(self) -> int:
+        """See `ServedTable.num_applied`."""
+        return self.shard.num_applied
 
     @property
     def has_values(self) -> bool:
@@ -378,4 +415,4 @@ class ServedDenseTable:
     def restore(self, path: Path, clock: int, version: int, hyper: tuple[Hyper, ...]) -> None:
         """See `ServedTable.restore`."""
         self.shard.load_state(load_file(path), version=version)
-        self.shard.hyper = hyper
+        self.shard.restore_hyper(hyper)

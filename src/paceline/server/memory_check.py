@@ -29,6 +29,11 @@ def require_room(table: str, size_bytes: int, where: str, held_bytes: int) -> No
         )
 
 
+def has_plenty(size_bytes: int) -> bool:
+    """Return whether so much memory may be taken for the sake of speed: a quarter of what is free, at most."""
+    return size_bytes <= _ALWAYS_FINE_BYTES or size_bytes <= _room_bytes() // 4
+
+
 def require_memory(what: str, size_bytes: int) -> None:
     """Raise UsageError if there is too little free memory for something that a worker requests."""
     if size_bytes > _ALWAYS_FINE_BYTES and size_bytes > (room_bytes := _room_bytes()):

@@ -13,7 +13,17 @@ import msgspec
 
 from paceline.core.consistency import Consistency
 from paceline.core.effects import Advanced, Apply, Discard, Hold, MembershipChanged, Reply, Serve, ServerEffect, Tell
-from paceline.core.events import Changed, Died, Disconnected, InvalidPush, Timeout, Unapplied, Woke
+from paceline.core.events import (
+    Changed,
+    Declared,
+    Died,
+    Disconnected,
+    InvalidPush,
+    Resumed,
+    Timeout,
+    Unapplied,
+    Woke,
+)
 from paceline.core.messages import (
     Applied,
     Clock,
@@ -30,7 +40,7 @@ from paceline.core.messages import (
     Taken,
     WorkerRefused,
 )
-from paceline.core.server import ServerCore, ServerEvent
+from paceline.core.server import LEAD, ServerCore, ServerEvent
 from paceline.core.settings import ServerSettings
 from paceline.core.work_queue import Life
 from paceline.errors import PeerError, UsageError
@@ -38,12 +48,16 @@ from paceline.observe import trace as records
 from paceline.observe.trace import Trace
 from paceline.server.buffers import BodyLimits, ReceiveBuffers
 from paceline.server.connections import Acceptor, Connections, Expel, Incoming, LoadMeter, Stop
+from paceline.server.journal import Asked, Began, Entry, Journal, JournalFull, Written
 from paceline.server.preload import RulePreload
+from paceline.server.recovery import CannotGoOn, Declarations, Recovery, ServerParts
 from paceline.server.requests import RequestHandler, WaitReports
 from paceline.server.served_table import ACCEPTED, TableHost
 from paceline.server.table_rpc import TableRpc
 from paceline.server.tables import ServedTables
+from paceline.stopwatch import Stopwatch
 from paceline.transport.base import EMPTY, Connection, Frame, Listener, Transport
+from paceline.transport.lasting_memory import LastingMemory
 from paceline.wire.messages import (
     Hello,
     PullFrame,
@@ -54,14 +68,27 @@ from paceline.wire.messages import (
     StepFrame,
     Unsubscribe,
     decode,
+    encode,
 )
 from paceline.wire.permissions import check_caller, check_said
-from paceline.wire.requests import Declare, ReportWait, Request, RequestDone, WholeTable
+from paceline.wire.requests import (
+    Barrier,
+    ClaimWork,
+    Declare,
+    DeclareRows,
+    LoadState,
+    ReportWait,
+    Request,
+    RequestDone,
+    WholeTable,
+)
 
 # A wait that ends this long after its deadline shows that the process was suspended, or its machine was.
 _OVERSLEPT_S = 1.0
 _NO_REQUEST = -1  # of a delivery, which answers no pull
 _CLOSING_TIMEOUT_S = 10.0  # to wait for an import that is running
+_LOOK_S = 0.5  # between two looks at the time, while workers come back
+_KEPT = Declare | DeclareRows | Barrier | ClaimWork  # requests that change what is kept beside the core and the tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +121,8 @@ class ServerNode:
         num_threads: returns how many threads an update may use, by the consistency of its table.
         checks_memory: overwrite memory of pushes and values when it is freed, so that a read after the free shows, and
             check that the memory of a push does not change while it waits.
+        memory: outlives this process, so that another can go on in its place; without it, a killed server is lost.
+        tell: called with what cannot be kept, and why.
     """
 
     settings: ServerSettings
@@ -105,6 +134,8 @@ class ServerNode:
     allowed_paths: frozenset[str] | None = None
     num_threads: Callable[[Consistency], int] = lambda _: 1
     checks_memory: bool = False
+    memory: LastingMemory | None = None
+    tell: Callable[[str], None] = lambda _: None
     _core: ServerCore = field(init=False)
     _acceptor: Acceptor = field(init=False)
     _peers: Connections = field(init=False)
@@ -116,6 +147,9 @@ class ServerNode:
     _preload: RulePreload = field(init=False)
     _wait_reports: WaitReports = field(init=False)
     _deadline: float | None = None  # of the core, after the last item
+    _journal: Journal | None = None
+    _declarations: Declarations = field(default_factory=Declarations)
+    _snapshot_due: bool = False  # what was done is not in the journal
     _callers: dict[Connection, Hello] = field(default_factory=dict[Connection, Hello])
 
     def __post_init__(self) -> None:
@@ -124,23 +158,40 @@ class ServerNode:
         self._core = ServerCore(settings, started=time.monotonic())
         self._receive_buffers = ReceiveBuffers(self.checks_memory)
         self._tables = ServedTables(
-            TableHost(settings, transport, self.allowed_paths, self.num_threads, self.checks_memory, self._note_changed)
+            TableHost(
+                settings,
+                transport,
+                self.allowed_paths,
+                self.num_threads,
+                self.checks_memory,
+                self._note_changed,
+                lasting=self.memory,
+            )
         )
         self._acceptor = Acceptor(self.listener, BodyLimits(self._tables.get, self._receive_buffers).place)
         self._peers = Connections(settings.server, settings.generation, transport, self.addresses, self._acceptor.drop)
         self._request_handler = RequestHandler(self._tables, self._peers.send_worker)
-        self._table_rpc = TableRpc(self._tables, self._peers.send_worker, self._core.clock_of)
+        self._table_rpc = TableRpc(self._tables, self._peers.send_worker, self._core.clock_of, self._note_began)
         self._load_meter = LoadMeter(settings.server)
         self._wait_reports = WaitReports(self._core, self._request_handler)
         self._preload = RulePreload(lambda call: self.do(lambda _: call()))
 
     def run(self) -> None:
-        """Serve until `stop`. Blocks; closes all connections, threads and shared memory before it returns."""
-        self._acceptor.open()
-        self._deadline = self._core.next_deadline()
+        """Serve until `stop`. Blocks; closes all connections, threads and shared memory before it returns.
+
+        Raises:
+            CannotGoOn: the process before this one was killed, and what it has left is not enough.
+        """
         try:
-            while self._run_once():
-                pass
+            recovery = self._restore()
+            self._acceptor.open()
+            self._deadline = self._core.next_deadline()
+            if recovery is None or self._recover(recovery):
+                while self._run_once():
+                    pass
+        except CannotGoOn as error:
+            self._keep_no_more(str(error))
+            raise
         finally:
             try:
                 # Before connections close: it reads from them how many bytes they carried.
@@ -168,6 +219,8 @@ class ServerNode:
                 self._handle(Timeout())
                 self._deadline = self._core.next_deadline()
         self._table_rpc.advance_idle()
+        if self._journal is not None:
+            self._keep_up(self._journal)
         return True
 
     def _is_due(self) -> bool:
@@ -186,6 +239,8 @@ class ServerNode:
             self._expel(item)
         elif isinstance(item, ServerCall):
             item.call(ServerState(self._core, self._tables))
+        if self._journal is not None:
+            self._keep_up(self._journal)
         return not isinstance(item, Stop)
 
     def stop(self) -> None:
@@ -248,7 +303,10 @@ class ServerNode:
                 if table is not None:
                     table.note_taken(connection, message.clock)
                 self._handle(message)
-            case Clock() | Leave() | Follow() | Closed():
+            case Clock() | Leave():
+                self._handle(message)
+            case Follow() | Closed():
+                self._peers.note_heard(hello.rank, connection)
                 self._handle(message)
             case RowsUsed() | Unsubscribe():
                 table = self._tables.get(message.table)
@@ -271,10 +329,23 @@ class ServerNode:
             again = partial(self._on_request, life, message, body)
             if self._preload.defer(life, message.spec.rule, again):
                 return
+        if isinstance(message, _KEPT):
+            self._write_down(Asked(*life, encode(message)), time.monotonic())
+        elif isinstance(message, LoadState):
+            self._note_began(message.table, "the loading of a state")
         declared = self._request_handler.handle(life, message, body)
         if declared is not None:
+            self._note_declared(life, message)
             self._handle(declared)
         self._request_handler.release(self._core.members)
+
+    def _note_declared(self, life: Life, message: object) -> None:
+        if isinstance(message, Declare | DeclareRows):
+            self._declarations.note(life, message)
+            name = message.spec.name
+            cold = self._tables[name].cold
+            if cold:
+                self._keep_no_more(cold, tells=self.settings.server == LEAD)
 
     def _on_step(self, message: StepFrame, connection: Connection, frame: Frame) -> None:
         step = message.step
@@ -371,9 +442,16 @@ class ServerNode:
 
     def _handle(self, event: ServerEvent) -> set[PushId]:
         """Pass an event to the core and carry out its effects; return the pushes that the core holds from now on."""
-        effects = self._core.handle(event, time.monotonic())
+        now = time.monotonic()
+        if self._journal is not None:
+            self._write_down(event, now)
+        effects = self._core.handle(event, now)
         if self.full_trace:
             self._record_handled(event, effects)
+        return self._perform(effects)
+
+    def _perform(self, effects: list[ServerEffect]) -> set[PushId]:
+        """Carry out effects of the core in order; return the pushes that it holds from now on."""
         unapplied: set[PushId] = set()  # pushes whose update failed
         held: set[PushId] = set()
         for effect in effects:
@@ -400,16 +478,23 @@ class ServerNode:
 
     def _apply(self, effect: Apply) -> tuple[PushId, ...]:
         """Update a table; return the pushes whose update failed, after their senders have received a refusal."""
-        clock = self._core.clock_of(effect.table)
-        problem = self._tables[effect.table].apply(effect.ids, clock)
+        clock, table = self._core.clock_of(effect.table), self._tables[effect.table]
+        if self._journal is not None and not all(map(table.has, effect.ids)):
+            raise CannotGoOn(f"clock {clock} of table '{effect.table}' needs pushes of workers that did not come back")
+        problem = table.apply(effect.ids, clock)
         if problem:
+            self._declarations.broken[effect.table] = problem
             self._handle(Unapplied(effect.table, effect.ids, problem))
             return effect.ids
-        for push_id in effect.ids:
-            self._request_handler.work_host.settle((push_id.worker, push_id.incarnation))
+        self._declarations.num_applies[effect.table] += 1
+        self._settle_work(effect)
         workers = tuple(push_id.worker for push_id in effect.ids)
         self.trace.record(records.AppliedRecord(time.monotonic(), self.settings.server, effect.table, workers, clock))
         return ()
+
+    def _settle_work(self, effect: Apply) -> None:
+        for push_id in effect.ids:
+            self._request_handler.work_host.settle((push_id.worker, push_id.incarnation))
 
     def _advance(self, effect: Advanced) -> None:
         self.trace.record(records.MinClock(time.monotonic(), self.settings.server, effect.table, effect.clock))
@@ -454,12 +539,175 @@ class ServerNode:
             self._request_handler.forget(life)
             self._wait_reports.forget(life)
             self._table_rpc.forget(life)
+            self._declarations.forget(life)
             self._forget_reader(life)
         self._request_handler.release(self._core.members)
 
     def _forget_reader(self, life: Life) -> None:
         for table in self._tables.values():
             table.forget_worker(life)
+
+    # -- in the place of a process that was killed -------------------------------------------------------------------
+
+    def _write_down(self, written: Written, now: float) -> None:
+        """Let another process know what is about to have an effect."""
+        if self._journal is not None:
+            try:
+                self._journal.append(written, now)
+            except JournalFull as error:
+                self._keep_no_more(str(error))
+
+    def _note_began(self, table: str, what: str) -> None:
+        self._write_down(Began(table, what), time.monotonic())
+        self._snapshot_due = True
+
+    def _keep_up(self, journal: Journal) -> None:
+        """Write a snapshot if one is due; between two events, when all their effects are performed."""
+        if self._snapshot_due or journal.wants_snapshot:
+            self._write_snapshot(journal)
+
+    def _write_snapshot(self, journal: Journal) -> None:
+        self._snapshot_due = False
+        try:
+            journal.write_snapshot(self._parts().dump())
+        except OSError as error:
+            self._keep_no_more(f"there is no memory for it: {error.strerror}")
+
+    def _keep_no_more(self, reason: str, *, tells: bool = True) -> None:
+        """Be lost if this process is killed, as a server without memory that outlives it."""
+        journal, self._journal = self._journal, None
+        if journal is not None:
+            journal.close(reason)
+            if tells:
+                self.tell(f"the run ends if server {self.settings.server} is killed: {reason}")
+
+    def _parts(self) -> ServerParts:
+        return ServerParts(self._core, self._request_handler, self._table_rpc, self._declarations)
+
+    def _restore(self) -> Recovery | None:
+        """Become the server whose process was killed, and return what is left to do; None if there was none."""
+        if self.memory is None:
+            return None
+        try:
+            self._journal = journal = Journal(self.memory)
+        except OSError as error:
+            self.tell(f"the run ends if server {self.settings.server} is killed: {error.strerror}")
+            return None
+        if journal.is_new:
+            self._write_snapshot(journal)
+            return None
+        state, entries = journal.read()
+        self._parts().load(state)
+        recovery, declarations = Recovery(), self._declarations
+        for header in declarations.messages.values():
+            self._tables.declare(cast("Declare | DeclareRows", decode(header)).spec)
+        for table, reason in declarations.broken.items():
+            self._tables[table].broken = reason
+        self._replay(entries, recovery)
+        for table, rank, incarnation in declarations.live:
+            self._tables[table].add_reader((rank, incarnation), live=True)
+        recovery.want(self._core.held_pushes())
+        return recovery
+
+    def _replay(self, entries: list[Entry], recovery: Recovery) -> None:
+        """Bring the core and what is kept beside it to where they were, and find the effects that are left."""
+        failed = {(entry.written.table, entry.written.ids) for entry in entries if isinstance(entry.written, Unapplied)}
+        for entry in entries:
+            match entry.written:
+                case Asked(worker, incarnation, header):
+                    life, request = (worker, incarnation), cast("Request", decode(header))
+                    if self._request_handler.handle(life, request, EMPTY) is not None:
+                        self._note_declared(life, request)
+                    self._request_handler.release(self._core.members)
+                case Began(table, what):
+                    raise CannotGoOn(f"it was killed during {what} of table '{table}'")
+                case event:
+                    for effect in self._core.handle(event, entry.now):
+                        self._replay_effect(effect, failed, recovery)
+                    if isinstance(event, Unapplied):
+                        self._tables[event.table].broken = event.reason
+        for name, table in self._tables.items():
+            self._core.handle(Declared(name, table.consistency, table.keyed), time.monotonic())  # if it was not yet
+            if table.cold:
+                raise CannotGoOn(table.cold)
+
+    def _replay_effect(
+        self, effect: ServerEffect, failed: set[tuple[str, tuple[PushId, ...]]], recovery: Recovery
+    ) -> None:
+        """Note an effect that was performed; keep it if it was not. Workers and servers ask again for messages."""
+        num_applies = self._declarations.num_applies
+        match effect:
+            case Reply() | Serve() | Tell() | Hold():
+                pass
+            case _ if recovery.unfinished:
+                recovery.unfinished.append(effect)
+            case Apply(table, ids) if (table, ids) in failed:
+                pass
+            case Apply(table) if num_applies[table] < self._tables[table].num_applied:
+                num_applies[table] += 1
+                self._settle_work(effect)
+            case Apply():
+                recovery.unfinished.append(effect)
+            case Advanced(table, clock):
+                self._tables[table].advance(clock)
+            case MembershipChanged():
+                self._on_membership(effect)
+            case Discard():
+                pass
+
+    def _recover(self, recovery: Recovery) -> bool:
+        """Wait for what workers repeat, then go on where the process before ended; False if told to stop meanwhile."""
+        self._handle(Resumed())
+        watch, patience_s = Stopwatch(), self.settings.lease_s
+        while recovery.wanted and watch.elapsed_s() < patience_s:
+            item = self._acceptor.get(_LOOK_S)
+            if isinstance(item, Stop):
+                return False
+            if isinstance(item, Died):
+                recovery.note_death(item)
+            if item is not None and not (isinstance(item, Incoming) and self._take_again(item, recovery)):
+                recovery.postponed.append(item)
+        recovery.end_waiting()
+        self._perform(recovery.unfinished)
+        if self._journal is not None:
+            self._journal.note_resumed()
+        for push in recovery.repeated:
+            self._handle(push)
+        if self._is_due():
+            self._handle(Timeout())
+        return all(map(self._handle_item, recovery.postponed))
+
+    def _take_again(self, item: Incoming, recovery: Recovery) -> bool:
+        """Let a worker come back, or take in the tensor of a push that is known; False for all else."""
+        if item.frame is None:
+            return False
+        try:
+            hello = check_caller(decode(item.connection.identity), item.connection)
+            said = decode(item.frame.header)
+            check_said(hello, said, self.settings.num_servers)
+        except PeerError:
+            return False
+        match said:
+            case Join(sender) if not self._core.lives.objection(sender):
+                self._on_incoming(item)
+                return True
+            case PushFrame(push) | RowPushFrame(push) if push.id in recovery.wanted:
+                self._take_tensor(said, item.frame, recovery)
+                return True
+            case _:
+                return False
+
+    def _take_tensor(self, message: PushFrame | RowPushFrame, frame: Frame, recovery: Recovery) -> None:
+        push = message.push
+        accepted = self._tables[push.table].accept(message, frame.body, frame.buffer)
+        if accepted.wanted is not None:
+            self._peers.send_worker(push.id.worker, push.id.incarnation, accepted.wanted)
+        elif not accepted.problem:  # else it came without its tensor
+            recovery.wanted.discard(push.id)
+            if recovery.needs(push.id):
+                recovery.repeated.append(push)
+            else:
+                self._handle(push)
 
     # -- the record --------------------------------------------------------------------------------------------------
 

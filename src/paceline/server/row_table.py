@@ -25,10 +25,11 @@ from paceline.transport.base import Connection
 from paceline.transport.buffer_pool import Buffer
 from paceline.update.filters.check import check_filters
 from paceline.update.filters.key_cache import KeyLists, digest, key_lists_of
+from paceline.update.lasting import RowsMemory
 from paceline.update.rows.column import RowColumn
 from paceline.update.rows.export import load_rows, save_rows
 from paceline.update.rows.index import RowIndex
-from paceline.update.rows.layout import IDS, VALUES, RowPiece
+from paceline.update.rows.layout import IDS, VALUES, RowPiece, use_columns
 from paceline.update.rows.ops import RowOps, tell_of_refused_library
 from paceline.update.rows.rules import RowRule, row_rule
 from paceline.update.rows.spec import RowTableSpec, row_differences
@@ -145,7 +146,7 @@ class ServedRowTable:
     consistency: Consistency = field(init=False)
     store: RowStore = field(init=False)
     broken: str = ""
-    version: int = 0
+    cold: str = ""
     # Pending reads by (life, request): the ids, and the clock of the reader.
     asked: dict[tuple[Life, int], tuple[Tensor, int]] = field(
         default_factory=dict[tuple[Life, int], tuple[Tensor, int]]
@@ -178,9 +179,35 @@ class ServedRowTable:
         tell_of_refused_library()
         self._rule = row_rule(spec.rule, host.allowed_paths)
         self._up, self._down = body_layouts(spec, self._rule)
-        self.store = RowStore(spec, self._rule, host.ops)
+        self.store = RowStore(spec, self._rule, host.ops, self._lasting_memory())
         if host.settings.server == LEAD:  # every server has rows of it, and one warns
             host.same_gradients.watch(spec.name, self.consistency)
+
+    def _lasting_memory(self) -> RowsMemory | None:
+        """Return memory for the rows that outlives this server; None, and the reason in `cold`, if there is none."""
+        spec, lasting = self.spec, self.host.lasting
+        if lasting is None:
+            return None
+        if use_columns(spec.life) or spec.life.admit_after > 1 or spec.life.memory_bytes:
+            self.cold = f"table '{spec.name}' has rows that come and go, or lie on a disk"
+        elif ":" in spec.rule.name:
+            self.cold = f"table '{spec.name}' has the update rule {spec.rule.name}, which may keep a state of its own"
+        else:
+            try:
+                return RowsMemory(lasting, spec, self._rule)
+            except OSError as error:
+                self.cold = f"there is no memory for table '{spec.name}' that outlives its server ({error.strerror})"
+        return None
+
+    @property
+    def num_applied(self) -> int:
+        """See `ServedTable.num_applied`."""
+        return self.store.num_applied
+
+    @property
+    def version(self) -> int:
+        """Number of updates."""
+        return self.store.version
 
     @property
     def has_values(self) -> bool:
@@ -282,7 +309,6 @@ class ServedRowTable:
         if not self.broken:
             try:
                 self.mark_changed(self.store.apply([contribution for contribution, _ in pushes], clock))
-                self.version += 1
             except REQUEST_ERRORS as error:
                 self.broken = describe_broken_table(self.spec.name, self.host.settings.server, error)
         for _, buffer in pushes:
@@ -493,4 +519,4 @@ class ServedRowTable:
         """See `ServedTable.restore`."""
         for piece in load_rows(path, self.spec, self._rule):
             self.store.load(piece, clock)
-        self.store.hyper, self.version = hyper, version
+        self.store.restore(version, hyper)

@@ -11,7 +11,9 @@ What holds for both:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
@@ -22,6 +24,7 @@ from paceline.core.work_queue import Life
 from paceline.server.push_checks import SameGradients
 from paceline.transport.base import Connection, Transport
 from paceline.transport.buffer_pool import Buffer
+from paceline.transport.lasting_memory import LastingMemory
 from paceline.update.rows.ops import RowOps, row_ops
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.rules import Hyper
@@ -50,6 +53,8 @@ class TableHost:
         may_spill: whether a declaration may name a directory here for rows that do not fit into main memory.
         ops: gathers, scatters and sums rows.
         same_gradients: warns when workers push the same gradients.
+        lasting: memory that outlives this server, for its successor; None if there is to be none.
+        saver: copies there what the next update is to change.
     """
 
     settings: ServerSettings
@@ -61,6 +66,8 @@ class TableHost:
     may_spill: bool = True
     ops: RowOps = field(default_factory=row_ops)
     same_gradients: SameGradients = field(default_factory=SameGradients)
+    lasting: LastingMemory | None = None
+    saver: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "paceline-save"))
 
     @property
     def name(self) -> str:
@@ -100,6 +107,7 @@ class ServedTable(Protocol):
     keyed: ClassVar[bool]  # a pull asks for some rows
     consistency: Consistency
     broken: str  # why it refuses pushes and reads, as an update has failed; else empty
+    cold: str  # why no successor of this server can go on with the table; empty if one can
 
     @property
     def has_values(self) -> bool:
@@ -109,6 +117,14 @@ class ServedTable(Protocol):
     @property
     def version(self) -> int:
         """A number that grows with each update."""
+        ...
+
+    @property
+    def num_applied(self) -> int:
+        """How many updates are done, those of this server's predecessors included; 0 if it is cold.
+
+        It grows by one, at once, when `apply` has done all that it does.
+        """
         ...
 
     @property

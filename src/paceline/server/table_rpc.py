@@ -16,10 +16,14 @@ from paceline.server.work_queue import Send
 from paceline.transport.base import EMPTY
 from paceline.wire.bounds import MAX_HEARD_BYTES
 from paceline.wire.malformed import REQUEST_ERRORS, describe_error
-from paceline.wire.requests import RequestDone, RequestFailed, WholeTable
+from paceline.wire.requests import CallFunction, RequestDone, RequestFailed, WholeTable, WriteRows
 
 # Unanswered requests of one worker, which waits for each answer; one with more is a misbehaving peer.
 MAX_OPEN = 64
+
+
+def _note_nothing(_table: str, _what: str) -> None:
+    """Stand for a server that keeps no journal."""
 
 
 @dataclass(slots=True)
@@ -54,11 +58,13 @@ class TableRpc:
         tables: carry out requests.
         send: sends an answer to a worker.
         clock_of: returns the clock that a table has reached.
+        note_began: called with a table and what is about to change it.
     """
 
     tables: ServedTables
     send: Send
     clock_of: Callable[[str], int]
+    note_began: Callable[[str, str], None] = _note_nothing
     # By worker that takes part.
     _workers: dict[Life, _WorkerCalls] = field(default_factory=dict[Life, _WorkerCalls])
 
@@ -115,6 +121,8 @@ class TableRpc:
         answer: tuple[RequestDone | RequestFailed, memoryview]
         try:
             table = self.tables.require(name)
+            if isinstance(request, CallFunction | WriteRows):
+                self.note_began(name, f"a {type(request).__name__}")
             answer = RequestDone(number), table.carry_out(request, body, self.clock_of(name))
         except REQUEST_ERRORS as error:
             answer = RequestFailed(number, describe_error(error)), EMPTY

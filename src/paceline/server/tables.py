@@ -53,6 +53,7 @@ class ServedTables(dict[str, ServedTable]):
 
     def close(self) -> None:
         """Release all tables, when the server closes."""
+        self.host.saver.shutdown(cancel_futures=True)
         for table in self.values():
             table.close()
         self.clear()

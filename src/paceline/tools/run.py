@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter, Token
 
 from paceline.errors import UsageError
-from paceline.job.choices import Engine, OnCrash, OnError, ScaleName, TraceLevel, TransportName
+from paceline.job.choices import Engine, OnCrash, OnError, OnServerCrash, ScaleName, TraceLevel, TransportName
 from paceline.ray.options import RayOptions
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def run(
     transport: TransportName = "shm",
     scale: ScaleName | None = None,
     on_crash: OnCrash = "continue",
+    on_server_crash: OnServerCrash = "resume",
     on_error: OnError = "stop",
     max_restarts: int = 3,
     timeout: float | None = None,
@@ -84,6 +85,8 @@ def run(
         How the gradients of several workers become one: their sum, mean, or mean weighted by samples.
     on_crash
         What to do when a worker is killed by a signal; a run that has gone on without one ends with exit code 75.
+    on_server_crash
+        What to do when a server is killed: go on with another process in its place, which loses nothing, or stop.
     on_error
         What to do when a worker's script fails.
     max_restarts
@@ -137,7 +140,7 @@ def run(
         server_threads=server_threads,
         pin=pin,
         debug=debug,
-        policy=Policy(on_crash=on_crash, on_error=on_error, max_restarts=max_restarts),
+        policy=Policy(on_crash, on_error, max_restarts, on_server_crash),
         progress=progress and not quiet,
         quiet=quiet,
         traceback=traceback,

@@ -12,7 +12,7 @@ dropped. Treat received bodies as read-only.
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 from paceline.errors import PeerError, UsageError
 from paceline.transport.buffer_pool import Buffer
@@ -256,6 +256,18 @@ class Transport(Protocol):
 
         `identity`, at most 1024 bytes, is seen by the listening side. Raises UsageError (bad address), PeerError
         (no listener there, other wire version), AuthenticationFailed (other token or job) or DeadlineExceeded.
+        """
+        ...
+
+
+@runtime_checkable
+class SharesMemory(Protocol):
+    """A transport that can let peers map memory that it has not allocated."""
+
+    def share(self, memory: memoryview, descriptor: int) -> None:
+        """Let this memory travel like allocated memory, while a view of it exists.
+
+        `memory` is a mapping of the whole file that is open at `descriptor`. Raises OSError.
         """
         ...
 

@@ -2,13 +2,15 @@
 
 A segment is an anonymous memory file (memfd): it has no name, so nothing can be left behind. Its descriptor is passed
 over each connection once, with the first frame that uses it there; later frames name it by number. Its size is sealed,
-so that neither side can make the other fault by shrinking it, and its owner alone can write to it. Children that the
-owner forks have it as private memory: what they write stays with them.
+so that neither side can make the other fault by shrinking it, and its owner alone can write to it. Memory that outlives
+its owner (`LastingMemory`) is not sealed against writing, as the successor has to write: peers get it read-only.
+Children that the owner forks have it as private memory: what they write stays with them.
 """
 
 import fcntl
 import mmap
 import os
+import stat
 import weakref
 from collections.abc import Callable
 from errno import ENOSYS
@@ -59,6 +61,17 @@ class Segments:
         self._regions.add(mapping, descriptor)
         return memoryview(mapping)
 
+    def share(self, memory: memoryview, descriptor: int) -> None:
+        """Have peers map memory that was allocated elsewhere: all of the file that is open here. Raises OSError."""
+        mapping = memory.obj
+        if not isinstance(mapping, mmap.mmap):
+            return  # without bytes
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SIZE_SEALS)
+        os.fchmod(descriptor, stat.S_IRUSR)  # so that what peers get cannot be opened anew for writing
+        shown = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(mapping, os.close, shown).atexit = False
+        self._regions.add(mapping, shown)
+
     def find(self, body: memoryview) -> tuple[MemoryRegion, int] | None:
         """Return the segment that a flat body lies wholly inside, and where in it, or None."""
         return self._regions.find(body)
@@ -70,14 +83,20 @@ class Segments:
                 map_privately(region.start, region.size_bytes, region.descriptor)
 
 
-def create_memory(size_bytes: int) -> int:
-    """Create an anonymous memory file with all of its pages allocated; raises OSError when memory is full."""
+def create_memory(size_bytes: int, *, sparse: bool = False) -> int:
+    """Create an anonymous memory file with all of its pages allocated; raises OSError when memory is full.
+
+    The pages of a `sparse` one are allocated as they are written.
+    """
     try:
         descriptor = os.memfd_create("paceline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except AttributeError:
         raise OSError(ENOSYS, "this system has no memfd_create") from None
     try:
-        os.posix_fallocate(descriptor, 0, size_bytes)
+        if sparse:
+            os.ftruncate(descriptor, size_bytes)
+        else:
+            os.posix_fallocate(descriptor, 0, size_bytes)
     except OSError:
         os.close(descriptor)
         raise

@@ -72,6 +72,10 @@ class ShmTransport:
         """Return memory that peers map, or plain memory when none is available; see `Transport.allocate`."""
         return self._segments.allocate(size_bytes)
 
+    def share(self, memory: memoryview, descriptor: int) -> None:
+        """Have peers map this memory; see `SharesMemory.share`."""
+        self._segments.share(memory, descriptor)
+
     def listen(self, address: str) -> Listener:
         """Listen on a socket; raises UsageError when it is in use, or the directory of its file open to other users."""
         name = _parse(address)

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from paceline.errors import UsageError
 from paceline.update.kernels import Kernel, Numbers, Operands
+from paceline.update.lasting import ChunkMemory, ShardMemory, ShardSettings
 from paceline.update.rules import Hyper
 from paceline.update.summing import CHUNK, Contribution, ThreadPool, combine_stretch, divisor_of
 from paceline.update.table import NonFinite, Scale, SegmentPiece
@@ -101,12 +102,14 @@ class Chunk:
         stop: one past the last element.
         sums: (start, stop) in the range, and the indices of the contributions with a gradient there.
         calls: kernel calls, in any order.
+        memory: what the calls change.
     """
 
     start: int
     stop: int
     sums: tuple[tuple[tuple[int, int], tuple[int, ...]], ...]
     calls: tuple[UpdateCall, ...]
+    memory: ChunkMemory
 
 
 def cut_into_chunks(
@@ -159,6 +162,8 @@ def make_chunk(
     names: Sequence[tuple[str, ...]],
     *,
     in_lanes: bool,
+    index: int,
+    num_states: int,
 ) -> Chunk:
     """Return the sums and kernel calls of one chunk.
 
@@ -169,8 +174,10 @@ def make_chunk(
         memory: values of the range, and its state by name.
         names: states of each group.
         in_lanes: whether neighbouring slices get separate kernel calls.
+        index: number of the chunk.
+        num_states: the most states that an element has.
     """
-    start = slices[0].start
+    start, stop = slices[0].start, slices[-1].stop
     sums = [
         ((members[0].start, members[-1].stop), having[members[0].piece])
         for members in _neighbours(slices, [having[each.piece] for each in slices])
@@ -194,7 +201,10 @@ def make_chunk(
         )
         for (age, filling, _), members in grouped.items()
     )
-    return Chunk(start, slices[-1].stop, tuple(sums), calls)
+    changed = [values, *(state[name] for name in sorted({name for call in calls for name in call.state}))]
+    spans = tuple((part[start:stop].data_ptr(), part[start:stop].nbytes) for part in changed)
+    offset = start * values.itemsize * (1 + num_states)
+    return Chunk(start, stop, tuple(sums), calls, ChunkMemory(index, offset, spans))
 
 
 def _neighbours(slices: Sequence[Slice], keys: Sequence[object]) -> list[list[Slice]]:
@@ -238,6 +248,7 @@ class Chunked:
         values: (elements of the range,), changed in place.
         policy: scale and treatment of non-finite elements, see `TableSpec`.
         threads: pool that runs the chunks.
+        lasting: where the state lies if it outlives this process; what a predecessor has left there is taken over.
     """
 
     def __init__(
@@ -247,6 +258,7 @@ class Chunked:
         values: Tensor,
         policy: tuple[Scale, NonFinite],
         threads: ThreadPool,
+        lasting: ShardMemory | None = None,
     ) -> None:
         self._kernel, self._pieces, self._values, self._policy, self._threads = kernel, pieces, values, policy, threads
         self._numbers: list[dict[str, Any]] = []  # all hyperparameters of each group, as of the last update
@@ -256,6 +268,11 @@ class Chunked:
         self._held: list[tuple[str, ...]] = [()] * len(pieces)  # states of each piece
         self._steps = torch.zeros(len(pieces))  # of each piece, if the kernel counts them; float32, as in torch
         self._begun = False
+        self._lasting = lasting
+        self._resumes = False  # the next update may have been begun by a predecessor
+        self.is_changed = False  # the settings, since they were last committed
+        if lasting is not None:
+            self._take_over(lasting)
         size = min(CHUNK, max(values.numel(), BLOCK))
         self._scratch = [values.new_empty((3, size)) for _ in range(threads.num_threads)]
 
@@ -266,7 +283,55 @@ class Chunked:
         chunks = self._planned(contributions)
         steps: list[float] = self._steps.tolist()
         divisor = self._left_to_kernel(contributions)
+        if self._lasting is not None:
+            return self._apply_lasting(self._lasting, chunks, contributions, steps, divisor)
         return self._threads.total(chunks, lambda chunk, thread: self._do(chunk, contributions, steps, thread, divisor))
+
+    def _apply_lasting(
+        self,
+        lasting: ShardMemory,
+        chunks: list[Chunk],
+        contributions: Sequence[Contribution],
+        steps: Sequence[float],
+        divisor: float,
+    ) -> int:
+        """Update all chunks so that a successor can go on in the middle; go on where a predecessor was killed."""
+        progress, update = lasting.progress, lasting.record.numbers["num_applied"] + 1
+        progress.note_change()
+        if self._resumes:
+            progress.undo(update, [chunk.memory for chunk in chunks])
+            self._resumes = False
+
+        def change(chunk: Chunk, thread: int) -> int:
+            done = progress.num_zeroed(update, chunk.memory)
+            if done is not None:
+                return done
+            progress.save(update, chunk.memory, thread)
+            num_zeroed = self._do(chunk, contributions, steps, thread, divisor)
+            progress.finish(update, chunk.memory, num_zeroed)
+            return num_zeroed
+
+        return self._threads.total(chunks, change)
+
+    def save_ahead(self) -> None:
+        """Have the chunks of the last update saved for the next one, which mostly has the same."""
+        if self._lasting is not None and self._plan is not None:
+            self._lasting.save_ahead([chunk.memory for chunk in self._plan.chunks])
+
+    def _take_over(self, lasting: ShardMemory) -> None:
+        """Go on with what a predecessor has committed, if there was one."""
+        self._steps = lasting.steps
+        settings = lasting.settings
+        if settings is not None:
+            self._numbers, self._begun, self._resumes = list(settings.numbers), settings.begun, True
+            for index, names in enumerate(settings.held):
+                self._hold(index, names)
+            self.is_changed = False
+
+    def settings(self, hyper: tuple[Hyper, ...]) -> ShardSettings:
+        """Return what a successor has to know besides the tensors; note that it is committed."""
+        self.is_changed = False
+        return ShardSettings(hyper, tuple(self._numbers), tuple(self._held), self._begun)
 
     def state(self) -> dict[str, Tensor]:
         """Return the live state of every piece; see `UpdateRule.state`."""
@@ -344,8 +409,9 @@ class Chunked:
 
     def _set_hyper(self, hyper: tuple[Hyper, ...]) -> None:
         """Set the hyperparameters of an update; omitted ones keep their value."""
-        if hyper is self._told:
+        if hyper is self._told or hyper == self._told:
             return
+        self.is_changed = True
         known = self._numbers or [_defaults(self._kernel.name)] * len(hyper)
         self._numbers = [{**old, **new} for old, new in zip(known, hyper, strict=True)]
         self._told = hyper
@@ -360,12 +426,21 @@ class Chunked:
                     self._hold(index, (name,))
                     piece.view(self._state[name]).fill_(value)
         self._begun = True
+        if self._lasting is not None:  # else a successor would begin again, in the middle of the first update
+            self._lasting.commit(self.settings(self._told))
 
     def _hold(self, index: int, names: Sequence[str]) -> None:
         for name in names:
             if name not in self._state:
-                self._state[name] = torch.zeros_like(self._values)
+                self._state[name] = self._zeros(name)
+        self.is_changed = True
         self._held[index] = tuple(name for name in self._kernel.known if name in names or name in self._held[index])
+
+    def _zeros(self, name: str) -> Tensor:
+        """Return memory for a state, zero unless a predecessor has left it."""
+        if self._lasting is None:
+            return torch.zeros_like(self._values)
+        return self._lasting.state(self._kernel.known.index(name))
 
     def _planned(self, contributions: Sequence[Contribution]) -> list[Chunk]:
         """Return the chunks of an update, and count a step of each of its pieces."""
@@ -379,8 +454,10 @@ class Chunked:
             is_fresh = any(call.age.fresh for chunk in chunks for call in chunk.calls)
             plan = _Plan(key, chunks, taken, is_fresh)
         self._plan = None if plan.is_fresh else plan  # the next update has no fresh state here
-        if self._kernel.counts_steps:
+        if self._kernel.counts_steps and self._lasting is None:
             self._steps += plan.taken
+        elif self._kernel.counts_steps and self._lasting is not None:  # valid once the update is done
+            self._steps = torch.add(self._lasting.steps, plan.taken, out=self._lasting.next_steps)
         return plan.chunks
 
     def _make_plan(
@@ -398,8 +475,17 @@ class Chunked:
         for index in taken:
             self._hold(index, names[self._pieces[index].group])
         chunks = [
-            make_chunk(slices, having, ages, (self._values, self._state), names, in_lanes=in_lanes)
-            for slices in cut_into_chunks(self._pieces, taken, CHUNK, in_lanes=in_lanes)
+            make_chunk(
+                slices,
+                having,
+                ages,
+                (self._values, self._state),
+                names,
+                in_lanes=in_lanes,
+                index=number,
+                num_states=len(self._kernel.known),
+            )
+            for number, slices in enumerate(cut_into_chunks(self._pieces, taken, CHUNK, in_lanes=in_lanes))
         ]
         return chunks, torch.tensor([float(bool(contributors)) for contributors in having])
 

@@ -13,6 +13,8 @@ import torch
 from paceline.errors import ProtocolBug, UsageError
 from paceline.update.chunked import Chunked
 from paceline.update.kernels import Kernel
+from paceline.update.lasting import ShardMemory
+from paceline.update.placement import as_tensor
 from paceline.update.rules import Hyper, Quorum, UpdateRule
 from paceline.update.summing import (
     CHUNK,
@@ -93,6 +95,8 @@ class Shard:
         values: (elements of the range,), memory of the values, which is zeroed; allocated if omitted.
         num_threads: number of threads of an update; the shard starts those beyond 1, and `close` ends them.
         now: the time in seconds, for a rule that waits for a quorum.
+        lasting: where the values and the state lie if they outlive this process (`outlasts` says which rules can); what
+            a predecessor has left there is taken over, in the middle of an update, too.
 
     Raises:
         ProtocolBug: the range cuts a tensor that the rule needs whole, or `values` does not fit.
@@ -118,24 +122,32 @@ class Shard:
         values: Tensor | None = None,
         num_threads: int = 1,
         now: Callable[[], float] = time.monotonic,
+        lasting: ShardMemory | None = None,
     ) -> None:
         self.spec = spec
         self.span = span
         self._dtype: torch.dtype = getattr(torch, spec.dtype)
+        self._lasting = lasting
+        if lasting is not None:
+            values = as_tensor(lasting.memory, self._dtype)
         self.values: Tensor = torch.empty(span.length, dtype=self._dtype) if values is None else values
         self._require_fit(self.values, "memory for the values")
-        self.values.zero_()
-        self.initialised = False
-        self.version = 0  # number of updates so far
-        self.num_zeroed = 0  # non-finite gradient elements that were replaced by 0, in all updates
-        self.hyper: tuple[Hyper, ...] = spec.rule.groups  # of each group, from the last push with hyperparameters
+        if lasting is None:
+            self.values.zero_()
+        left = {} if lasting is None else lasting.record.numbers
+        settings = None if lasting is None else lasting.settings
+        self.initialised = bool(left.get("initialised"))
+        self.version = left.get("version", 0)  # number of updates so far
+        self.num_zeroed = left.get("num_zeroed", 0)  # non-finite gradient elements replaced by 0, in all updates
+        # Of each group, from the last push with hyperparameters.
+        self.hyper: tuple[Hyper, ...] = spec.rule.groups if settings is None else settings.hyper
         self._pieces = cut(spec, span)
         self._require_whole_tensors(rule)
         self._threads = ThreadPool(num_threads)
         self._merger = Merger(spec.rule.quorum, now) if spec.rule.quorum else None
         policy = (spec.scale, spec.nonfinite)
         self._updates = (
-            Chunked(rule, self._pieces, self.values, policy, self._threads)
+            Chunked(rule, self._pieces, self.values, policy, self._threads, lasting)
             if isinstance(rule, Kernel)
             else WholeTensors(rule, self._pieces, self.values, policy, self._threads)
         )
@@ -143,8 +155,11 @@ class Shard:
     def store(self, values: Tensor) -> None:
         """Overwrite the values with a copy of `values`: (elements of the range,), dtype of the table."""
         self._require_fit(values, "values")
+        if self._lasting is not None:
+            self._lasting.progress.note_change()
         self.values.copy_(values)
         self.initialised = True
+        self._commit()
 
     def copy_values(self, out: Tensor) -> None:
         """Copy the values to `out`: (elements of the range,)."""
@@ -199,6 +214,33 @@ class Shard:
         self.hyper = contributions[0].hyper or self.hyper
         self.num_zeroed += self._updates.apply(contributions, self.hyper)
         self.version += 1
+        if self._lasting is not None and isinstance(self._updates, Chunked):
+            self._commit(is_update=True)
+            self._updates.save_ahead()
+
+    @property
+    def num_applied(self) -> int:
+        """How many updates are done, in this process and its predecessors; 0 if the shard does not last."""
+        return 0 if self._lasting is None else self._lasting.record.numbers["num_applied"]
+
+    def restore_hyper(self, hyper: tuple[Hyper, ...]) -> None:
+        """Set the hyperparameters, which come with a state."""
+        self.hyper = hyper
+        self._commit(has_settings=True)
+
+    def _commit(self, *, is_update: bool = False, has_settings: bool = False) -> None:
+        """Have a successor go on from here."""
+        lasting, updates = self._lasting, self._updates
+        if lasting is None or not isinstance(updates, Chunked):
+            return
+        lasting.commit(
+            updates.settings(self.hyper) if updates.is_changed or has_settings else None,
+            advances_steps=is_update,
+            num_applied=self.num_applied + is_update,
+            version=self.version,
+            num_zeroed=self.num_zeroed,
+            initialised=self.initialised,
+        )
 
     def state(self) -> dict[str, Tensor]:
         """Return "values" and the rule's "<segment>.<state>" tensors: live, so copy them before the next update."""
@@ -233,8 +275,8 @@ class Shard:
         self._updates.load_state(named)
         if self._merger is not None:
             self._merger.pop_all()  # they belong to the earlier values
-        self.store(state[VALUES])
         self.version = version
+        self.store(state[VALUES])
 
     def close(self) -> None:
         """End the threads; the last call."""

@@ -118,6 +118,7 @@ class ReadTurns:
 _POLL_S = 0.5
 _ATTEMPT_S = 2.0  # a handshake under TLS takes four round trips, and a host may have several addresses
 _FIRST_PAUSE_S = 0.02
+_HASTE_S = 1.0  # so long, pauses stay as the first: a server that was killed has a successor by then
 _LONGEST_PAUSE_S = 1.0
 _JOIN_TIMEOUT_S = 5.0
 NUM_FRUITLESS: Final = 3
@@ -223,9 +224,12 @@ class ReconnectingConnection:
     _num_turns_seen: int = 0
 
     def open(self, timeout_s: float) -> None:
-        """Connect and start the reader thread. Blocks until connected; raises as `Transport.connect` does."""
+        """Connect and start the reader thread. Blocks until connected; raises as `Transport.connect` does.
+
+        A server that is not there is tried again, as another process may be about to take its place.
+        """
         self._progress = Progress(self.patience_s)
-        self._post = self._connect(timeout_s)
+        self._post = self._connect_first(timeout_s)
         self.turns.add(self)
         self._reader = threading.Thread(target=self._read, name=f"paceline-link-{self.address}", daemon=True)
         self._reader.start()
@@ -296,6 +300,18 @@ class ReconnectingConnection:
             turns.notify()
 
     # -- the reader thread -------------------------------------------------------------------------------------------
+
+    def _connect_first(self, timeout_s: float) -> SendQueue:
+        watch, pause_s = Stopwatch(_LONGEST_PAUSE_S + _POLL_S), _FIRST_PAUSE_S
+        while True:
+            try:
+                return self._connect(timeout_s)
+            except (AuthenticationFailed, DeadlineExceeded):
+                raise
+            except PeerError:
+                if watch.elapsed_s() >= self.patience_s or self.how_ended() or self._closing.wait(pause_s):
+                    raise
+            pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 
     def _connect(self, timeout_s: float) -> SendQueue:
         connection = self.transport.connect(self.address, encode(self.hello), timeout_s=timeout_s)
@@ -372,7 +388,8 @@ class ReconnectingConnection:
             return f"{objection}; {advice} (it broke as follows: {problem})"
         watch, pause_s = Stopwatch(_LONGEST_PAUSE_S + _POLL_S), _FIRST_PAUSE_S
         while watch.elapsed_s() < self.patience_s and not self._closing.wait(pause_s):
-            pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+            if watch.elapsed_s() >= _HASTE_S:
+                pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
             how = self.how_ended()
             if how:
                 return f"is over: the server {how}"

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from paceline.job.environment import find_launcher, import_folders, replace_all
+from paceline.job.environment import find_launcher, import_folders, memory_variable, replace_all
 from paceline.launch.entry import EXIT_CODE, die_with_launcher
 from paceline.launch.forkserver import FORK_TIMEOUT_S, GO, READY
 from paceline.launch.forkserver.ending import QuickEnd
@@ -106,6 +106,7 @@ class ForkedProcess:
     environment: dict[str, str]
     streams: tuple[int, ...]  # the descriptors that become standard input, output and error
     channel: socket.socket  # to the launcher
+    memory: int | None = None  # see `Launch.memory`
 
     def run_command(self) -> None:
         """Become that process, and run its module to the end; raises what the module raises."""
@@ -115,7 +116,7 @@ class ForkedProcess:
             os.close(stream)
         self._wait_go()
         sys.path[:] = import_path(import_folders(self.environment))
-        replace_all(self.environment)
+        replace_all({**self.environment, **memory_variable(self.memory)})
         set_process_title(self.command, self.environment)
         sys.orig_argv[:] = self.command
         _, option, module, *arguments = self.command
@@ -178,14 +179,18 @@ def may_fork() -> bool:
 def serve_requests(requests: socket.socket) -> ForkedProcess | None:
     """Block, forking a process for each request; returns in each of these, and None once no more is asked for."""
     while True:
-        message, descriptors, _, _ = socket.recv_fds(requests, REQUEST_BYTES_MAX, NUM_STREAMS + 1)
+        message, descriptors, _, _ = socket.recv_fds(requests, REQUEST_BYTES_MAX, NUM_STREAMS + 2)
         if not message:
             return None
         if _fork_orphan():
-            *streams, channel = descriptors
+            streams, (channel, *memory) = descriptors[:NUM_STREAMS], descriptors[NUM_STREAMS:]
             asked = json.loads(message)
             return ForkedProcess(
-                tuple(asked["command"]), asked["environment"], tuple(streams), socket.socket(fileno=channel)
+                tuple(asked["command"]),
+                asked["environment"],
+                tuple(streams),
+                socket.socket(fileno=channel),
+                memory[0] if memory else None,
             )
         for descriptor in descriptors:
             os.close(descriptor)

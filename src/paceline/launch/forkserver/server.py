@@ -97,8 +97,9 @@ class ForkServer:
             stderr, err = _pipe(kept, given)
             self._requests.settimeout(FORK_TIMEOUT_S)
             channel.settimeout(FORK_TIMEOUT_S)
+            files = [file.fileno() for file in (orders, out, err, theirs)]
             with adopting():
-                socket.send_fds(self._requests, [request], [file.fileno() for file in (orders, out, err, theirs)])
+                socket.send_fds(self._requests, [request], files if launch.memory is None else [*files, launch.memory])
                 theirs.close()  # so that the channel ends with the fork server
                 pid = _read_pid(channel)
             pin(pid, launch.cores)

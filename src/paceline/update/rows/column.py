@@ -33,6 +33,8 @@ class RowColumn:
         dtype: of all numbers.
         descriptor: of an open, empty file without a name (see `unnamed_file`), so that it does not outlive the process;
             the column takes ownership. Without one the column lies in main memory.
+        outlives: the file is memory that may outlive this process; the column has the rows that are in it, and is in
+            main memory like one without a file.
 
     Example:
         >>> column = RowColumn(4, torch.float32)
@@ -42,10 +44,13 @@ class RowColumn:
         >>> column.close()
     """
 
-    def __init__(self, width: int, dtype: torch.dtype, descriptor: int | None = None) -> None:
+    def __init__(
+        self, width: int, dtype: torch.dtype, descriptor: int | None = None, *, outlives: bool = False
+    ) -> None:
         self.row_bytes: Final = width * dtype.itemsize
         self._width = width
         self._dtype = dtype
+        self._outlives = outlives
         self._descriptor = descriptor
         self._release = weakref.finalize(self, _close_all, descriptor)
         self._allocate(_PAGE_BYTES)
@@ -62,7 +67,7 @@ class RowColumn:
     @property
     def is_spilled(self) -> bool:
         """Whether the rows lie in a file."""
-        return self._descriptor is not None
+        return self._descriptor is not None and not self._outlives
 
     @property
     def size_bytes(self) -> int:
@@ -106,7 +111,7 @@ class RowColumn:
 
     def _allocate(self, size_bytes: int) -> None:
         # A page of a file that has no place on the disk would kill the process at the first write to it.
-        if self._descriptor is None:
+        if self._descriptor is None or self._outlives:
             return
         try:
             os.posix_fallocate(self._descriptor, 0, size_bytes)
@@ -138,7 +143,7 @@ def unnamed_file(directory: str) -> int:
 def _mapping(descriptor: int | None) -> mmap.mmap:
     if descriptor is None:
         return mmap.mmap(-1, _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return mmap.mmap(descriptor, _PAGE_BYTES, flags=mmap.MAP_SHARED)
+    return mmap.mmap(descriptor, max(_PAGE_BYTES, os.fstat(descriptor).st_size), flags=mmap.MAP_SHARED)
 
 
 def _close_all(descriptor: int | None) -> None:

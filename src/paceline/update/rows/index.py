@@ -126,6 +126,12 @@ class RowIndex:
         live = self._live()
         return torch.arange(self._num_slots) if live is None else live.nonzero().view(-1)
 
+    def take_over(self, num_slots: int) -> None:
+        """Fill an empty index with the ids that its column holds already, in slots from 0 up."""
+        self._num_slots = num_slots
+        self._entries = torch.zeros(max(_MIN_ENTRIES, num_entries(num_slots)), dtype=torch.int64)
+        self._ops.rebuild(self._entries, self._ids_of_slots(), None, num_slots, self._seed)
+
     def close(self) -> None:
         """Release all memory; the index must not be used afterwards."""
         self._entries = self._free = torch.empty(0, dtype=torch.int64)

@@ -16,6 +16,7 @@ from paceline.update.rows.lifecycle import most_candidate_bytes
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from paceline.update.lasting import RowsMemory
     from paceline.update.rows.ops import RowOps
     from paceline.update.rows.rules import RowRule
     from paceline.update.rows.spec import RowTableSpec
@@ -34,20 +35,25 @@ class RowColumns:
     Args:
         spec: of the table.
         rule: whose state is kept.
+        lasting: where they lie if they outlive this process.
 
     Raises:
         UsageError: a file cannot be created.
     """
 
-    def __init__(self, spec: RowTableSpec, rule: RowRule) -> None:
+    def __init__(self, spec: RowTableSpec, rule: RowRule, lasting: RowsMemory | None = None) -> None:
         self.room_bytes = 0  # that may be mapped, of columns in files
         self._columns: dict[str, RowColumn] = {}
         self._windows: dict[str, Windows] = {}
         self._piece_bytes = piece_bytes(spec, rule)
         try:
             for name, layout in layouts(spec, rule).items():
-                descriptor = unnamed_file(spec.life.spill) if spec.life.spill else None
-                self._columns[name] = RowColumn(layout.width, layout.dtype, descriptor)
+                if lasting is not None:
+                    descriptor = lasting.column(name)
+                else:
+                    descriptor = unnamed_file(spec.life.spill) if spec.life.spill else None
+                outlives = lasting is not None
+                self._columns[name] = RowColumn(layout.width, layout.dtype, descriptor, outlives=outlives)
         except UsageError as error:
             self.close()
             raise UsageError(f"Row table '{spec.name}': {error}") from error
@@ -135,12 +141,13 @@ class RowMemory:
         spec: of the table.
         rule: whose state is kept.
         ops: does the work.
+        lasting: where rows lie if they outlive this process; those that a predecessor has left there are taken over.
 
     Raises:
         UsageError: the budget is too small for any table like this, or files cannot be created.
     """
 
-    def __init__(self, spec: RowTableSpec, rule: RowRule, ops: RowOps) -> None:
+    def __init__(self, spec: RowTableSpec, rule: RowRule, ops: RowOps, lasting: RowsMemory | None = None) -> None:
         self._table = spec.name
         self._ops = ops
         self._row_bytes = row_bytes(spec, rule)
@@ -149,9 +156,11 @@ class RowMemory:
         self._least_bytes = least_bytes(spec, rule)
         self._given_bytes = spec.life.memory_bytes
         self._require(self._least_bytes, "any rows at all")
-        self.columns = RowColumns(spec, rule)
+        self.columns = RowColumns(spec, rule, lasting)
         self._index = RowIndex(ops, self.columns.ids)
-        self._entry_bytes = index_bytes(0)
+        if lasting is not None:
+            self._index.take_over(lasting.record.numbers["num_slots"])
+        self._entry_bytes = index_bytes(len(self))
         self._share_out()
 
     def __len__(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Final, final
 
 import torch
@@ -25,6 +26,7 @@ from paceline.update.rows.memory import RowMemory
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from paceline.update.lasting import RowsMemory
     from paceline.update.rows.ops import RowOps
     from paceline.update.rows.rules import RowRule
     from paceline.update.rows.spec import RowTableSpec
@@ -45,6 +47,8 @@ class RowStore:
         spec: of the table, the same on every server.
         rule: of `spec.rule`.
         ops: does the work; the results are the same whichever it is.
+        lasting: where the rows lie if they outlive this process; what a predecessor has left there is taken over, in
+            the middle of an update, too: then the next update has to be that one.
 
     Raises:
         UsageError: the memory budget is too small, or its directory is of no use.
@@ -64,20 +68,27 @@ class RowStore:
         >>> store.close()
     """
 
-    def __init__(self, spec: RowTableSpec, rule: RowRule, ops: RowOps) -> None:
+    def __init__(self, spec: RowTableSpec, rule: RowRule, ops: RowOps, lasting: RowsMemory | None = None) -> None:
         self.spec = spec
-        self.hyper: tuple[Hyper, ...] = spec.rule.groups  # as the last push that said so
+        self._lasting = lasting
+        left = {} if lasting is None else lasting.record.numbers
+        self.version = left.get("version", 0)  # number of updates
+        # As the last push that said so.
+        self.hyper: tuple[Hyper, ...] = (lasting.hyper if lasting else ()) or spec.rule.groups
         self._rule = rule
         self._ops = ops
         self._dtype: torch.dtype = getattr(torch, spec.dtype)
         self._layouts = layouts(spec, rule)
         self.row_bytes = sum(layout.row_bytes for layout in self._layouts.values())  # of memory, state included
-        self._memory = RowMemory(spec, rule, ops)
+        self._memory = RowMemory(spec, rule, ops, lasting)
         self._usage = RowUsage(spec.life, self._memory.columns)
         self._candidates = Candidates(ops, spec.life) if spec.life.admit_after > 1 else None
         self._echo = next((column for column in rule.columns if column.name == rule.echo), None)
         self._echo_width = self._echo.elements(spec.width) if self._echo else 0
-        self._done = RowStatistics()  # what was counted so far
+        counts = {name: left.get(name, 0) for name in ("num_admitted", "num_zeroed")}
+        self._done = RowStatistics(**counts)  # what was counted so far
+        if lasting is not None:
+            self._finish_piece(lasting)
 
     def __len__(self) -> int:
         return len(self._memory)
@@ -135,17 +146,29 @@ class RowStore:
         update = combine(applied, self.spec.scale, self._ops, self._echo_width)
         self._memory.reserve(update.ids)
         hyper = next((each.hyper for each in reversed(contributions) if each.hyper), self.hyper)
-        num_rows = len(self)
         used_at = max(clock, *(each.clock for each in contributions))
-        for piece in self._memory.pieces(update.ids.numel()):
+        done = 0 if self._lasting is None else self._lasting.record.numbers["num_pieces"]  # by a predecessor
+        for piece in islice(self._memory.pieces(update.ids.numel()), done, None):
             self._update(update.part(piece), hyper[0], used_at)
-        self.hyper = hyper
+        has_news, self.hyper = hyper != self.hyper, hyper
         if self._candidates is not None and admitted is not None:
             self._candidates.count(admitted)
-        num_admitted, num_dropped = len(self) - num_rows, 0 if admitted is None else admitted.num_dropped
-        if num_admitted or num_dropped or num_zeroed:
-            self._done += RowStatistics(num_admitted=num_admitted, num_dropped=num_dropped, num_zeroed=num_zeroed)
+        num_dropped = 0 if admitted is None else admitted.num_dropped
+        if num_dropped or num_zeroed:
+            self._done += RowStatistics(num_dropped=num_dropped, num_zeroed=num_zeroed)
+        self.version += 1
+        self._commit(is_update=True, has_hyper=has_news)
         return update.ids
+
+    @property
+    def num_applied(self) -> int:
+        """How many updates are done, in this process and its predecessors; 0 if the rows do not last."""
+        return 0 if self._lasting is None else self._lasting.record.numbers["num_applied"]
+
+    def restore(self, version: int, hyper: tuple[Hyper, ...]) -> None:
+        """Set what comes with rows that were saved."""
+        self.version, self.hyper = version, hyper
+        self._commit(has_hyper=True)
 
     def advance(self, clock: int) -> Tensor:
         """Remove the rows that are due when the table reaches a clock; return their ids, (n,).
@@ -211,6 +234,7 @@ class RowStore:
             for name in self._layouts.keys() & piece.columns.keys():
                 self._memory.write_column(name, slots, piece.columns[name][part])
         self._usage.forget_bounds()
+        self._commit()
 
     def close(self) -> None:
         """Release all memory; no call may follow."""
@@ -236,22 +260,57 @@ class RowStore:
         """Update distinct rows; a rule that refuses leaves them as they were."""
         slots = self._memory.find(update.ids)
         absent = _absent(slots)
-        values = torch.empty_like(update.gradient)
+        rows = self._empty_rows(slots.numel(), update.gradient)
+        values = rows.pop(VALUES)
         self._memory.read_column(VALUES, slots, values)
         if absent.numel():
             values[absent] = first_rows(self.spec.first, update.ids[absent], self.spec.width, self._dtype)
-        state: dict[str, Tensor] = {}
         for column in self._rule.columns:
-            state[column.name] = values.new_full((slots.numel(), column.elements(self.spec.width)), column.fill)
-            self._memory.read_column(state_name(column.name), slots, state[column.name])
+            self._memory.read_column(state_name(column.name), slots, rows[state_name(column.name)].fill_(column.fill))
+        state = {column.name: rows[state_name(column.name)] for column in self._rule.columns}
         self._rule.update(values, update.gradient, state, hyper, update.echo)
+        if self._lasting is not None:
+            self._lasting.write_ahead(update.ids)
+        self._write(update.ids, slots, {VALUES: values, **rows}, clock)
+
+    def _empty_rows(self, num: int, like: Tensor) -> dict[str, Tensor]:
+        """Return memory for all columns of some rows but their ids."""
+        if self._lasting is not None:
+            return self._lasting.rows(num)
+        names = [VALUES, *(state_name(column.name) for column in self._rule.columns)]
+        return {name: like.new_empty((num, self._layouts[name].width)) for name in names}
+
+    def _write(self, ids: Tensor, slots: Tensor, rows: Mapping[str, Tensor], clock: int) -> None:
+        """Write columns of the rows with these ids, at these slots or new ones."""
+        absent = _absent(slots)
         if absent.numel():
-            slots[absent] = self._memory.add(update.ids[absent])
+            slots[absent] = self._memory.add(ids[absent])
             self._usage.note_new(slots[absent], clock)
-        self._memory.write_column(VALUES, slots, values)
-        for name, rows in state.items():
-            self._memory.write_column(state_name(name), slots, rows)
+            self._done += RowStatistics(num_admitted=absent.numel())
+        for name, column in rows.items():
+            self._memory.write_column(name, slots, column)
         self._usage.note_use(slots, clock)
+        if self._lasting is not None:
+            self._lasting.note_written(self._memory.num_slots, self._done.num_admitted)
+
+    def _finish_piece(self, lasting: RowsMemory) -> None:
+        """Write the rows that a predecessor was about to write."""
+        ids = lasting.ids_ahead
+        if len(ids):
+            self._memory.reserve(ids)
+            self._write(ids, self._memory.find(ids), lasting.rows(len(ids)), 0)
+
+    def _commit(self, *, is_update: bool = False, has_hyper: bool = False) -> None:
+        """Have a successor go on from here."""
+        if self._lasting is not None:
+            self._lasting.commit(
+                self.hyper if has_hyper else None,
+                num_applied=self.num_applied + is_update,
+                version=self.version,
+                num_slots=self._memory.num_slots,
+                num_admitted=self._done.num_admitted,
+                num_zeroed=self._done.num_zeroed,
+            )
 
     def _remove(self, slots: Tensor) -> Tensor:
         """Remove rows, and return their ids."""

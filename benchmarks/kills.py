@@ -1,0 +1,230 @@
+"""What `kill -9` of servers costs: `python benchmarks/kills.py [--kills 20] [--transport shm] [--json]`.
+
+A job of two workers is trained while its servers are killed, one after the other, at any moment; then once more without
+kills. Told are the pushes that were lost or counted twice, whether the bytes at the end are the same, how long workers
+stood still, and how much longer a dense step takes because a server may be killed: two jobs that take turns, of which
+one is not prepared for it.
+"""
+
+import json as json_text
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import psutil
+import work
+from cyclopts import App, Parameter
+from kills_worker import CLOCKS_TOLD
+from measuring import machine, print_json, progress
+from turns import BENCHMARKS, Stage
+
+TIMEOUT_S: Final = 3600.0
+CLOCKS_A_KILL: Final = 40
+NUM_WORKERS: Final = 2
+NUM_WARM_UP: Final = 3
+Consistency = Literal["bsp", "ssp:2", "asynchronous"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a job ended: what each worker says of its marks and steps, and when servers were killed.
+
+    `kills_s` is without the kills of processes that had just come up, which are counted in `num_kills`.
+    """
+
+    workers: list[dict[str, object]]
+    kills_s: list[float]
+    num_kills: int
+
+    def total(self, name: str) -> int:
+        """Return the sum of a number over the workers' own views of the marks: the greatest, as all see the same."""
+        return max(int(str(worker[name])) for worker in self.workers)
+
+    def stalls_ms(self) -> list[float]:
+        """Return for each kill the longest step of any worker that ended from then to the next kill."""
+        spans = zip(self.kills_s, [*self.kills_s[1:], float("inf")], strict=True)
+        steps = [(began, took) for worker in self.workers for began, took in worker["steps"]]  # type: ignore[union-attr]
+        longest = [
+            max((took for began, took in steps if start < began + took < stop), default=0.0) for start, stop in spans
+        ]
+        return [1e3 * took for took in longest]
+
+
+app = App(name="kills.py", help="Kill servers of a job, and see what it costs.", help_format="plaintext")
+
+
+@app.default
+def kills(
+    *,
+    kills: int = 20,
+    servers: Annotated[int, Parameter(alias="-m")] = 1,
+    transport: Literal["shm", "tcp"] = "shm",
+    consistency: Consistency = "bsp",
+    parameters: int = 25_000_000,
+    rounds: int = 15,
+    again: float = 0.2,
+    seed: int = 1,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Kill servers and print what it costs.
+
+    Parameters
+    ----------
+    kills
+        How many.
+    servers
+        Number of servers; each kill takes any of them.
+    transport
+        Transport between the processes.
+    consistency
+        When updates show; under bsp the bytes at the end are compared with those of a run without kills.
+    parameters
+        Of the dense step whose overhead is measured; 0 leaves that out.
+    rounds
+        Number of rounds of the dense step.
+    again
+        Share of kills after which the process that goes on is killed, too, as it comes up.
+    seed
+        Of the moments of the kills.
+    json
+        Print only one line of JSON on stdout.
+    """
+    options = ["-n", str(NUM_WORKERS), "-m", str(servers), "--transport", transport]
+    num_clocks = CLOCKS_A_KILL * (kills + 1)
+    progress(f"{machine()}; {kills} kills over {transport}, {consistency}, {servers} server(s)")
+    killed = run_job(options, num_clocks, consistency, kills, random.Random(seed), again)
+    calm = run_job(options, num_clocks, consistency, 0, random.Random(seed)) if consistency == "bsp" else None
+    stalls = killed.stalls_ms()
+    found = {
+        "name": "warm memory",
+        "kills": killed.num_kills,
+        "lost": killed.total("lost"),
+        "doubled": killed.total("doubled"),
+        "stall_p50_ms": statistics.median(stalls),
+        "stall_p99_ms": percentile(stalls, 0.99),
+        "stalls_ms": sorted(stalls),
+        "same_bytes": None
+        if calm is None
+        else len({str(worker["digest"]) for worker in killed.workers + calm.workers}) == 1,
+        "overhead": overhead(parameters, rounds) if parameters else None,
+    }
+    if json:
+        print_json({"name": "kills", "machine": machine(), "ways": [found]})
+    else:
+        for name, value in found.items():
+            progress(f"{name}: {value}")
+    return 0 if not (found["lost"] or found["doubled"] or found["same_bytes"] is False) else 1
+
+
+def percentile(numbers: list[float], share: float) -> float:
+    """Return the least number that so great a share of the numbers does not exceed.
+
+    >>> percentile([1.0, 3.0, 2.0], 0.99), percentile([1.0, 3.0, 2.0], 0.5)
+    (3.0, 2.0)
+    """
+    ordered = sorted(numbers)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def run_job(
+    options: list[str], num_clocks: int, consistency: str, num_kills: int, chance: random.Random, again: float = 0.0
+) -> Outcome:
+    """Run the job to its end while its servers are killed so often; raises RuntimeError if it fails."""
+    with tempfile.TemporaryDirectory(prefix="paceline-kills-") as folder:
+        command = [sys.executable, "-m", "paceline", "run", *options, str(BENCHMARKS / "kills_worker.py"), folder]
+        job = subprocess.Popen(
+            [*command, str(num_clocks), consistency], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        lines: list[str] = []
+        news = threading.Condition()
+        reader = threading.Thread(target=_read, args=(job, lines, news), daemon=True)
+        reader.start()
+        try:
+            moments: list[float] = []
+            num_again = 0
+            for number in range(num_kills):
+                _wait_for_clock(job, lines, news, CLOCKS_A_KILL * number)
+                time.sleep(chance.uniform(0.0, 0.1))
+                servers = _servers(job)
+                moments.append(time.monotonic())
+                _is_killed(chance.choice(sorted(servers)))
+                if chance.random() < again:
+                    while not (new := _servers(job) - servers) and job.poll() is None:
+                        time.sleep(0.001)
+                    time.sleep(chance.uniform(0.0, 0.05))
+                    num_again += sum(map(_is_killed, new))
+            code = job.wait(TIMEOUT_S)
+        finally:
+            job.terminate()
+            reader.join(TIMEOUT_S)
+        if code:
+            raise RuntimeError(f"the job ended with code {code}:\n" + "".join(lines[-30:]))
+        told = [json_text.loads(path.read_text()) for path in sorted(Path(folder).iterdir())]
+        return Outcome(told, moments, len(moments) + num_again)
+
+
+def _read(job: "subprocess.Popen[str]", lines: list[str], news: threading.Condition) -> None:
+    assert job.stdout is not None
+    for line in job.stdout:
+        with news:
+            lines.append(line)
+            news.notify_all()
+
+
+def _wait_for_clock(job: "subprocess.Popen[str]", lines: list[str], news: threading.Condition, clock: int) -> None:
+    """Wait until the job has come to a clock; raises RuntimeError if it ends before."""
+    word = f"clock {clock // CLOCKS_TOLD * CLOCKS_TOLD}\n"
+    with news:
+        came = news.wait_for(lambda: any(line.endswith(word) for line in lines) or job.poll() is not None, TIMEOUT_S)
+    if not came or job.poll() is not None:
+        raise RuntimeError(f"no {word.strip()} came:\n" + "".join(lines[-30:]))
+
+
+def _servers(job: "subprocess.Popen[str]") -> set[int]:
+    """Return the processes of the servers of a job."""
+    found: set[int] = set()
+    for member in psutil.Process(job.pid).children(recursive=True):
+        with suppress(psutil.Error):  # it has just ended
+            if "paceline.launch.server" in member.cmdline():
+                found.add(member.pid)
+    return found
+
+
+def _is_killed(pid: int) -> bool:
+    """Kill a process; return whether it was there."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def overhead(num_parameters: int, num_rounds: int) -> float:
+    """Return how many times as long a dense step takes with a server that may be killed, less 1: a median of rounds."""
+    with Stage() as stage:
+        sides = {}
+        for mode in ("stop", "resume"):
+            options = ["-n", str(NUM_WORKERS), "--quiet", "--on-server-crash", mode]
+            script = [str(BENCHMARKS / "dense_worker.py"), "{stage}", str(num_parameters), "ignore"]
+            sides[mode] = stage.start(mode, [sys.executable, "-m", "paceline", "run", *options, *script], NUM_WORKERS)
+        times: dict[str, list[float]] = {mode: [] for mode in sides}
+        for number in range(NUM_WARM_UP + num_rounds):
+            for mode in list(sides)[:: 1 - 2 * (number % 2)]:
+                sides[mode].ask("prepare", number % work.NUM_GRADIENTS)
+                times[mode].append(sides[mode].ask("step").seconds)
+    pairs = zip(times["stop"][NUM_WARM_UP:], times["resume"][NUM_WARM_UP:], strict=True)
+    return statistics.median(resume / stop for stop, resume in pairs) - 1.0
+
+
+if __name__ == "__main__":
+    sys.exit(app())

@@ -1,0 +1,130 @@
+"""The state of a core as plain values, and back: a process that restores it is the same server from there on.
+
+A state is a tree of dataclasses, containers, numbers and texts. Every field counts, so that none can be forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Final, Generic, TypeVar, cast, final, get_args, get_type_hints
+
+from paceline.errors import ProtocolBug
+
+T = TypeVar("T")
+
+Plain = None | bool | int | float | str | bytes | list["Plain"]
+
+_CONTAINERS: Final[Mapping[str, type]] = {"tuple": tuple, "list": list, "set": set}
+_MAPS: Final[Mapping[str, type]] = {"dict": dict, "Counter": Counter}
+_BYTES: Final = "memoryview"
+_AGAIN: Final = "again"
+
+
+@final
+class StateCodec(Generic[T]):
+    """Writes objects of one class as plain values, and reads these.
+
+    An object is a list: the name of its class, then its fields, or its entries. One that occurs again is a reference to
+    the first occurrence, so that it is one object again.
+
+    Args:
+        root: a dataclass. The classes of what its fields hold are found by their annotations.
+        leaves_out: fields of the root that are no state.
+
+    Example:
+        >>> from paceline.core.clocks import Clocks
+        >>> codec = StateCodec(Clocks)
+        >>> clocks = Clocks()
+        >>> clocks.add(3)
+        0
+        >>> codec.dump(clocks)
+        ['Clocks', ['dict', 3, 0], 0, 1]
+        >>> codec.load(codec.dump(clocks)) == clocks
+        True
+    """
+
+    def __init__(self, root: type[T], leaves_out: Collection[str] = ()) -> None:
+        self._root = root
+        self._left_out = frozenset(leaves_out)
+        self._names: dict[type, tuple[str, ...]] = {}
+        self._classes: dict[str, type] = {}
+        self._find(root)
+
+    def dump(self, state: T) -> Plain:
+        """Return a state as plain values, which share nothing with it."""
+        return self._dump(state, {})
+
+    def load(self, plain: Plain) -> T:
+        """Return the state that these values describe; raises ProtocolBug for values that describe none."""
+        state = self._load(plain, [])
+        if not isinstance(state, self._root):
+            raise ProtocolBug(f"the state of a {self._root.__name__} was expected, got a {type(state).__name__}")
+        return state
+
+    def load_into(self, target: T, plain: Plain) -> None:
+        """Replace the state of an object, which keeps the fields that are none; raises as `load` does."""
+        state = self.load(plain)
+        for name in self._names[self._root]:
+            setattr(target, name, getattr(state, name))
+
+    def _find(self, hint: object) -> None:
+        """Note the dataclasses that an annotation names, and those that these name."""
+        for part in get_args(hint):
+            self._find(part)
+        if not (isinstance(hint, type) and is_dataclass(hint)) or hint in self._names:
+            return
+        if self._classes.setdefault(hint.__name__, hint) is not hint:
+            raise ProtocolBug(f"two classes of a state are called {hint.__name__}: give one another name")
+        left_out = self._left_out if hint is self._root else frozenset[str]()
+        self._names[hint] = tuple(field.name for field in fields(hint) if field.name not in left_out)
+        hints = get_type_hints(hint)
+        for name in self._names[hint]:
+            self._find(hints[name])
+        # By name: a dataclass with slots is a copy of the class that it was written as, which lives on beside it.
+        for kind in {kind.__name__: kind for kind in hint.__subclasses__()}.values():
+            self._find(kind)
+
+    def _dump(self, value: object, known: dict[int, int]) -> Plain:
+        """Return a value as plain ones; `known`: by the identity of each object so far, its number."""
+        if value is None or isinstance(value, bool | int | float | str | bytes):
+            return value
+        kind = type(value)
+        if kind in self._names:
+            if id(value) in known:
+                return [_AGAIN, known[id(value)]]
+            known[id(value)] = len(known)
+            return [kind.__name__, *(self._dump(getattr(value, name), known) for name in self._names[kind])]
+        if isinstance(value, memoryview):
+            return [_BYTES, bytes(value)]
+        if kind.__name__ in _CONTAINERS:
+            entries = cast("Iterable[object]", value)
+            entries = sorted(entries, key=repr) if kind is set else entries
+            return [kind.__name__, *(self._dump(entry, known) for entry in entries)]
+        if kind.__name__ in _MAPS:
+            pairs = cast("dict[object, object]", value).items()
+            return [kind.__name__, *(self._dump(part, known) for pair in pairs for part in pair)]
+        raise ProtocolBug(f"a {kind.__name__} has no place in the state of a {self._root.__name__}")
+
+    def _load(self, plain: Plain, known: list[object]) -> object:
+        """Return the value that plain ones describe; `known`: the objects so far."""
+        if not isinstance(plain, list):
+            return plain
+        name = plain[0]
+        if name == _AGAIN:
+            return known[cast("int", plain[1])]
+        if isinstance(name, str) and name in self._classes:
+            kind = self._classes[name]
+            known.append(state := object.__new__(kind))
+            for field, part in zip(self._names[kind], plain[1:], strict=True):
+                object.__setattr__(state, field, self._load(part, known))
+            return state
+        parts = [self._load(part, known) for part in plain[1:]]
+        if name == _BYTES and isinstance(parts[0], bytes):
+            return memoryview(parts[0])
+        if name in _CONTAINERS:
+            return _CONTAINERS[name](parts)
+        if name in _MAPS:
+            return _MAPS[name](zip(parts[::2], parts[1::2], strict=True))
+        raise ProtocolBug(f"the state of a {self._root.__name__} has a part of unknown kind {name!r}")

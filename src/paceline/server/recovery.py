@@ -1,0 +1,135 @@
+"""How a server goes on in the place of one whose process was killed, with the memory that this has left behind.
+
+The journal says what the process before knew and had decided; the tables say which updates are made. The tensors of
+pushes are with the workers, which repeat what is unanswered over their new connections.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Final, cast, final
+
+import msgspec
+
+from paceline.core.effects import Apply, ServerEffect
+from paceline.core.events import Died
+from paceline.core.messages import Push, PushId
+from paceline.core.server import ServerCore
+from paceline.core.state import Plain, StateCodec
+from paceline.core.work_queue import Life
+from paceline.errors import PacelineError
+from paceline.server.requests import RequestHandler
+from paceline.server.table_rpc import TableRpc
+from paceline.server.work_queue import WorkQueueHost
+from paceline.wire.messages import encode
+from paceline.wire.requests import Declare, DeclareRows
+
+_CORE: Final = StateCodec(ServerCore)
+_REQUESTS: Final = StateCodec(RequestHandler, leaves_out=("tables", "send", "work_host"))
+_WORK: Final = StateCodec(WorkQueueHost, leaves_out=("send",))
+_CALLS: Final = StateCodec(TableRpc, leaves_out=("tables", "send", "clock_of", "note_began"))
+
+
+class CannotGoOn(PacelineError):
+    """What the process before has left behind is not enough to go on with."""
+
+
+@final
+@dataclass(slots=True)
+class Declarations:
+    """The tables of a server in the order of their declaration, who maps their values, and what became of updates."""
+
+    # By table: the message that declared it.
+    messages: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    live: set[tuple[str, int, int]] = field(default_factory=set[tuple[str, int, int]])  # table, rank, incarnation
+    num_applies: Counter[str] = field(default_factory=Counter[str])  # updates that were made, by table
+    broken: dict[str, str] = field(default_factory=dict[str, str])  # why an update of a table has failed
+
+    def note(self, life: Life, declare: Declare | DeclareRows) -> None:
+        """Note that a worker has declared a table."""
+        name = declare.spec.name
+        self.messages.setdefault(name, encode(declare))
+        if isinstance(declare, Declare) and declare.live:
+            self.live.add((name, *life))
+
+    def forget(self, life: Life) -> None:
+        """Note that a worker has left."""
+        self.live = {entry for entry in self.live if entry[1:] != life}
+
+
+_DECLARATIONS: Final = StateCodec(Declarations)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerParts:
+    """What of a server changes with what it is told, its tables aside."""
+
+    core: ServerCore
+    requests: RequestHandler
+    calls: TableRpc
+    declarations: Declarations
+
+    def dump(self) -> bytes:
+        """Return the state of all parts."""
+        return msgspec.msgpack.encode(
+            [
+                _CORE.dump(self.core),
+                _REQUESTS.dump(self.requests),
+                _WORK.dump(self.requests.work_host),
+                _CALLS.dump(self.calls),
+                _DECLARATIONS.dump(self.declarations),
+            ]
+        )
+
+    def load(self, content: bytes) -> None:
+        """Replace the state of all parts by what `dump` has returned."""
+        core, requests, work, calls, declarations = cast("list[Plain]", msgspec.msgpack.decode(content))
+        _CORE.load_into(self.core, core)
+        _REQUESTS.load_into(self.requests, requests)
+        _WORK.load_into(self.requests.work_host, work)
+        _CALLS.load_into(self.calls, calls)
+        _DECLARATIONS.load_into(self.declarations, declarations)
+
+
+@dataclass(slots=True)
+class Recovery:
+    """What is left to do before a successor serves: tensors have to come again, and effects are not performed yet.
+
+    Attributes:
+        unfinished: effects from the first update that is not made, in order.
+        wanted: pushes whose tensors have not come again.
+        repeated: pushes of unfinished updates that have come again, to be answered once these are made.
+        postponed: what else has arrived, in order.
+    """
+
+    unfinished: list[ServerEffect] = field(default_factory=list[ServerEffect])
+    wanted: set[PushId] = field(default_factory=set[PushId])
+    repeated: list[Push] = field(default_factory=list[Push])
+    postponed: list[object] = field(default_factory=list[object])
+    _needed: set[PushId] = field(default_factory=set[PushId])  # by unfinished updates
+
+    def want(self, held: list[tuple[str, PushId]]) -> None:
+        """Expect the tensors of held pushes, and those of unfinished updates."""
+        self._needed = {i for effect in self.unfinished if isinstance(effect, Apply) for i in effect.ids}
+        self.wanted = self._needed | {push_id for _, push_id in held}
+
+    def needs(self, push_id: PushId) -> bool:
+        """Return whether an unfinished update consists of this push and others."""
+        return push_id in self._needed
+
+    def note_death(self, death: Died) -> None:
+        """Expect no more of a worker that has ended; raises CannotGoOn if an update that is half made needs it."""
+        life = death.worker, death.incarnation
+        self._give_up({push_id for push_id in self.wanted if (push_id.worker, push_id.incarnation) == life})
+
+    def end_waiting(self) -> None:
+        """Expect no more of any worker; raises as `note_death`."""
+        self._give_up(set(self.wanted))
+
+    def _give_up(self, gone: set[PushId]) -> None:
+        lost = sorted(gone & self._needed)
+        if lost:
+            ranks = ", ".join(map(str, sorted({push_id.worker for push_id in lost})))
+            raise CannotGoOn(f"an update was half made, and worker {ranks} did not come back to repeat its part")
+        self.wanted -= gone

@@ -1,0 +1,61 @@
+"""A server is killed by SIGKILL: another process goes on in its place, workers stay, and no push is lost or doubled."""
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.faults.running import SCRIPTS, Run, run_to_end, running
+
+OUTLIVED = SCRIPTS / "outlived.py"
+NUM_CLOCKS = 40
+GOES_ON = "another process goes on in its place"
+
+
+def server_of(run: Run, rank: int, but: tuple[int, ...] = ()) -> int | None:
+    """The process of a server, but for these."""
+    words = [str(run.run_dir / "spec.json"), str(rank)]
+    for pid in run.family() - set(but):
+        try:
+            if psutil.Process(pid).cmdline()[-2:] == words:
+                return pid
+        except psutil.Error:  # it ends
+            pass
+    return None
+
+
+def kill_server(run: Run, rank: int, but: tuple[int, ...] = ()) -> int:
+    """Kill a server, as soon as it has a process; return that."""
+    while (pid := server_of(run, rank, but)) is None:
+        assert run.process.poll() is None, run.output
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def ended(run: Run) -> set[str]:
+    """The digests of the values that workers have at the end; every mark must be there once."""
+    lines = [line.split("ended ")[1].split() for line in run.saying("ended")]
+    assert [line[:3] for line in lines] == [["0", "0", "0"]] * 2, run.output
+    return {line[4] for line in lines}
+
+
+@pytest.mark.parametrize(
+    ("consistency", "options"), [("bsp", ("-m", "2", "--transport", "shm")), ("ssp:1", ("--transport", "tcp"))]
+)
+def test_training_goes_on_as_if_no_server_had_been_killed(
+    consistency: str, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    asked = (consistency, str(NUM_CLOCKS))
+    with running(tmp_path / "killed", OUTLIVED, *asked, options=("-n", "2", *options)) as run:
+        run.wait_for("at clock 2", times=2)
+        first = kill_server(run, 0)
+        kill_server(run, 0, but=(first,))  # it may not have begun to serve
+        run.wait_for(f"at clock {NUM_CLOCKS // 2}", times=2)
+        kill_server(run, 1 if "2" in options else 0, but=(first,))
+        assert run.end() == 0, run.output
+    assert len(run.saying(GOES_ON)) == 3
+    digests = ended(run)
+    if consistency == "bsp":
+        code, undisturbed = run_to_end(tmp_path / "undisturbed", OUTLIVED, *asked, options=("-n", "2", *options))
+        assert (code, ended(undisturbed)) == (0, digests), undisturbed.output

@@ -1,0 +1,301 @@
+"""A server is killed at any point, again and again: another goes on in its place, and nothing is lost or doubled."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.nodes.cluster import CARRIERS, Cluster, address_of, make_transport, open_table, read_values, table
+from tests.nodes.test_faults import NUM_CLOCKS, NUM_WORKERS, Ledger
+from torch import Tensor
+
+from paceline.core.events import Died, Timeout
+from paceline.core.messages import PushId
+from paceline.core.settings import ServerSettings
+from paceline.observe.trace import Trace
+from paceline.server.journal import COLD, COLD_BYTES, JOURNAL, JOURNAL_BYTES
+from paceline.server.node import ServerNode
+from paceline.server.recovery import CannotGoOn
+from paceline.server.work_queue import read_answer
+from paceline.transport import MemoryTransport
+from paceline.transport.base import Transport
+from paceline.transport.lasting_memory import LastingMemory, MemoryHolder
+from paceline.update.named_rules import SGD, Add
+from paceline.update.rows.spec import RowTableSpec
+from paceline.wire.requests import Barrier, ClaimWork
+from paceline.worker.lock import WorkerOptions
+from paceline.worker.metrics import StepMetrics
+from paceline.worker.node import WorkerNode
+from paceline.worker.rows.state import CacheOptions
+from paceline.worker.rows.table import RowTable
+
+PATIENCE_S = 60.0
+IDS = torch.arange(9) * 7919 - 20000
+SIZES = (3, 4, 2)  # pieces of work in the share of each worker
+POLICIES = ("bsp", "ssp:2", "essp:2", "asynchronous", "backup:1", "bound=0,visible=on_clock,deliver=on_clock")
+
+
+class Killed(BaseException):
+    """Ends the thread of a server as SIGKILL ends a process, but that its connections are closed politely."""
+
+
+@dataclass
+class Fate:
+    """Kills a server at every so many points: before and after it writes something down, and before each effect."""
+
+    stride: int
+    num_points: int = 0
+    num_kills: int = 0
+
+    def pass_point(self) -> None:
+        self.num_points += 1
+        if self.stride and self.num_points % self.stride == 0:
+            self.num_kills += 1
+            raise Killed
+
+
+class MortalServer(ServerNode):
+    fate: Fate
+
+    def _write_down(self, written: Any, now: float) -> None:
+        self.fate.pass_point()
+        super()._write_down(written, now)
+        self.fate.pass_point()
+
+    def _perform(self, effects: list[Any]) -> set[PushId]:
+        held: set[PushId] = set()
+        for effect in effects:
+            self.fate.pass_point()
+            held |= super()._perform([effect])
+        return held
+
+
+@dataclass
+class Seat:
+    """The place of one server, whose processes come and go."""
+
+    rank: int
+    num_servers: int
+    transport: Transport
+    address: str
+    addresses: tuple[str, ...]
+    fate: Fate
+    holder: MemoryHolder
+    num_workers: int = NUM_WORKERS
+    server: ServerNode | None = None
+    is_over: bool = False
+    errors: list[BaseException] = field(default_factory=list)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def run(self) -> None:
+        while not self.is_over:
+            settings = ServerSettings(
+                self.rank, self.num_servers, workers=tuple(range(self.num_workers)), lease_s=PATIENCE_S, retry_s=0.05
+            )
+            server = MortalServer(
+                settings,
+                self.transport.listen(self.address),
+                self.transport,
+                lambda: self.addresses,
+                Trace(None),
+                checks_memory=True,
+                memory=LastingMemory.connect(self.holder.theirs),
+            )
+            server.fate = self.fate
+            with self._changed:
+                self.server = server
+                if self.is_over:
+                    server.stop()
+            try:
+                server.run()
+            except Killed:
+                continue
+            except BaseException as error:
+                self.errors.append(error)
+                raise
+
+    def stop(self) -> None:
+        with self._changed:
+            self.is_over = True
+            if self.server is not None:
+                self.server.stop()
+
+
+@contextmanager
+def mortal_cluster(kind: str, directory: Path, strides: tuple[int, ...]) -> Iterator[tuple[Cluster, list[Seat]]]:
+    """Run a server for each stride, which is killed at every so many points; 0: at none."""
+    transport = make_transport(kind, directory)
+    listeners = [transport.listen(address_of(kind, directory, rank)) for rank in range(len(strides))]
+    addresses = tuple(listener.address for listener in listeners)
+    for listener in listeners:
+        listener.close()
+    with ExitStack() as stack:
+        seats = [
+            Seat(
+                rank,
+                len(strides),
+                transport,
+                addresses[rank],
+                addresses,
+                Fate(stride),
+                stack.enter_context(MemoryHolder()),
+            )
+            for rank, stride in enumerate(strides)
+        ]
+        threads = [threading.Thread(target=seat.run, daemon=True) for seat in seats]
+        for seat, thread in zip(seats, threads, strict=True):
+            seat.holder.start()
+            thread.start()
+        try:
+            yield MortalCluster(transport, [], addresses, PATIENCE_S), seats
+        finally:
+            for seat in seats:
+                seat.fate.stride = 0
+                seat.stop()
+            for thread in threads:
+                thread.join(timeout=PATIENCE_S)
+            assert not any(thread.is_alive() for thread in threads), "a server hangs"
+            assert not any(seat.errors for seat in seats), [seat.errors for seat in seats]
+
+
+class MortalCluster(Cluster):
+    def worker(self, rank: int, incarnation: int = 0, wait_timeout_s: float = PATIENCE_S) -> WorkerNode:
+        node = super().worker(rank, incarnation, wait_timeout_s)
+        options = WorkerOptions(wait_timeout_s, reconnect_timeout_s=PATIENCE_S, checks_memory=True)
+        return WorkerNode(node.settings, self.transport, self.addresses, options)
+
+
+@dataclass
+class Trained:
+    """A ledger, a table whose values depend on every push and its order, rows, and work to be dealt out."""
+
+    ledger: Ledger
+    claimed: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    rows: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    values: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+
+    def work(self, node: WorkerNode) -> None:
+        if self.ledger.consistency.backups:  # a worker that is left behind jumps, and would miss a barrier
+            self.ledger.work(node)
+            return
+        spec = table("model", 257, str(self.ledger.consistency), rule=SGD(lr=0.1, momentum=0.9))
+        open_table(node, spec, torch.linspace(-1, 1, 257))
+        rank, seen = node.settings.sender.worker, torch.empty(257)
+        rng = torch.Generator().manual_seed(rank)
+        for _ in range(3):
+            read_values(node, "model", seen, refresh=True)
+            node.client("model").push(seen * 0.5 + torch.randn(257, generator=rng), count=1.0)
+            node.tick()
+        node.rpc.call_all(lambda number: Barrier(number, "begun"), "all workers to have begun")
+        self.claim(node)
+        self.ledger.work(node)
+        rows = self.push_rows(node)
+        node.settle()
+        node.rpc.call_all(lambda number: Barrier(number, "done"), "all workers to be done")
+        self.values[rank] = torch.empty(257)
+        read_values(node, "model", self.values[rank], refresh=True)
+        self.rows[rank] = rows.pull(IDS)
+
+    def claim(self, node: WorkerNode) -> None:
+        """Take pieces of work until none is left."""
+        while True:
+            body = node.rpc.call(0, lambda number: ClaimWork(number, "work", 0, 0, SIZES, (1,)), "a piece of work")
+            answer = read_answer(body).answer
+            if answer.word != "piece":
+                return
+            self.claimed.append((answer.home, answer.index))
+
+    def push_rows(self, node: WorkerNode) -> RowTable:
+        """Add 1 to some rows at each of a few clocks, in a column of this worker."""
+        spec = RowTableSpec("rows", NUM_WORKERS, "float32", Add(), "bsp", "sum", "reject")
+        table = RowTable(spec, node.open_rows(spec, CacheOptions()), node, StepMetrics(Trace(None), 0))
+        for clock in range(3):
+            rows = torch.zeros(len(IDS) - clock, NUM_WORKERS)
+            rows[:, node.settings.sender.worker] = 1.0
+            table.push(IDS[clock:], rows)
+            node.tick()
+        return table
+
+
+def trained(kind: str, policy: str, directory: Path, strides: tuple[int, ...]) -> tuple[Trained, list[Seat]]:
+    directory.mkdir(mode=0o700)
+    job = Trained(Ledger(policy))
+    with mortal_cluster(kind, directory, strides) as (servers, seats):
+        servers.run(NUM_WORKERS, job.work)
+    return job, seats
+
+
+def check(kind: str, policy: str, directory: Path, strides: tuple[int, ...]) -> None:
+    """Kill at every so many points, and compare with what is promised."""
+    job, seats = trained(kind, policy, directory / "killed", strides)
+    assert all(seat.fate.num_kills > 1 for seat in seats)
+    outcomes = job.ledger.expected()
+    if not job.ledger.consistency.backups:
+        assert sorted(job.claimed) == [(home, index) for home, size in enumerate(SIZES) for index in range(size)]
+    if not job.ledger.consistency.backups:
+        assert outcomes.sum() == NUM_WORKERS * NUM_CLOCKS
+        counts = torch.tensor([min(place + 1, 3) for place in range(len(IDS))])
+        assert all(torch.equal(rows, counts[:, None].expand(-1, NUM_WORKERS).float()) for rows in job.rows.values())
+    if policy == "bsp":
+        undisturbed, _ = trained(kind, policy, directory / "undisturbed", (0,) * len(strides))
+        for rank in range(NUM_WORKERS):
+            assert torch.equal(job.values[rank], undisturbed.values[rank])
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy"), [*(("shm", policy) for policy in POLICIES if policy != "bsp"), ("tcp", "bsp")]
+)
+def test_nothing_is_lost_or_doubled_wherever_servers_are_killed(kind: str, policy: str, tmp_path: Path) -> None:
+    check(kind, policy, tmp_path, (83, 149))
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("strides", [(37,), (41, 43), (47, 101), (61,), (53, 59, 67)])
+@pytest.mark.parametrize("kind", CARRIERS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nothing_is_lost_or_doubled_however_often_servers_are_killed(
+    kind: str, policy: str, strides: tuple[int, ...], tmp_path: Path
+) -> None:
+    check(kind, policy, tmp_path, strides)
+
+
+def bare_server(holder: MemoryHolder, told: list[str]) -> ServerNode:
+    """A server that does not run, in the place of the one before."""
+    memory, transport = LastingMemory.connect(holder.theirs), MemoryTransport()
+    settings, listener = ServerSettings(0, 1, workers=(0,)), transport.listen("memory://server")
+    return ServerNode(settings, listener, transport, tuple, Trace(None), memory=memory, tell=told.append)
+
+
+def test_a_server_that_was_killed_while_a_function_ran_is_given_up_and_one_after_that_is_not() -> None:
+    with MemoryHolder() as holder:
+        holder.start()
+        told: list[str] = []
+        server = bare_server(holder, told)
+        assert server._restore() is None
+        server._note_began("w", "a CallFunction")
+        with pytest.raises(CannotGoOn, match="killed during a CallFunction of table 'w'"):
+            bare_server(holder, told)._restore()
+        assert server._journal is not None
+        server._keep_up(server._journal)
+        assert bare_server(holder, told)._restore() is not None
+        assert told == []
+
+
+def test_a_server_without_room_for_what_it_is_told_goes_on_and_says_that_it_is_lost_if_it_is_killed() -> None:
+    with MemoryHolder() as holder:
+        holder.start()
+        told: list[str] = []
+        server = bare_server(holder, told)
+        server._restore()
+        server._write_down(Died(0, 0, "x" * JOURNAL_BYTES), 0.0)
+        server._write_down(Timeout(), 0.0)  # without a journal
+        [line] = told
+        assert line.startswith("the run ends if server 0 is killed: ")
+        assert line.removeprefix("the run ends if server 0 is killed: ").encode() in holder.read(COLD, COLD_BYTES)
+        assert holder.read(JOURNAL, 8) == b""
