@@ -240,15 +240,15 @@ def test_a_push_is_repeated_with_its_identity_to_the_servers_that_have_not_answe
     assert stage.pushed(1) == []
 
 
-def test_a_push_that_a_server_holds_is_repeated_without_its_values(kind: Any) -> None:
+def test_a_push_that_a_server_holds_is_repeated_over_a_new_connection_with_its_values(kind: Any) -> None:
     stage = kind("bsp")
     stage.push()
     with stage.node._changed:
         stage.client.flush_pushes(0)
-    [(push_id, _)] = stage.pushed(0)
-    stage.answer(0, Held(push_id))
+    [sent] = stage.pushed(0)
+    stage.answer(0, Held(sent[0]))
     stage.handle(Connected(0))
-    assert stage.pushed(0) == [(push_id, b"")]
+    assert stage.pushed(0) == [sent]
 
 
 def test_pushes_that_wait_for_a_clock_are_counted_for_that_clock_only(kind: Any) -> None:
