@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -123,3 +124,16 @@ def test_what_is_no_state_is_refused() -> None:
 @dataclass
 class Holder:
     held: Any
+
+
+@dataclass
+class Containers:
+    counts: Counter[str]
+    names: dict[int, tuple[str, ...]]
+
+
+def test_containers_come_back_with_what_they_had() -> None:
+    codec, state = StateCodec(Containers), Containers(Counter({"w": 3, "rows": 1}), {7: ("a", "b")})
+    found = codec.load(msgspec.msgpack.decode(msgspec.msgpack.encode(codec.dump(state))))
+    assert found == state
+    assert found.counts["w"] == 3

@@ -126,5 +126,5 @@ class StateCodec(Generic[T]):
         if name in _CONTAINERS:
             return _CONTAINERS[name](parts)
         if name in _MAPS:
-            return _MAPS[name](zip(parts[::2], parts[1::2], strict=True))
+            return _MAPS[name](dict(zip(parts[::2], parts[1::2], strict=True)))  # a Counter would count the pairs
         raise ProtocolBug(f"the state of a {self._root.__name__} has a part of unknown kind {name!r}")
