@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from paceline.core.events import Died, Timeout
 from paceline.core.messages import PushId
 from paceline.core.settings import ServerSettings
 from paceline.observe.trace import Trace
-from paceline.server.journal import COLD, COLD_BYTES, JOURNAL, JOURNAL_BYTES
+from paceline.server import node
+from paceline.server.journal import COLD, COLD_BYTES, JOURNAL, JOURNAL_BYTES, Journal
 from paceline.server.node import ServerNode
 from paceline.server.recovery import CannotGoOn
 from paceline.server.work_queue import read_answer
@@ -253,6 +255,14 @@ def check(kind: str, policy: str, directory: Path, strides: tuple[int, ...]) -> 
 )
 def test_nothing_is_lost_or_doubled_wherever_servers_are_killed(kind: str, policy: str, tmp_path: Path) -> None:
     check(kind, policy, tmp_path, (83, 149))
+
+
+@pytest.mark.parametrize("stride", [71, 79])
+def test_a_successor_goes_on_from_a_snapshot_as_well(
+    stride: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node, "Journal", partial(Journal, size_bytes=1 << 13))  # a snapshot every few dozen entries
+    check("shm", "bsp", tmp_path, (stride,))
 
 
 @pytest.mark.campaign
