@@ -93,11 +93,11 @@ class Layout:
 
     Args:
         rows: names of boxes; of points too, as "folder@row" for the lines that lead to a folder further down.
-        lines: from and to, each between neighbouring rows.
+        lines: from and to, each between neighbouring rows; sorted, so that every process sums up and draws alike.
     """
 
     rows: list[list[str]]
-    lines: set[tuple[str, str]]
+    lines: list[tuple[str, str]]
     middles: dict[str, float] = field(default_factory=dict[str, float])
 
     @staticmethod
@@ -109,12 +109,12 @@ class Layout:
             rows[height].append(name)
         lines: set[tuple[str, str]] = set()
         for name, below in arrows.items():
-            for to in below:
+            for to in sorted(below):
                 between = [f"{to}@{row}" for row in range(heights[name] - 1, heights[to], -1)]
                 for point, row in zip(between, range(heights[name] - 1, heights[to], -1), strict=True):
                     rows[row] += [] if point in rows[row] else [point]
                 lines |= set(pairwise([name, *between, to]))
-        layout = Layout(rows, lines)
+        layout = Layout(rows, sorted(lines))
         layout._order()
         return layout
 
@@ -156,7 +156,7 @@ def drawn(arrows: Arrows) -> str:
     }
     listed = json.dumps({name: sorted(below) for name, below in sorted(arrows.items())})
     parts = [f"  <metadata>{html.escape(listed, quote=False)}</metadata>"]
-    parts += [_line(layout, tops, line) for line in sorted(layout.lines)]
+    parts += [_line(layout, tops, line) for line in layout.lines]
     parts += [_point(layout, tops, name) for name in sorted(layout.middles) if "@" in name]
     parts += [_box(layout, tops, name) for name in sorted(shown)]
     return "\n".join([*parts, "</svg>", ""])
