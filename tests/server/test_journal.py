@@ -162,5 +162,16 @@ def test_the_process_that_starts_successors_can_read_how_far_a_server_came_and_w
     assert len(memory.regions[COLD]) == COLD_BYTES
 
 
+def test_what_is_kept_no_more_is_not_taken_up_where_the_keeper_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(110, "no answer")
+
+    memory, journal = begun()
+    journal.append(EVENTS[0], 0.0)
+    monkeypatch.setattr(Room, "drop", refuse)
+    journal.close("there is no memory")
+    assert counts(bytes(memory.regions[JOURNAL][:START_BYTES])) == (0, 0)
+
+
 def test_every_event_of_a_server_can_be_written_down() -> None:
     assert set(get_args(ServerEvent)) <= set(journals._CODEC.kinds)

@@ -78,6 +78,19 @@ def test_without_a_holder_there_is_an_error_and_no_wait() -> None:
         LastingMemory.connect(ours)
 
 
+def test_a_late_answer_is_not_taken_for_that_of_another_request() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        memory = LastingMemory(ours, {})
+        ours.settimeout(0.001)
+        with pytest.raises(OSError, match="has not answered"):
+            memory.region("first", 4)
+        theirs.send(b"y")
+        with pytest.raises(OSError, match="has not answered"):
+            memory.region("second", 4)
+        assert not memory.has("second")
+
+
 def test_a_holder_that_can_take_no_more_says_so(holder: MemoryHolder, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = LastingMemory.connect(holder.theirs)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -178,11 +178,13 @@ class Journal:
 
     def close(self, reason: str) -> None:
         """Keep no more, and say why to the process that would start a successor."""
-        for name in (JOURNAL, *SNAPSHOTS):
-            if self.memory.has(name):
-                self.memory.drop(name)
+        # Here and now, as what follows needs an answer of that process: no successor takes up a state that is old.
+        _COUNTS.pack_into(self._entries, 0, 0, 0)
         told = reason.encode(errors="replace")[:COLD_BYTES]
         with suppress(OSError):
+            for name in (JOURNAL, *SNAPSHOTS):
+                if self.memory.has(name):
+                    self.memory.drop(name)
             self.memory.region(COLD, COLD_BYTES)[: len(told)] = told
 
     def read(self) -> tuple[bytes, list[Entry]]:

@@ -11,7 +11,7 @@ import socket
 import threading
 import weakref
 from contextlib import suppress
-from errno import EMFILE, ENOBUFS, EPIPE
+from errno import EMFILE, ENOBUFS, EPIPE, ETIMEDOUT
 from typing import Final, Self, final
 
 from paceline.transport.segments import create_memory
@@ -48,6 +48,7 @@ class LastingMemory:
         self._holder = holder
         self._descriptors = found
         self._mapped: dict[str, memoryview] = {}
+        self._is_silent = False  # a request was not answered
         self.is_successor: Final = bool(found)
         weakref.finalize(self, _close_all, found).atexit = False
 
@@ -115,9 +116,19 @@ class LastingMemory:
             os.close(self._descriptors.pop(name))
 
     def _ask(self, request: bytes, *descriptors: int) -> None:
-        """Send a request, and wait until the holder has done it; raises OSError."""
-        socket.send_fds(self._holder, [request], list(descriptors))
-        if _receive(self._holder)[0] != _KEPT:
+        """Send a request, and wait until the holder has done it; raises OSError.
+
+        After a request without an answer there are no more: its answer could be taken for that of another.
+        """
+        if self._is_silent:
+            raise OSError(ETIMEDOUT, "the process that keeps shared memory has not answered")
+        try:
+            socket.send_fds(self._holder, [request], list(descriptors))
+            answer, _ = _receive(self._holder)
+        except TimeoutError as error:
+            self._is_silent = True
+            raise OSError(ETIMEDOUT, "the process that keeps shared memory has not answered") from error
+        if answer != _KEPT:
             raise OSError(ENOBUFS, "the process that is to keep shared memory cannot take more of it")
 
 
