@@ -113,7 +113,8 @@ def attack(address: str, train: list[bytes], number: int) -> None:
         sock.sendall(train[0])
         for frame in train[1:]:
             sock.sendall(frame)
-        sock.shutdown(socket.SHUT_WR)
+        with suppress(OSError):  # "not connected" where the server has hung up
+            sock.shutdown(socket.SHUT_WR)
         read_to_end(sock)
 
 
