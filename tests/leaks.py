@@ -30,5 +30,6 @@ def nothing_left_behind() -> Iterator[None]:
     gc.collect()
     left = {number: name for number, name in open_descriptors().items() if number not in descriptors}
     assert not left, f"descriptors left open: {left}"
-    assert set(threading.enumerate()) <= threads, "threads left running"
+    running = [thread.name for thread in threading.enumerate() if thread not in threads]
+    assert not running, f"threads left running: {running}"
     assert shared_mappings() <= mappings, "shared memory left mapped"

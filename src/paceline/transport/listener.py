@@ -80,13 +80,14 @@ class StreamListener:
         self._welcome = welcome
         self._limited_log = RateLimitedLog(notice)
         self._changed = threading.Condition()
-        self._shaking: dict[_Client, threading.Thread] = {}  # in the order of their beginning
+        self._shaking: dict[_Client, None] = {}  # in the order of their beginning
         self._arrived: deque[StreamConnection] = deque()
         self._closed = False
         # Used by the listening thread alone: clients that have said nothing, by descriptor, and those that wait for a
-        # place to shake hands in, both in the order of their coming.
+        # place to shake hands in, both in the order of their coming; and the threads of handshakes.
         self._silent: dict[int, _Client] = {}
         self._waiting: list[_Client] = []
+        self._greeters: list[threading.Thread] = []
         self._poller = select.poll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # to end, to tell later, or as a place is free
         sock.setblocking(False)
@@ -117,9 +118,10 @@ class StreamListener:
         for client in [*self._silent.values(), *self._waiting]:
             client.channel.close()
         with self._changed:
-            shaking = dict(self._shaking)
-        for client, thread in shaking.items():
+            shaking = list(self._shaking)
+        for client in shaking:
             client.channel.shut()
+        for thread in self._greeters:
             thread.join()
         os.close(self._wake)
         for connection in self._arrived:
@@ -245,12 +247,14 @@ class StreamListener:
         )
         client.started_s = time.monotonic()
         with self._changed:
-            self._shaking[client] = thread
+            self._shaking[client] = None
+        self._greeters = [*(greeter for greeter in self._greeters if greeter.is_alive()), thread]
         try:
             thread.start()
         except RuntimeError as error:  # this machine gives no more threads
             with self._changed:
                 del self._shaking[client]
+            self._greeters.remove(thread)
             client.channel.close()
             self._complain(error, f"{client.name} was turned away: {error}")
 
@@ -260,7 +264,7 @@ class StreamListener:
         try:
             connection = self._welcome(self._handshake.answer(client.channel, client.deadline), client.name)
         except (PacelineError, EOFError, OSError, OutOfTime) as error:
-            if not self._closed:
+            if not self._closed or isinstance(error, PeerError):  # others may come of the closing itself
                 self._complain(error, f"{client.name} was turned away: {_reason(error)}")
         with self._changed:
             del self._shaking[client]
