@@ -31,3 +31,4 @@ def test_requests_wait_for_the_import_and_others_do_not(monkeypatch: pytest.Monk
     calls.get(timeout=30)()
     assert done == ["first 2", "second"]
     assert not warm.defer((1, 0), NADAM, lambda: done.append("third"))
+    warm.close(30)
