@@ -22,8 +22,7 @@ from paceline.transport.buffers import (
     map_private,
 )
 from paceline.transport.deadline import seconds
-from paceline.transport.peer_memory import PeerMemory
-from paceline.transport.segments import Segments, create_memory
+from paceline.transport.segments import PeerMemory, Segments, create_memory
 
 # A sender waits while this much is unread, as with a full socket. Only copied bodies count, not the senders' memory.
 _MAX_UNREAD_FRAMES: Final = 4096

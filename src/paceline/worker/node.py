@@ -17,9 +17,8 @@ from paceline.core.settings import WorkerSettings
 from paceline.core.worker import WorkerCore, WorkerEvent
 from paceline.errors import PeerError, Refused, ServerLost, UsageError
 from paceline.transport.base import EMPTY, Frame, Transport
-from paceline.update.placement import spans
+from paceline.update.placement import RowSharding, spans
 from paceline.update.rows.ops import row_ops, tell_of_refused_library
-from paceline.update.rows.sharding import RowSharding
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.table import TableSpec
 from paceline.wire.bounds import MAX_JOINED_BYTES

@@ -18,9 +18,9 @@ from paceline.errors import PacelineError, ProtocolBug, UsageError
 from paceline.transport.base import EMPTY
 from paceline.update.filters.pipeline import FilteredPush
 from paceline.update.filters.traffic import RowTraffic, WireBytes
+from paceline.update.placement import RowSharding
 from paceline.update.rows.ops import RowOps
 from paceline.update.rows.pending import PendingRows
-from paceline.update.rows.sharding import RowSharding
 from paceline.update.table import Hyper
 from paceline.wire.bounds import MAX_IDS
 from paceline.wire.messages import KeysWanted, PullFrame, PushFrame, RowPullFrame, RowsUsed, Unsubscribe

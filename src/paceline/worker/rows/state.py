@@ -11,10 +11,9 @@ from paceline.errors import UsageError
 from paceline.update.filters.key_cache import KeyLists, digest, key_lists_of
 from paceline.update.filters.pipeline import FilterPipeline
 from paceline.update.filters.traffic import RowTraffic
-from paceline.update.placement import torch_dtype
+from paceline.update.placement import RowSharding, torch_dtype
 from paceline.update.rows.layout import use_columns
 from paceline.update.rows.rules import row_rule
-from paceline.update.rows.sharding import RowSharding
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.table import Hyper
 from paceline.wire.messages import Keys
