@@ -326,7 +326,7 @@ class MemoryTransport:
     """Carries frames between threads; only connections made through the same instance meet.
 
     With `maps`, an allocated body arrives as a private mapping, as between processes; else as the memory itself. When
-    shared memory is not to be had, such bodies are copied.
+    shared memory is not available, such bodies are copied.
 
     >>> transport = MemoryTransport()
     >>> listener = transport.listen("memory://server-0")

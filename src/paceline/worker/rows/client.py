@@ -410,7 +410,7 @@ class RowClient:
     def _parts(self, filtered: FilteredPush) -> dict[int, RowPushPart]:
         """Split a push by server, without empty parts unless they count in the mean of a clock."""
         state, echo = self.state, self._echo(filtered.ids)
-        everywhere = state.counts_everyone
+        everywhere = state.counts_all_workers
         if self.sharding.num_servers == 1:
             if not (everywhere or filtered.ids.numel()):
                 return {}

@@ -93,7 +93,7 @@ class RowTableState:
         return self.consistency.visible == "on_clock"
 
     @property
-    def counts_everyone(self) -> bool:
+    def counts_all_workers(self) -> bool:
         """Whether a push counts even on servers that get no rows of it: in the mean of a clock."""
         return self.is_held and self.spec.scale != "sum"
 
