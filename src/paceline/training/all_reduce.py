@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
 
+from paceline.core.calls import shown
 from paceline.errors import UsageError
 from paceline.training.all_reduce_parts import CombinedOptimizer
 from paceline.training.collective_optimizer import CollectiveOptimizer, checked_weight
@@ -18,6 +19,8 @@ from paceline.training.ddp import DDPReplica, DDPSettings
 from paceline.training.flat import segments_of
 from paceline.training.state import checked_by_all
 from paceline.training.strategy import Distributed, Settings, TrainingJob, require_fresh
+
+_MOST_MB: Final = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +37,10 @@ class AllReduce:
 
     def __post_init__(self) -> None:
         """Validate the bucket size."""
-        if self.bucket_mb <= 0:
-            raise UsageError(f"bucket_mb is {self.bucket_mb:g}, expected more than 0.")
+        if not 0 < self.bucket_mb <= _MOST_MB:
+            raise UsageError(f"bucket_mb is {self.bucket_mb:g}, expected more than 0 and at most {_MOST_MB:g}.")
+        if not isinstance(self.unused, bool):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+            raise UsageError(f"unused is {shown(self.unused)}, expected True or False.")
 
     def distribute(
         self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: TrainingJob
