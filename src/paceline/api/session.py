@@ -220,7 +220,7 @@ class Session:
                 )
             if not isinstance(cache_rows, int) or cache_rows < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise UsageError(f"table '{name}': cache_rows is {brief(cache_rows)}, expected 0 (no limit) or more.")
-            if isinstance(life, dict):  # pyright: ignore[reportUnnecessaryIsInstance] - of the same fields to an encoder
+            if isinstance(life, dict | None):  # pyright: ignore[reportUnnecessaryIsInstance] - of the same fields to an encoder
                 raise UsageError(f"table '{name}': life is {brief(life)}, expected paceline.Lifecycle(...).")
             options = CacheOptions(cache, cache_rows, read_my_writes, communication)
             row_spec = declared.rows(rows, init, life, tuple(filters))
@@ -256,6 +256,11 @@ class Session:
             ...     ps.pull(a, b)
             [tensor([1., 2.]), tensor([0., 0.])]
         """
+        for index, table in enumerate(tables):
+            if not isinstance(table, Table):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+                raise UsageError(
+                    f"pull: argument {index + 1} is {brief(table)}, expected a table with a shape, of ps.table()."
+                )
         with self.metrics.communicating():
             last = len(tables) - 1
             started = [table.start_read(more=number < last) for number, table in enumerate(tables)]

@@ -179,7 +179,7 @@ class ServerCore:
             return "has not joined yet"
         if life.lease_until is not None:
             return "has lost its connection"
-        return f"is at clock {self._clocks.of(worker)}, in no call that waits: it computes, or is stopped"
+        return f"is at clock {self._clocks.of(worker)}, in no call that waits: computing, or stopped"
 
     # -- pushes ------------------------------------------------------------------------------------------------------
 

@@ -591,7 +591,8 @@ class ServerNode:
         try:
             self._journal = journal = Journal(self.memory)
         except OSError as error:
-            self.tell(f"the run ends if server {self.settings.server} is killed: {error.strerror}")
+            why = f"memory that outlives it cannot be made ({error.strerror}; /dev/shm full, or `ulimit -f`?)"
+            self.tell(f"the run ends if server {self.settings.server} is killed: {why}")
             return None
         if journal.is_new:
             self._write_snapshot(journal)

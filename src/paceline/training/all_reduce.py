@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.core.calls import shown
 from paceline.errors import UsageError
 from paceline.model_parallel.parallelize import Parallel
 from paceline.observe.notices import tell
@@ -32,6 +33,8 @@ from paceline.training.state import checked_by_all
 from paceline.training.strategy import Distributed, Settings, TrainingJob, require_fresh
 from paceline.update.summing import num_nonfinite
 
+_MOST_MB: Final = 1e6
+
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
@@ -47,8 +50,10 @@ class AllReduce:
 
     def __post_init__(self) -> None:
         """Validate the bucket size."""
-        if self.bucket_mb <= 0:
-            raise UsageError(f"bucket_mb is {self.bucket_mb:g}, expected more than 0.")
+        if not 0 < self.bucket_mb <= _MOST_MB:
+            raise UsageError(f"bucket_mb is {self.bucket_mb:g}, expected more than 0 and at most {_MOST_MB:g}.")
+        if not isinstance(self.unused, bool):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+            raise UsageError(f"unused is {shown(self.unused)}, expected True or False.")
 
     def distribute(
         self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: TrainingJob
