@@ -20,8 +20,8 @@ from paceline.data.partition import Sharding
 from paceline.data.slicing import Slicing
 from paceline.data.sources.reader import SessionReaders
 from paceline.errors import PacelineError, UsageError
-from paceline.launch.preemption import PreemptionNotice
 from paceline.launch.script_exit import ended_well
+from paceline.launch.signals import PreemptionNotice
 from paceline.model_parallel.arrangement import Arrangement
 from paceline.observe.notices import CLOCK_ADVICE
 from paceline.training.embedding_gradients import EmbeddingLookups

@@ -382,7 +382,7 @@ class Trace:
     def __init__(self, path: Path | None, max_bytes: int = 0, tell: Callable[[str], None] = tell_on_stderr) -> None:
         self._lock = Lock()
         self._encoder = msgspec.json.Encoder()
-        # Invariant: in the order of record(); empty when there is no file.
+        # Invariant: in the order of record(); empty without a file.
         self._buffer: list[Record] = []
         self._flushed_t = 0.0
         self._file = None if path is None else TraceFile(path, max_bytes, tell)

@@ -713,8 +713,8 @@ class ServerNode:
     # -- the record --------------------------------------------------------------------------------------------------
 
     def _record_handled(self, event: ServerEvent, effects: list[ServerEffect]) -> None:
-        who, done = f"server {self.settings.server}", [_as_data(effect) for effect in effects]
-        self.trace.record(records.Handled(time.monotonic(), who, _as_data(event), done))
+        name, done = f"server {self.settings.server}", [_as_data(effect) for effect in effects]
+        self.trace.record(records.Handled(time.monotonic(), name, _as_data(event), done))
 
 
 def _as_data(value: ServerEvent | ServerEffect | Message) -> dict[str, object]:
