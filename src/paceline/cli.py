@@ -8,9 +8,9 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, get_args
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, ArgumentCollection, CycloptsError
 
 from paceline import __version__
 from paceline.errors import PacelineError, UsageError
@@ -48,7 +48,30 @@ app.command("paceline.serve.command:serve", name="serve", help="Serve jobs that 
 app.command("paceline.tools.plan.command:plan", name="plan", help="Say what fits where, and how to distribute.")
 
 
-app.config = (take_config,)
+def check_values(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Raise UsageError for a fraction where a whole number is expected, which cyclopts would round, and for no text."""
+    for argument in arguments:
+        kinds = (argument.hint, *get_args(argument.hint))
+        for token in argument.tokens:
+            if "\0" in token.value:
+                raise UsageError(f"{argument.name} is {token.value[:40]!r}, expected a text without zero bytes")
+            if int in kinds and float not in kinds and is_fraction(token.value):
+                raise UsageError(f"{argument.name} is {token.value[:40]}, expected a whole number")
+
+
+def is_fraction(text: str) -> bool:
+    """Return whether a text is a number, but not a whole one.
+
+    >>> is_fraction("1.5"), is_fraction("2.0"), is_fraction("x")
+    (True, False, False)
+    """
+    try:
+        return not float(text).is_integer()
+    except ValueError:
+        return False
+
+
+app.config = (take_config, check_values)
 
 
 def main() -> None:
