@@ -121,7 +121,7 @@ def plan_launches(run: LocalRun, programs: Programs, run_dir: Path, environment:
     data_servers = [
         _plan_serving("data", rank, programs.data_server, run_dir, importing) for rank in range(run.num_data_servers)
     ]
-    cores, is_fresh = cores_here(), sets_variables(run.script)
+    cores, is_fresh = cores_here(), sets_variables(run.script.absolute(), run.folder)
     workers = [
         Launch(
             role="worker",
