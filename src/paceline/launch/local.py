@@ -41,6 +41,7 @@ from paceline.observe.trace import UNNAMED_TRACE_BYTES
 GUARD_TIMEOUT_S: Final = 5.0
 TRACE_NAME: Final = "trace"
 IN_USE: Final = "the run directory {} is not empty; name a new one, or remove it"
+LEAST_JOIN_TIMEOUT_S: Final = 60.0
 DEBUG_PATIENCE_S: Final = 7 * 24 * 3600.0  # how long all wait for a worker that a debugger has stopped
 
 
@@ -191,7 +192,11 @@ def make_temporary() -> Path:
 
 
 def make_spec(run: LocalRun, run_dir: Path) -> ClusterSpec:
-    """Return what the processes of this run must agree on."""
+    """Return what the processes of this run must agree on.
+
+    A worker that prepares its data before it joins is waited for as in any wait: servers hear of those that have ended.
+    """
+    timeout_s = wait_timeout_s() if run.timeout_s is None else run.timeout_s
     spec = ClusterSpec(
         job=secrets.token_hex(8),
         num_workers=run.num_workers,
@@ -202,7 +207,8 @@ def make_spec(run: LocalRun, run_dir: Path) -> ClusterSpec:
         scale=run.scale,
         strategy=run.strategy,
         trace=run.trace,
-        wait_timeout_s=wait_timeout_s() if run.timeout_s is None else run.timeout_s,
+        join_timeout_s=max(LEAST_JOIN_TIMEOUT_S, timeout_s),
+        wait_timeout_s=timeout_s,
         grace_s=run.grace_s,
         shares=run.shares,
         server_threads=run.server_threads,

@@ -20,7 +20,7 @@ from paceline.launch.forkserver import FORK_TIMEOUT_S, GO, READY
 from paceline.launch.forkserver.subreaper import adopting
 from paceline.stopwatch import Stopwatch
 
-READY_TIMEOUT_S: Final = 30.0
+READY_TIMEOUT_S: Final = 120.0  # each process would import torch by itself then, on a machine that is busy already
 
 
 @final
