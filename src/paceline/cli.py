@@ -15,6 +15,7 @@ from cyclopts import App, ArgumentCollection, CycloptsError
 from paceline import __version__
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.limits import explain, is_shortage
+from paceline.launch.output import occupy_closed_streams
 from paceline.tools.run import run, take_config
 
 TRACEBACK_FLAG: Final = "--traceback"
@@ -76,6 +77,7 @@ app.config = (take_config, check_values)
 
 def main() -> None:
     """Run the command line and exit: 0, 2 for a usage error, 1 for another failure, or the job's exit code."""
+    occupy_closed_streams()
     sys.exit(answer(sys.argv[1:]))
 
 

@@ -11,7 +11,9 @@ from typing import Literal
 import pytest
 
 from paceline.launch.child import Launch
+from paceline.launch.local import make_spec
 from paceline.launch.output import Console
+from paceline.launch.plan import LocalRun
 from paceline.launch.policy import EXIT_LOST, Policy
 from paceline.launch.signals import Signals
 from paceline.launch.supervise import Exits, SupervisionConfig, Supervisor
@@ -120,6 +122,25 @@ def test_servers_have_a_time_to_start(tmp_path: Path, capsys: pytest.CaptureFixt
 
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.endswith("server 0 did not say where it listens within 30 s (missing: server 0)")
+
+
+def test_servers_that_still_start_when_the_run_ends_are_killed_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = Machine(deque([0.25] * 200))
+
+    assert run(machine, tmp_path) == 1
+
+    server = next(member for member in machine.members if member.name == "server 0")
+    assert server.is_killed
+    assert "server 0 had not ended" not in capsys.readouterr().err
+
+
+def test_a_worker_that_prepares_its_data_before_it_joins_is_waited_for_as_in_any_wait(tmp_path: Path) -> None:
+    def join_timeout_s(timeout_s: float | None) -> float:
+        return make_spec(LocalRun(script=tmp_path / "script.py", timeout_s=timeout_s), tmp_path).join_timeout_s
+
+    assert [join_timeout_s(given) for given in (None, 1800.0, 5.0)] == [600.0, 1800.0, 60.0]
 
 
 def test_the_last_line_of_a_run_whose_worker_wrote_nothing_says_what_happened(

@@ -21,7 +21,7 @@ from paceline.job.environment import (
     inherited,
     wait_timeout_s,
 )
-from paceline.job.folders import require_own
+from paceline.job.folders import require_own, require_text
 from paceline.job.machines import cores_here
 from paceline.job.spec import ClusterSpec, write_token
 from paceline.job.strategy import Distribution
@@ -40,6 +40,8 @@ from paceline.observe.trace import UNNAMED_TRACE_BYTES
 
 GUARD_TIMEOUT_S: Final = 5.0
 TRACE_NAME: Final = "trace"
+IN_USE: Final = "the run directory {} is not empty; name a new one, or remove it"
+LEAST_JOIN_TIMEOUT_S: Final = 60.0
 DEBUG_PATIENCE_S: Final = 7 * 24 * 3600.0  # how long all wait for a worker that a debugger has stopped
 
 
@@ -136,7 +138,10 @@ def guarded_folder(wanted: Path | None) -> Generator[tuple[Path, Guard]]:
     """Have a folder for a run, and a guard over its processes, which clears up even if this process is killed."""
     run_dir, temporary = prepare_run_dir(wanted), wanted is None
     try:
+        (run_dir / TRACE_NAME).mkdir()  # of two launchers that begin at once, one can
         guard = Guard(run_dir, temporary=temporary)
+    except FileExistsError as error:  # nothing is cleared: it is the other's
+        raise UsageError(IN_USE.format(run_dir)) from error
     except OSError:
         clear(run_dir, temporary=temporary)
         raise
@@ -156,12 +161,13 @@ def prepare_run_dir(wanted: Path | None) -> Path:
     if wanted is None:
         return make_temporary()
     run_dir = wanted.absolute()
+    require_text(run_dir)
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         require_own(run_dir)
         run_dir.chmod(0o700)  # first: no other user puts something into it from here on
         if any(run_dir.iterdir()):
-            raise UsageError(f"the run directory {run_dir} is not empty; name a new one, or remove it")
+            raise UsageError(IN_USE.format(run_dir))
     except OSError as error:
         raise UsageError(f"cannot use the run directory {run_dir}: {error.strerror}") from error
     return run_dir
@@ -173,7 +179,9 @@ def make_temporary() -> Path:
     Raises UsageError where none can be made.
     """
     try:
-        remove_abandoned(Path(tempfile.gettempdir()))
+        place = Path(tempfile.gettempdir())
+        require_text(place)
+        remove_abandoned(place)
         return Path(tempfile.mkdtemp(prefix=PREFIX))
     except OSError as error:
         named = f"{error.filename}: " if error.filename else ""
@@ -184,7 +192,11 @@ def make_temporary() -> Path:
 
 
 def make_spec(run: LocalRun, run_dir: Path) -> ClusterSpec:
-    """Return what the processes of this run must agree on."""
+    """Return what the processes of this run must agree on.
+
+    A worker that prepares its data before it joins is waited for as in any wait: servers hear of those that have ended.
+    """
+    timeout_s = wait_timeout_s() if run.timeout_s is None else run.timeout_s
     spec = ClusterSpec(
         job=secrets.token_hex(8),
         num_workers=run.num_workers,
@@ -195,7 +207,8 @@ def make_spec(run: LocalRun, run_dir: Path) -> ClusterSpec:
         scale=run.scale,
         strategy=run.strategy,
         trace=run.trace,
-        wait_timeout_s=wait_timeout_s() if run.timeout_s is None else run.timeout_s,
+        join_timeout_s=max(LEAST_JOIN_TIMEOUT_S, timeout_s),
+        wait_timeout_s=timeout_s,
         grace_s=run.grace_s,
         shares=run.shares,
         server_threads=run.server_threads,
@@ -212,7 +225,6 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
     write_token(run_dir)
     spec.write(run_dir / SPEC_NAME)
     trace_folder = run_dir / TRACE_NAME
-    trace_folder.mkdir()
     config = SupervisionConfig(
         policy=run.policy,
         start_timeout_s=run.start_timeout_s,

@@ -476,6 +476,8 @@ class Supervisor:
     def _stop_servers(self) -> None:
         self._servers_stopped = True
         servers = self._alive("server") + self._alive("data")
+        if self._ending is not None and not self._met:  # they hold nothing, and hear nothing before they have started
+            self._kill(servers)
         for server in servers:
             server.send_line("stop")
         grace_s = self._config.grace_s

@@ -93,7 +93,8 @@ def test_a_script_cannot_tell_that_its_process_was_forked(
 ) -> None:
     script = write_script(tmp_path, LOOK)
     folders = os.pathsep.join(filter(None, [ENVIRONMENT.get("PYTHONPATH"), f"{tmp_path}/x"]))
-    changed = {"ODD": os.fsdecode(b"\xff\n"), "PYTHONPATH": folders, "HOME": ""}
+    large = {f"LARGE_{number}": "x" * 100_000 for number in range(5)}  # more than a socket takes at once
+    changed = {"ODD": os.fsdecode(b"\xff\n"), "PYTHONPATH": folders, "HOME": "", **large}
     environment = {name: value for name, value in ENVIRONMENT.items() if name != "PATH"} | changed
     launch = replace(plan(script, "-x", "a b"), environment=environment)
 

@@ -1,8 +1,8 @@
 """The fork server: `python -m paceline.launch.forkserver.child RUN_DIR PRELOADED SCRIPT`.
 
-Standard input is a socket from the launcher. Each message asks for one process, which runs as `python -m MODULE` would:
-with its own streams, environment, arguments, import path, session and random state. PRELOADED is the module that is
-imported before the first fork. RUN_DIR only shows in a list of processes.
+Standard input is a socket from the launcher. Each message asks for one process, and brings a file with its command and
+environment. It runs as `python -m MODULE` would: with its own streams, environment, arguments, import path, session and
+random state. PRELOADED is the module that is imported before the first fork. RUN_DIR only shows in a list of processes.
 """
 
 import ctypes
@@ -94,7 +94,6 @@ def _joined(words: Iterable[str]) -> bytes:
     return b"".join(os.fsencode(word) + b"\0" for word in words)
 
 
-REQUEST_BYTES_MAX: Final = 1024 * 1024  # more than a socket takes as one message
 NUM_STREAMS: Final = 3
 
 
@@ -179,12 +178,15 @@ def may_fork() -> bool:
 def serve_requests(requests: socket.socket) -> ForkedProcess | None:
     """Block, forking a process for each request; returns in each of these, and None once no more is asked for."""
     while True:
-        message, descriptors, _, _ = socket.recv_fds(requests, REQUEST_BYTES_MAX, NUM_STREAMS + 2)
+        message, descriptors, _, _ = socket.recv_fds(requests, len(GO), NUM_STREAMS + 3)
         if not message:
             return None
         if _fork_orphan():
+            request, *descriptors = descriptors
             streams, (channel, *memory) = descriptors[:NUM_STREAMS], descriptors[NUM_STREAMS:]
-            asked = json.loads(message)
+            with open(request, "rb") as file:
+                file.seek(0)  # the launcher has written it with the same position
+                asked = json.load(file)
             return ForkedProcess(
                 tuple(asked["command"]),
                 asked["environment"],

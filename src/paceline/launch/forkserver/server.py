@@ -20,7 +20,7 @@ from paceline.launch.forkserver import FORK_TIMEOUT_S, GO, READY
 from paceline.launch.forkserver.subreaper import adopting
 from paceline.stopwatch import Stopwatch
 
-READY_TIMEOUT_S: Final = 30.0
+READY_TIMEOUT_S: Final = 120.0  # each process would import torch by itself then, on a machine that is busy already
 
 
 @final
@@ -86,8 +86,10 @@ class ForkServer:
         return start_process(launch)
 
     def _fork(self, launch: Launch) -> Forked:
-        request = json.dumps({"command": launch.command, "environment": launch.variables}).encode()
         with ExitStack() as given, ExitStack() as kept:
+            request = given.enter_context(open(os.memfd_create("request"), "wb"))  # of any size
+            request.write(json.dumps({"command": launch.command, "environment": launch.variables}).encode())
+            request.flush()
             channel, theirs = map(given.enter_context, socket.socketpair())
             if launch.takes_orders:
                 orders, stdin = _pipe(given, kept)
@@ -97,9 +99,9 @@ class ForkServer:
             stderr, err = _pipe(kept, given)
             self._requests.settimeout(FORK_TIMEOUT_S)
             channel.settimeout(FORK_TIMEOUT_S)
-            files = [file.fileno() for file in (orders, out, err, theirs)]
+            files = [file.fileno() for file in (request, orders, out, err, theirs)]
             with adopting():
-                socket.send_fds(self._requests, [request], files if launch.memory is None else [*files, launch.memory])
+                socket.send_fds(self._requests, [GO], files if launch.memory is None else [*files, launch.memory])
                 theirs.close()  # so that the channel ends with the fork server
                 pid = _read_pid(channel)
             pin(pid, launch.cores)
