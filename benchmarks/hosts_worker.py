@@ -2,7 +2,7 @@
 
 Its tables are chunks of the model. Each is pushed and its values are asked for before the next one is pushed, in a
 clock of its own; so while chunks are on their way to servers, others come from them. A chunk is pushed again once its
-values have come, as by who computes with them.
+values have come, as by the worker that computes with them.
 """
 
 import argparse

@@ -111,7 +111,7 @@ def test_bad_input_is_one_clear_line(line: str, message: str, capsys: pytest.Cap
     assert "Traceback" not in captured.err
 
 
-def test_a_traceback_is_shown_to_those_who_ask(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_traceback_is_shown_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.answer(["run", "--traceback", "/nowhere/train.py"]) == 2
 
     assert "Traceback (most recent call last)" in capsys.readouterr().err

@@ -50,7 +50,7 @@ def test_a_server_that_dies_again_and_again_before_it_has_done_anything_is_given
     assert "5 times in a row before it had done anything more" in successors.objection(0)
 
 
-def test_a_life_that_serves_pardons_those_before(successors: Successors) -> None:
+def test_a_life_that_serves_clears_the_failures_before(successors: Successors) -> None:
     live(successors, 0, NUM_ENTRIES)
     for _ in range(3):
         for _ in range(MAX_FRUITLESS - 1):

@@ -64,7 +64,7 @@ class Machine:
     now_s: float = 1000.0
     members: list[Member] = field(default_factory=list[Member])
     worker_code: int = 0
-    dying: list[str] = field(default_factory=list[str])  # who is killed once, when all have met
+    dying: list[str] = field(default_factory=list[str])  # killed once, when all have met
     has_met: bool = False
     objection_of: Callable[[int], str] | None = None  # why a server has no successor
 

@@ -174,7 +174,7 @@ def test_a_place_must_be_writable_and_of_the_size_of_the_body(pair: Pair, wanted
         pair.server.receive(timeout_s=30, place=lambda *_: wanted)
 
 
-def test_whoever_finds_no_place_may_end_the_connection(pair: Pair) -> None:
+def test_a_receiver_that_finds_no_place_may_end_the_connection(pair: Pair) -> None:
     def place(header: bytes, size_bytes: int) -> memoryview:
         raise PeerError(f"no reader wants {size_bytes} bytes of {header!r}")
 
@@ -228,7 +228,7 @@ def test_receive_ends_at_its_deadline_and_the_connection_lives_on(pair: Pair) ->
     assert pair.client.receive(timeout_s=30).header == b"late"
 
 
-def test_send_ends_at_its_deadline_when_nobody_receives(pair: Pair) -> None:
+def test_send_ends_at_its_deadline_without_a_receiver(pair: Pair) -> None:
     body = memoryview(bytes(1 << 16))
 
     def fill() -> None:
@@ -481,7 +481,7 @@ def test_nothing_is_sent_where_one_would_wait(pair: Pair) -> None:
     assert pair.server.receive(timeout_s=30).header == b"after"
 
 
-def test_a_closed_connection_says_so_to_those_who_try(pair: Pair) -> None:
+def test_a_closed_connection_refuses_to_be_used(pair: Pair) -> None:
     pair.client.close()
     with pytest.raises(ConnectionLost):
         pair.client.try_send([(b"a", EMPTY), (b"b", EMPTY)], timeout_s=30)

@@ -18,7 +18,7 @@ from tests.launch.launching import processes_of, wait_gone
 
 from paceline.job.environment import child_environment, fork_server_environment
 from paceline.launch.child import Launch, Process
-from paceline.launch.forkserver import server as nurseries
+from paceline.launch.forkserver import server as server_module
 from paceline.launch.forkserver.child import import_path
 from paceline.launch.forkserver.server import Forked, ForkServer
 from paceline.launch.guard import clear
@@ -200,7 +200,7 @@ def test_processes_are_started_without_it_when_it_was_killed(when: str, tmp_path
 
 
 def test_one_that_answers_too_late_starts_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nurseries, "FORK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(server_module, "FORK_TIMEOUT_S", 0.1)
     script = write_script(tmp_path, "with open(__file__ + '.count', 'a') as file: print('here', file=file)")
     fork_server, process = open_fork_server(tmp_path)
     with fork_server:
@@ -218,7 +218,7 @@ def test_one_that_answers_too_late_starts_nothing_twice(tmp_path: Path, monkeypa
 # -- whole runs ------------------------------------------------------------------------------------------------------
 
 
-def nurseries_of(run_dir: Path) -> set[int]:
+def fork_servers_of(run_dir: Path) -> set[int]:
     found = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_of(run_dir)}
     return {pid for pid, command in found.items() if b"paceline.launch.forkserver.child" in command}
 
@@ -230,7 +230,7 @@ PAUSE = "import signal\nprint('begin', flush=True)\nwhile True: signal.sigtimedw
 def test_kill_9_of_the_launcher_takes_the_fork_server_along(guarded: bool, tmp_path: Path) -> None:
     with running(tmp_path / "run", write_script(tmp_path, PAUSE), options=("-n", "2")) as run:
         run.wait_for("begin", times=2)
-        family, [fork_server] = run.family(), nurseries_of(run.run_dir)
+        family, [fork_server] = run.family(), fork_servers_of(run.run_dir)
         assert len(os.listdir(f"/proc/{fork_server}/task")) == 1, "what forks must not have threads"
         if not guarded:
             [guard] = [pid for pid in family if b"guard.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
