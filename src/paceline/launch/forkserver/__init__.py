@@ -4,5 +4,6 @@ from typing import Final
 
 # What the two ends say to each other, and how long each waits for the other.
 READY: Final = b"ready"
-GO: Final = b"go"
+FORK: Final = b"fork"
+REQUEST_BYTES_MAX: Final = 1024 * 1024  # more than a socket takes as one message
 FORK_TIMEOUT_S: Final = 10.0
