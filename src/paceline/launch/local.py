@@ -59,12 +59,12 @@ class LocalBackend:
         outlets: Outlets,
         orphans: Orphans,
         *,
-        keeps_spare: bool = False,
+        keeps_spares: bool = False,
     ) -> None:
         """Have the guard watch over all that is started; a signal makes `wakeup_fd` readable.
 
-        While an outlet is full, what processes write there is left to wait. With `keeps_spare`, a process is forked
-        ahead for the next server.
+        While an outlet is full, what processes write there is left to wait. With `keeps_spares`, processes are forked
+        ahead for the next servers.
         """
         self._console = console
         self._guard = guard
@@ -73,7 +73,7 @@ class LocalBackend:
         self._pump = Pump(wakeup_fd, outlets)
         self._orphans = orphans
         self._pipes: dict[Child, Sequence[Pipe]] = {}
-        self._keeps_spare = keeps_spare
+        self._keeps_spares = keeps_spares
         self._started_s = math.inf  # when the last process was started
 
     def prepare(self) -> Sequence[Member]:
@@ -94,7 +94,7 @@ class LocalBackend:
 
     def wait(self, timeout_s: float) -> None:
         """Block until a process writes or ends, or a signal comes."""
-        if self._keeps_spare and self._fork_server is not None and time.monotonic() - self._started_s > SPARE_AFTER_S:
+        if self._keeps_spares and self._fork_server is not None and time.monotonic() - self._started_s > SPARE_AFTER_S:
             self._fork_server.prepare_spare()
         self._pump.wait(timeout_s)
         self._orphans.reap([child.pid for child in self._pipes])
@@ -245,9 +245,9 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
             open_fork_server(run, programs, run_dir, environment) as fork_server,
             open_successors(run) as successors,
         ):
-            keeps_spare = successors is not None
+            keeps_spares = successors is not None
             backend = LocalBackend(
-                console, guard, signals.wakeup_fd, fork_server, outlets, orphans, keeps_spare=keeps_spare
+                console, guard, signals.wakeup_fd, fork_server, outlets, orphans, keeps_spares=keeps_spares
             )
             exits = Exits(console, display, run_dir)
             supervisor = Supervisor(

@@ -21,7 +21,7 @@ from paceline.launch.child import Launch, Process
 from paceline.launch.entry import EXIT_CODE
 from paceline.launch.forkserver import server as nurseries
 from paceline.launch.forkserver.child import import_path
-from paceline.launch.forkserver.server import Forked, ForkServer
+from paceline.launch.forkserver.server import NUM_SPARES, Forked, ForkServer
 from paceline.launch.guard import clear
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a launcher adopt what others fork")
@@ -118,28 +118,28 @@ def order(script: Path) -> Launch:
     return replace(plan(script), role="data")
 
 
-def test_a_process_that_takes_orders_may_be_forked_ahead(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_processes_that_take_orders_may_be_forked_ahead(fork_server: ForkServer, tmp_path: Path) -> None:
     script = write_script(tmp_path, "import os\nprint(os.getpid(), os.environ['ODD'], end='')")
-    fork_server.prepare_spare()
-    fork_server.prepare_spare()  # there is one
-    spare = fork_server._spare
-    assert spare is not None
+    for _ in range(NUM_SPARES + 1):  # then there are enough
+        fork_server.prepare_spare()
+    spares = [spare.process.pid for spare in fork_server._spares]
 
     other = fork_server.start(plan(script))
-    ahead, later = (
-        fork_server.start(replace(order(script), environment={**ENVIRONMENT, "ODD": odd})) for odd in ("a", "b")
-    )
+    started = [
+        fork_server.start(replace(order(script), environment={**ENVIRONMENT, "ODD": str(number)}))
+        for number in range(NUM_SPARES + 1)
+    ]
 
-    assert end(ahead) == (0, f"{spare.process.pid} a", "")
-    assert end(later) == (0, f"{later.pid} b", "")
-    assert len({spare.process.pid, other.pid, later.pid}) == 3
+    for number, process in enumerate(started):
+        assert end(process) == (0, f"{process.pid} {number}", "")
+    assert [process.pid for process in started[:NUM_SPARES]] == spares[::-1]
+    assert len({process.pid for process in (other, *started)}) == NUM_SPARES + 2
     assert end(other)[0] == 1  # its environment lacks the variable
 
 
 def test_a_process_that_was_forked_ahead_and_killed_is_replaced(fork_server: ForkServer, tmp_path: Path) -> None:
     fork_server.prepare_spare()
-    spare = fork_server._spare
-    assert spare is not None
+    [spare] = fork_server._spares
     os.kill(spare.process.pid, signal.SIGKILL)
     assert spare.process.wait() == -9
 
@@ -154,8 +154,7 @@ def test_a_process_that_was_forked_ahead_ends_with_its_fork_server(tmp_path: Pat
     with fork_server:
         wait_settled(fork_server, process)
         fork_server.prepare_spare()
-        spare = fork_server._spare
-        assert spare is not None
+        [spare] = fork_server._spares
     assert spare.process.wait() == EXIT_CODE
     assert end(process) == (0, "", "")
 

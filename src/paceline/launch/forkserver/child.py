@@ -189,7 +189,11 @@ def serve_requests(requests: socket.socket) -> ForkedProcess | None:
         message, descriptors, _, _ = socket.recv_fds(requests, len(FORK), NUM_STREAMS + 1)
         if not message:
             return None
-        if _fork_orphan():
+        try:
+            is_forked = _fork_orphan()
+        except OSError:  # no process is to be had: the launcher hears of it as the channel ends
+            is_forked = False
+        if is_forked:
             *streams, channel = descriptors
             return ForkedProcess(tuple(streams), socket.socket(fileno=channel))
         for descriptor in descriptors:
@@ -204,8 +208,11 @@ def _fork_orphan() -> bool:
         if between:
             os.waitpid(between, 0)
             return False
-        if os.fork():
-            os._exit(0)
+        try:
+            if os.fork():
+                os._exit(0)
+        except OSError:
+            os._exit(EXIT_CODE)
         return True
 
 

@@ -21,6 +21,7 @@ from paceline.launch.forkserver.subreaper import adopting
 from paceline.stopwatch import Stopwatch
 
 READY_TIMEOUT_S: Final = 30.0
+NUM_SPARES: Final = 2  # for two servers at once, or one that is killed again as it comes up
 
 
 @final
@@ -77,7 +78,7 @@ class ForkServer:
         self._requests, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._requests.setblocking(False)
         self._ready = False
-        self._spare: Unnamed | None = None  # forked ahead, to take orders
+        self._spares: list[Unnamed] = []  # forked ahead, to take orders
 
     def __enter__(self) -> Self:
         """Return this fork server."""
@@ -87,8 +88,8 @@ class ForkServer:
         """Let its process end."""
         self._requests.close()
         self._theirs.close()
-        if self._spare is not None:
-            self._spare.close()
+        for spare in self._spares:
+            spare.close()
 
     def start_server(self, launch: Launch) -> Process:
         """Start its process, as `self.launch` says; does not wait until it is ready."""
@@ -108,10 +109,9 @@ class ForkServer:
 
     def start(self, launch: Launch) -> Process:
         """Have a process forked, unless there is one already; start it afresh when that fails."""
-        if launch.takes_orders and self._spare is not None:
-            spare, self._spare = self._spare, None
+        while launch.takes_orders and self._spares:
             with suppress(OSError):  # it was killed
-                return spare.become(launch)
+                return self._spares.pop().become(launch)
         if self._ready:
             try:
                 return self._fork(takes_orders=launch.takes_orders).become(launch)
@@ -120,10 +120,10 @@ class ForkServer:
         return start_process(launch)
 
     def prepare_spare(self) -> None:
-        """Have a process forked ahead, for the next one that takes orders; does nothing if there is one."""
-        if self._ready and self._spare is None:
+        """Have a process forked ahead, for the next one that takes orders, unless there are enough."""
+        if self._ready and len(self._spares) < NUM_SPARES:
             try:
-                self._spare = self._fork(takes_orders=True)
+                self._spares.append(self._fork(takes_orders=True))
             except OSError:  # as in `start`
                 self._ready = False
 
