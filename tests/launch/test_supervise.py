@@ -66,6 +66,7 @@ class Machine:
     worker_code: int = 0
     dying: list[str] = field(default_factory=list[str])  # killed once, when all have met
     has_met: bool = False
+    released_at: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])  # after how many starts
     objection_of: Callable[[int], str] | None = None  # why a server has no successor
 
     def objection(self, rank: int) -> str:
@@ -89,7 +90,8 @@ class Machine:
     def wait(self, timeout_s: float) -> None:
         self.now_s += self.waits_s.popleft() if self.waits_s else timeout_s
 
-    def release(self, member: object) -> None: ...
+    def release(self, member: Member) -> None:
+        self.released_at.append((member.name, len(self.members)))
 
     def close(self) -> None: ...
 
@@ -165,6 +167,14 @@ def test_a_successor_of_a_server_is_told_of_the_workers_that_ended_before(tmp_pa
     [first, second] = [member for member in machine.members if member.name == "server 0"]
     assert first.lines == ["ended 1 0"]  # which it may not have read any more
     assert second.lines == ["ended 1 0", "ended 0 0", "stop"]
+
+
+def test_a_successor_of_a_server_starts_before_what_the_server_has_left_is_cleared_away(tmp_path: Path) -> None:
+    machine = Machine(deque(), dying=["server 0"], objection_of=lambda _: "")
+
+    assert run(machine, tmp_path) == 0
+
+    assert machine.released_at == [("server 0", 3), ("worker 0", 3), ("server 0", 3)]
 
 
 def test_a_server_without_a_successor_ends_the_run_and_says_why(

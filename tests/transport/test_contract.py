@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from tests.transport.carriers import Carrier, Pair, connect_pair, make_carrier
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
-from paceline.transport import EMPTY, Frame, Limits
-from paceline.transport.base import MAX_TOGETHER, receive_all
+from paceline.transport import EMPTY, Frame, Limits, Listener
+from paceline.transport.base import MAX_TOGETHER, HandsOver, SocketListener, receive_all
+
+TIMEOUT_S = 60.0
 
 
 def test_echo(pair: Pair) -> None:
@@ -348,6 +350,34 @@ def test_an_address_taken_and_given_back(carrier: Carrier) -> None:
         carrier.transport.listen(first.address)
     first.close()
     carrier.transport.listen(first.address).close()
+
+
+def end_as_if_killed(listener: Listener) -> None:
+    """Close a listener, but leave the file of its socket as the process had it."""
+    path = Path(listener.address.removeprefix("shm://"))
+    if path.is_socket():
+        path.with_suffix(".kept").hardlink_to(path)
+    listener.close()
+    if path.with_suffix(".kept").exists():
+        path.with_suffix(".kept").rename(path)
+
+
+@pytest.mark.parametrize("carrier", ["tcp", "tls", "shm"], indirect=True)
+def test_clients_wait_while_another_process_comes_to_listen_in_the_place_of_one_that_was_killed(
+    carrier: Carrier,
+) -> None:
+    listener = carrier.transport.listen(carrier.address)
+    assert isinstance(listener, SocketListener)
+    assert isinstance(carrier.transport, HandsOver)
+    address, kept = listener.address, os.dup(listener.fileno())
+    with ThreadPoolExecutor(1) as elsewhere:
+        end_as_if_killed(listener)
+        waiting = elsewhere.submit(carrier.transport.connect, address, b"worker 3", timeout_s=TIMEOUT_S)
+        successor = carrier.transport.listen_again(address, kept)
+        server, client = successor.accept(timeout_s=TIMEOUT_S), waiting.result(TIMEOUT_S)
+    assert (successor.address, server.identity) == (address, b"worker 3")
+    for end in (client, server, successor):
+        end.close()
 
 
 def test_address_of_another_transport_is_refused(carrier: Carrier) -> None:

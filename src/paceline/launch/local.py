@@ -1,10 +1,12 @@
 """Starts a whole job on this machine and watches over it: what `paceline run` does."""
 
+import math
 import secrets
 import sys
 import tempfile
 import termios
 import threading
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -42,6 +44,7 @@ GUARD_TIMEOUT_S: Final = 5.0
 TRACE_NAME: Final = "trace"
 IN_USE: Final = "the run directory {} is not empty; name a new one, or remove it"
 LEAST_JOIN_TIMEOUT_S: Final = 60.0
+SPARE_AFTER_S: Final = 1.0  # the start of a job is left the cores, and short jobs need no spare process
 DEBUG_PATIENCE_S: Final = 7 * 24 * 3600.0  # how long all wait for a worker that a debugger has stopped
 
 
@@ -57,10 +60,13 @@ class LocalBackend:
         fork_server: ForkServer | None,
         outlets: Outlets,
         orphans: Orphans,
+        *,
+        keeps_spares: bool = False,
     ) -> None:
         """Have the guard watch over all that is started; a signal makes `wakeup_fd` readable.
 
-        While an outlet is full, what processes write there is left to wait.
+        While an outlet is full, what processes write there is left to wait. With `keeps_spares`, processes are forked
+        ahead for the next servers.
         """
         self._console = console
         self._guard = guard
@@ -69,6 +75,8 @@ class LocalBackend:
         self._pump = Pump(wakeup_fd, outlets)
         self._orphans = orphans
         self._pipes: dict[Child, Sequence[Pipe]] = {}
+        self._keeps_spares = keeps_spares
+        self._started_s = math.inf  # when the last process was started
 
     def prepare(self) -> Sequence[Member]:
         """Start the fork server, if there is one."""
@@ -82,17 +90,22 @@ class LocalBackend:
 
     def start(self, launch: Launch) -> Member:
         """Start a process."""
+        self._started_s = time.monotonic()
         fork_server = None if launch.has_terminal or launch.is_fresh else self._fork_server
         return self._add(launch, start_process if fork_server is None else fork_server.start)
 
     def wait(self, timeout_s: float) -> None:
         """Block until a process writes or ends, or a signal comes."""
+        if self._keeps_spares and self._fork_server is not None and time.monotonic() - self._started_s > SPARE_AFTER_S:
+            self._fork_server.prepare_spare()
         self._pump.wait(timeout_s)
         self._orphans.reap([child.pid for child in self._pipes])
 
     def release(self, member: Member) -> None:
-        """Read the rest of what it wrote."""
-        for pipe in self._pipes.pop(next(child for child in self._pipes if child is member)):
+        """Read the rest of what it wrote, and kill what it has left behind."""
+        child = next(child for child in self._pipes if child is member)
+        child.clear()
+        for pipe in self._pipes.pop(child):
             self._pump.remove(pipe)
 
     def close(self) -> None:
@@ -244,7 +257,10 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
             open_fork_server(run, programs, run_dir, environment) as fork_server,
             open_successors(run) as successors,
         ):
-            backend = LocalBackend(console, guard, signals.wakeup_fd, fork_server, outlets, orphans)
+            keeps_spares = successors is not None
+            backend = LocalBackend(
+                console, guard, signals.wakeup_fd, fork_server, outlets, orphans, keeps_spares=keeps_spares
+            )
             exits = Exits(console, display, run_dir)
             supervisor = Supervisor(
                 config, backend, AddressBook(spec), console, signals, display, exits, successors=successors

@@ -96,6 +96,10 @@ class StreamListener:
         self._thread = threading.Thread(target=self._listen, name=f"paceline-listen {address}", daemon=True)
         self._thread.start()
 
+    def fileno(self) -> int:
+        """Return the descriptor of the socket."""
+        return self._socket.fileno()
+
     def accept(self, *, timeout_s: float) -> StreamConnection:
         """Wait for the next connection; see `Listener.accept`."""
         with self._changed:

@@ -18,9 +18,10 @@ from tests.launch.launching import processes_of, wait_gone
 
 from paceline.job.environment import child_environment, fork_server_environment
 from paceline.launch.child import Launch, Process
+from paceline.launch.entry import EXIT_CODE
 from paceline.launch.forkserver import server as server_module
 from paceline.launch.forkserver.child import import_path
-from paceline.launch.forkserver.server import Forked, ForkServer
+from paceline.launch.forkserver.server import NUM_SPARES, Forked, ForkServer
 from paceline.launch.guard import clear
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a launcher adopt what others fork")
@@ -53,6 +54,8 @@ def end(process: Process) -> tuple[int, str, str]:
     """The exit code, and all that was said."""
     assert process.stdout is not None
     assert process.stderr is not None
+    if process.stdin is not None:
+        process.stdin.close()
     with process.stdout, process.stderr:
         said = process.stdout.read().decode(), process.stderr.read().decode()
     return process.wait(), *said
@@ -109,6 +112,52 @@ def test_a_script_cannot_tell_that_its_process_was_forked(
     assert found == expected
     assert json.loads(found[1])["leads"]
     assert json.loads(found[1])["parent"] == os.getpid()
+
+
+def order(script: Path) -> Launch:
+    """A process that takes orders."""
+    return replace(plan(script), role="data")
+
+
+def test_processes_that_take_orders_may_be_forked_ahead(fork_server: ForkServer, tmp_path: Path) -> None:
+    script = write_script(tmp_path, "import os\nprint(os.getpid(), os.environ['ODD'], end='')")
+    for _ in range(NUM_SPARES + 1):  # then there are enough
+        fork_server.prepare_spare()
+    spares = [spare.process.pid for spare in fork_server._spares]
+
+    other = fork_server.start(plan(script))
+    started = [
+        fork_server.start(replace(order(script), environment={**ENVIRONMENT, "ODD": str(number)}))
+        for number in range(NUM_SPARES + 1)
+    ]
+
+    for number, process in enumerate(started):
+        assert end(process) == (0, f"{process.pid} {number}", "")
+    assert [process.pid for process in started[:NUM_SPARES]] == spares[::-1]
+    assert len({process.pid for process in (other, *started)}) == NUM_SPARES + 2
+    assert end(other)[0] == 1  # its environment lacks the variable
+
+
+def test_a_process_that_was_forked_ahead_and_killed_is_replaced(fork_server: ForkServer, tmp_path: Path) -> None:
+    fork_server.prepare_spare()
+    [spare] = fork_server._spares
+    os.kill(spare.process.pid, signal.SIGKILL)
+    assert spare.process.wait() == -9
+
+    started = fork_server.start(order(write_script(tmp_path, "print('here')")))
+
+    assert (started.pid != spare.process.pid, end(started)) == (True, (0, "here\n", ""))
+    assert spare.channel.fileno() == -1
+
+
+def test_a_process_that_was_forked_ahead_ends_with_its_fork_server(tmp_path: Path) -> None:
+    fork_server, process = open_fork_server(tmp_path)
+    with fork_server:
+        wait_settled(fork_server, process)
+        fork_server.prepare_spare()
+        [spare] = fork_server._spares
+    assert spare.process.wait() == EXIT_CODE
+    assert end(process) == (0, "", "")
 
 
 def test_it_stays_on_its_cores(fork_server: ForkServer, tmp_path: Path) -> None:
