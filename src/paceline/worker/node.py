@@ -16,7 +16,7 @@ from paceline.core.messages import Clock, Fetched, Pull, Push, Ticked, WholeStep
 from paceline.core.settings import WorkerSettings
 from paceline.core.worker import WorkerCore, WorkerEvent
 from paceline.errors import PeerError, Refused, ServerLost, UsageError
-from paceline.transport.base import EMPTY, Frame, Transport
+from paceline.transport.base import EMPTY, Frame, LeavesMachine, Transport
 from paceline.update.placement import spans
 from paceline.update.rows.ops import row_ops, tell_of_refused_library
 from paceline.update.rows.sharding import RowSharding
@@ -25,7 +25,7 @@ from paceline.update.table import TableSpec
 from paceline.wire.bounds import MAX_JOINED_BYTES
 from paceline.wire.connection import ReconnectingConnection
 from paceline.wire.malformed import REQUEST_ERRORS, describe_error
-from paceline.wire.messages import Hello, KeysWanted, StepFrame, decode, encode, joined
+from paceline.wire.messages import EarlyValues, FetchedRest, Hello, KeysWanted, StepFrame, decode, encode, joined
 from paceline.wire.requests import Declare, DeclareRows, RequestDone, RequestFailed
 from paceline.wire.send_queue import SendHold
 from paceline.worker.cache import TableCache, can_replay
@@ -79,6 +79,14 @@ class FrameHandler:
             self.lock.changed.notify_all()
 
     def _process(self, message: object, frame: Frame) -> None:
+        body = frame.body
+        if isinstance(message, EarlyValues):
+            return  # they lie where `place` has said
+        if isinstance(message, FetchedRest):
+            whole = self.tables[message.fetched.table].early_body(self.server, message)
+            if whole is None:
+                return
+            message, body = message.fetched, whole
         if isinstance(message, RequestDone):
             self.rpc.finish_call(message.number, frame.body)
         elif isinstance(message, RequestFailed):
@@ -86,7 +94,7 @@ class FrameHandler:
         elif isinstance(message, KeysWanted):
             self.tables[message.table].on_keys_wanted(self.server, message)
         elif not self.lock.failure:
-            self.handle(Arrived(self.server, message), frame.body)
+            self.handle(Arrived(self.server, message), body)
         if isinstance(message, Fetched):
             if message.table in self.tables:
                 self.tables[message.table].note_received(self.server, message)
@@ -100,6 +108,9 @@ class FrameHandler:
         """Return memory for the body of a frame, without the lock: see `TableClient.receive_buffer`."""
         message = decode(header)
         self._placed = header, message
+        if isinstance(message, EarlyValues | FetchedRest):
+            table = self.tables.get(message.table if isinstance(message, EarlyValues) else message.fetched.table)
+            return None if table is None else table.place_early(self.server, message, size_bytes)
         if isinstance(message, Fetched) and message.table in self.tables:
             return self.tables[message.table].receive_buffer(self.server, message, size_bytes)
         return None
@@ -233,9 +244,16 @@ class WorkerNode:
             cache = TableCache(spec, layout, not live and reads_own_writes and can_replay(spec, consistency), live)
             held, checks = consistency.visible == "on_clock", self.options.checks_memory
             pushes = Pushes(_SLOTS, held, lambda: allocate(self.transport, spec), checks)
-            client = DenseClient(cache, pushes, self._context, checks)
+            client = DenseClient(cache, pushes, self._context, checks, self._distant())
             self._add_table(spec.name, client, consistency)
         return client
+
+    def _distant(self) -> frozenset[int]:
+        """Return the servers on other machines."""
+        transport = self.transport
+        if not isinstance(transport, LeavesMachine):
+            return frozenset()
+        return frozenset(s for s, address in enumerate(self.addresses) if transport.leaves_machine(address))
 
     def open_rows(self, spec: RowTableSpec, options: CacheOptions) -> RowClient:
         """Declare a row table to all servers and open it; blocks and raises as `open_table` does."""
@@ -442,5 +460,16 @@ class WorkerNode:
             is_urgent = is_urgent and not table.holds_ticks()
         self._send_frame(server, tick, urgent=is_urgent)
 
-    def _send_frame(self, server: int, message: object, body: memoryview = EMPTY, *, urgent: bool = False) -> None:
-        self._connections[server].send(encode(message), body, urgent=urgent)
+    def _send_frame(
+        self,
+        server: int,
+        message: object,
+        body: memoryview = EMPTY,
+        *,
+        urgent: bool = False,
+        last_of: object | None = None,
+    ) -> None:
+        if last_of is None:
+            self._connections[server].send(encode(message), body, urgent=urgent)
+        else:
+            self._connections[server].send(encode(message), body, urgent=urgent, last_of=encode(last_of))

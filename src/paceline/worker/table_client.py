@@ -11,15 +11,23 @@ from paceline.core.messages import Fetched, Pull, Push
 from paceline.core.worker import WorkerCore, WorkerEvent
 from paceline.errors import PacelineError
 from paceline.transport.base import EMPTY
-from paceline.wire.messages import KeysWanted, PullFrame, PushFrame
+from paceline.wire.messages import EarlyValues, FetchedRest, KeysWanted, PullFrame, PushFrame
 from paceline.worker.lock import WorkerLock
 
 
 class SendFrame(Protocol):
     """Sends a server a message with its body; an urgent one may overtake others. Called under the worker's lock."""
 
-    def __call__(self, server: int, message: object, body: memoryview = EMPTY, *, urgent: bool = False) -> None:
-        """Send; does not block for long."""
+    def __call__(
+        self,
+        server: int,
+        message: object,
+        body: memoryview = EMPTY,
+        *,
+        urgent: bool = False,
+        last_of: object | None = None,
+    ) -> None:
+        """Send; does not block for long. `last_of`: the message whose last piece it is, see `SendQueue.send`."""
         ...
 
 
@@ -85,6 +93,14 @@ class TableClient(Protocol):
 
     def receive_buffer(self, server: int, message: Fetched, size_bytes: int) -> memoryview | None:
         """Return memory for the values of a message, None for any. Called without the lock, by the server's reader."""
+        ...
+
+    def place_early(self, server: int, message: EarlyValues | FetchedRest, size_bytes: int) -> memoryview | None:
+        """Return memory for values that come before their clock is complete; called as `receive_buffer` is."""
+        ...
+
+    def early_body(self, server: int, message: FetchedRest) -> memoryview | None:
+        """Return the values of which only the rest came with a message; None if it does not count."""
         ...
 
     def note_received(self, server: int, message: Fetched) -> None:
