@@ -256,7 +256,7 @@ class DenseClient:
             checksums = tuple(map(zlib.crc32, parts)) if self.checks_memory else ()
             push = context.core.next_push(self.name)
             frame = PushFrame(push, count, absent, hyper, screened=True, checksums=checksums, expected=expected)
-            in_pieces = self._in_pieces(parts) if reads_next else set[int]()
+            in_pieces = self._in_pieces(parts) if reads_next else ()
             bodies = {server: parts[server] for server in self.cache.servers}
             future = self.pushes.prepare(buffer, bodies, frame, in_pieces)
             self.cache.note_own(push.id.seq, buffer.gradient, absent, hyper)
@@ -266,11 +266,11 @@ class DenseClient:
             context.handle(WantPush(self.name, may_wait=may_wait, ends_clock=ends_clock))
         return future
 
-    def _in_pieces(self, parts: list[memoryview]) -> set[int]:
+    def _in_pieces(self, parts: list[memoryview]) -> frozenset[int]:
         """Return the servers that get the next push in pieces, as values of it may come in pieces as well."""
         if not self.distant or not self.cache.consistency.lockstep or self._core_reads.awaited():
-            return set()
-        return {server for server in self.distant if parts[server].nbytes >= _LEAST_IN_PIECES_BYTES}
+            return frozenset()
+        return frozenset(server for server in self.distant if parts[server].nbytes >= _LEAST_IN_PIECES_BYTES)
 
     # -- effects of the core -----------------------------------------------------------------------------------------
 

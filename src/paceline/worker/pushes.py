@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
@@ -263,12 +263,17 @@ class Pushes:
         return self._counts.of_clock(clock) if self.held else 0
 
     def prepare(
-        self, buffer: PushBuffer, bodies: dict[int, memoryview], frame: PushFrame, in_pieces: set[int]
+        self,
+        buffer: PushBuffer,
+        bodies: dict[int, memoryview],
+        frame: PushFrame,
+        in_pieces: Collection[int] = (),
     ) -> Future[PushOutcome]:
         """Add a push that is about to be sent, in pieces to some servers."""
-        made = self._under_way[frame.push.id] = Outgoing(frame, buffer, bodies, pending_future(PushOutcome), in_pieces)
+        future = pending_future(PushOutcome)
+        self._under_way[frame.push.id] = Outgoing(frame, buffer, bodies, future, set(in_pieces))
         self._counts.add(frame.push)
-        return made.future
+        return future
 
     def outgoing(self, push: Push) -> Outgoing | None:
         """Return a push in flight; None if it is answered or abandoned."""
