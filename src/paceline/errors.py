@@ -4,9 +4,29 @@ Mistakes of the caller (`UsageError`), failures of another process (`PeerError`)
 message says what happened, where (worker, table, clock), what was expected and found, and what to do.
 """
 
+from typing import Final
+
+_MOST: Final = 2500  # characters of a message, which may quote what it was given; its end says what to do
+_LAST: Final = 600
+
 
 class PacelineError(Exception):
     """The base of every error below; catch it to catch them all."""
+
+    def __init__(self, *args: object) -> None:
+        """Take a message, of which a long one loses its middle."""
+        super().__init__(*map(_bounded, args))
+
+
+def _bounded(text: object) -> object:
+    """Return a message without its middle if it is long.
+
+    >>> len(_bounded("x" * 10_000)), len(_bounded("x" * 2_500))
+    (2534, 2500)
+    """
+    if not isinstance(text, str) or len(text) <= _MOST:
+        return text
+    return f"{text[: _MOST - _LAST]}... [{len(text) - _MOST} characters left out] ...{text[-_LAST:]}"
 
 
 class UsageError(PacelineError):
@@ -67,3 +87,7 @@ class Refused(PeerError):
 
 class ProtocolBug(PacelineError):
     """A state that must not exist. The message contains the events that led to it; please report all of it."""
+
+    def __init__(self, *args: object) -> None:
+        """Take a message of any length."""
+        Exception.__init__(self, *args)

@@ -1,5 +1,6 @@
 """Mistakes in what scripts give to tables are told in our words, and everything public shows itself in a short line."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline.api.session import Session
 from paceline.errors import PeerError, UsageError
+from paceline.wire.requests import Describe
 
 SGD = paceline.update.SGD(lr=0.1)
 NO_VALUES: dict[str, tuple[object, str]] = {
@@ -69,6 +71,7 @@ def test_what_is_no_value_is_refused_by_name_and_the_worker_goes_on(tmp_path: Pa
 
 
 TWO = torch.ones(2)
+PART = {"ids": torch.tensor([1]), "order": torch.tensor([0.5])}
 WRONG_CALLS: list[tuple[Callable[[Session], object], str]] = [
     (lambda ps: ps.table("r", rows=2, update=SGD).pull(), r"RowTable.pull\(\) missing .*'ids'; expected pull\(ids"),
     (lambda ps: ps.table("r", rows=2, update=SGD).pull([1], 2), r"takes 2 positional .*; expected pull\(ids"),
@@ -107,6 +110,32 @@ WRONG_CALLS: list[tuple[Callable[[Session], object], str]] = [
     (lambda ps: paceline.downpour(local_lr=[]), r"downpour: local_lr is \[\], expected a number or None"),
     (lambda ps: paceline.update.SGD(), r"SGD\(\) missing 1 required positional argument: 'lr'; expected SGD\(lr, "),
     (lambda ps: paceline.filters.TopK("x"), "share is x"),
+    (lambda ps: paceline.functions.total([]), r"total: parts is \[\], expected what table.call"),
+    (lambda ps: paceline.functions.total([{"a": TWO}, {"b": TWO}]), "total: 'a' is not in every part"),
+    (lambda ps: paceline.functions.merge([{"a": TWO}], 1), "merge: 'ids' is not in every part, such as part 0"),
+    (lambda ps: paceline.functions.merge([PART, {**PART, "ids": TWO}], 1), "merge: 'ids' is .* in part 1 and"),
+    (lambda ps: paceline.functions.merge([PART], -1), "merge: k is -1, expected 0 or more"),
+    (lambda ps: paceline.functions.merge([PART], torch.tensor(1.5)), "k is a Tensor.*, expected a whole number"),
+    (lambda ps: paceline.functions.function_at("top", "x", None), "kind is 'x', expected 'range' or 'rows'"),
+    (lambda ps: paceline.files(TWO), "files is given a Tensor, expected paths"),
+    (lambda ps: paceline.sources.parquet("x", columns=3), "columns is 3, expected a list of names"),
+    (lambda ps: paceline.sources.lines("\ud800"), "is no path: expected the name of a file"),
+    (lambda ps: paceline.wait(3), "argument 1 of 1 is 3, expected the future of a call with later=True"),
+    (lambda ps: paceline.connect("paceline://127.0.0.1:1", token=3), "token is 3, expected a path or bytes or None"),
+    (lambda ps: paceline.connect("paceline://127.0.0.1:1", keys="x" * 9999), "keys is 'xxx.*, expected a path or None"),
+    (lambda ps: paceline.prefetch(3, {}), "prefetch: batches is 3, expected a loader"),
+    (lambda ps: paceline.prefetch([1], {3: len}), r"prefetch: ids_of is \{3: .*, expected a dict of embeddings"),
+    (lambda ps: paceline.Consistency(bound="x"), "Consistency: bound is 'x', expected a whole number"),
+    (lambda ps: paceline.Consistency.parse(3), "a consistency is 3, expected a text. Expected one of bsp"),
+    (lambda ps: paceline.update.Adam(betas=()), "torch.optim.Adam refuses its arguments .* 'betas': "),
+    (lambda ps: paceline.update.torch_optim(3), "torch_optim: class_name is 3, expected a text"),
+    (lambda ps: ps.table("n", shape=(2,), update=paceline.update.SGD(lr=math.nan)), "lr is nan, expected a finite"),
+    (lambda ps: paceline.filters.check_filters([3]), "a filter is a int, expected one of paceline.filters"),
+    (lambda ps: ps.pull(3), "pull: argument 1 is 3, expected a table with a shape"),
+    (lambda ps: ps.table("r", rows=2, update=SGD).export("a\0b"), r"path is 'a\\x00b', expected a text or a path"),
+    (lambda ps: ps.table("w", shape=(2,), update=SGD).call("\ud800"), "a CallFunction cannot be sent .*surrogates"),
+    (lambda ps: paceline.EmbeddingBag(2, 2, update=SGD)(TWO.long(), offsets=3), "offsets is 3 and per_sample_weights"),
+    (lambda ps: paceline.all_reduce(bucket_mb=math.nan), "bucket_mb is nan, expected more than 0"),
     (lambda ps: paceline.tune(None, "x.py"), "the search is a NoneType, expected a mapping, or a file"),
     (lambda ps: paceline.tune({}, "x.py", jobs="x"), "tune: jobs is 'x', expected a whole number"),
 ]  # fmt: skip
@@ -119,6 +148,40 @@ def test_calls_that_do_not_fit_say_what_is_expected_and_the_worker_goes_on() -> 
             refused(lambda call=call: call(ps), words)
         ps.clock()
         assert ps.table("w", shape=(2,), update=SGD).pull().tolist() == [0.0, 0.0]
+
+
+def test_a_request_that_no_server_could_read_is_not_sent_and_costs_no_connection(tmp_path: Path) -> None:
+    def work(worker: Session) -> None:
+        table = worker.table("w", shape=(2,), update=SGD)
+        rpc = worker.node.rpc
+        refused(
+            lambda: rpc.call(0, lambda k: Describe(k, 3), ""), "a Describe cannot be sent: .*Expected `str`, got `int`"
+        )
+        refused(lambda: rpc.call(0, lambda k: Describe(k, "\ud800"), ""), "a Describe cannot be sent")
+        assert not rpc._open
+        assert float(table.call("summary")[0]["count"]) == 2.0
+
+    run_job(tmp_path, work)
+
+
+def test_batches_that_do_not_fit_a_model_in_parts_are_shown(tmp_path: Path) -> None:
+    def work(worker: Session) -> None:
+        model = paceline.parallelize(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), loss=nn.MSELoss())
+        refused(lambda: model.forward_backward(None, torch.ones(4, 1)), "forward: inputs is None, expected tensors")
+        refused(lambda: model.forward_backward(torch.ones(4, 2), None), "forward_backward: targets is None, expected")
+        with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
+            model.forward_backward(torch.ones(4, 3), torch.ones(4, 1))
+        assert caught.value.__notes__ == [
+            "forward: inputs is a tensor (4, 3) of float32. See whether the model and the loss take these shapes and "
+            "types."
+        ]
+
+    run_job(tmp_path, work)
+
+
+def test_a_message_that_quotes_very_much_loses_its_middle() -> None:
+    told = str(UsageError("what " + "x" * 100_000 + " to do"))
+    assert (told[:7], told[-7:], len(told)) == ("what xx", "x to do", 2535)
 
 
 def test_an_error_from_inside_of_a_call_stays_as_it_is() -> None:

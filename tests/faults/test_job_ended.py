@@ -47,7 +47,7 @@ def test_kill_9_of_the_launcher_leaves_nothing(transport: str, tmp_path: Path) -
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_to_the_launcher_ends_the_job(number: signal.Signals, code: int, tmp_path: Path) -> None:
-    with running(tmp_path / "run", LEDGER, *ENDLESS, options=("-n", "2")) as run:
+    with running(tmp_path / "run", LEDGER, *ENDLESS, options=("-n", "2", "--grace-s", "30")) as run:
         run.wait_for("begin", times=2)
         family = run.family()
 

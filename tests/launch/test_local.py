@@ -298,7 +298,7 @@ def test_a_worker_that_would_finish_its_step_ends_at_once_with_a_run_that_failed
         tmp_path,
         """
 from pathlib import Path
-from paceline.launch.preemption import ABORT_MARKER_NAME, PreemptionNotice
+from paceline.launch.signals import ABORT_MARKER_NAME, PreemptionNotice
 gate = os.path.join(spec.run_dir, "gate")
 if place.rank == 0:
     notice = PreemptionNotice(Path(spec.run_dir) / ABORT_MARKER_NAME)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.preemption import EXIT_PREEMPTED, PREEMPTION_SIGNALS, REPEAT_WINDOW_S, PreemptionNotice
+from paceline.launch.signals import EXIT_PREEMPTED, PREEMPTION_SIGNALS, REPEAT_WINDOW_S, PreemptionNotice
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_ended_at_once(then: str, tmp_path: Path) -> None:
     script = f"""
 import os, signal, sys
 from pathlib import Path
-from paceline.launch.preemption import PreemptionNotice
+from paceline.launch.signals import PreemptionNotice
 off, clock = Path(sys.argv[1]) / "off", [0.0]
 def tell(): os.kill(os.getpid(), signal.SIGTERM)
 notice = PreemptionNotice(off, lambda: clock[0])

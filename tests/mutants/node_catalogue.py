@@ -130,7 +130,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "a new connection is used before what is unanswered is repeated",
         LINKS,
         "self.on_reconnected(partial(self._use, made))",
-        "self._use(made)\n                self.on_reconnected(lambda: None)",
+        "self._use(made), self.on_reconnected(lambda: None)",
         "worker/test_node",
         "e7",
     ),

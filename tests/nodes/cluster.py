@@ -34,7 +34,7 @@ from paceline.update.placement import torch_dtype
 from paceline.update.rules import RuleSpec
 from paceline.update.table import Scale, Segment, TableSpec
 from paceline.wire.requests import AwaitValues, Initialise
-from paceline.worker.dense import ReadOutcome
+from paceline.worker.dense import DenseClient, ReadOutcome
 from paceline.worker.lock import WorkerOptions
 from paceline.worker.node import WorkerNode
 
@@ -193,7 +193,7 @@ def table(name: str, numel: int, consistency: str, *, rule: RuleSpec | None = No
 
 def open_table(node: WorkerNode, spec: TableSpec, first: Tensor | None = None) -> None:
     """Open a table as a session does: worker 0 gives the first values, all wait for them."""
-    cache = node.open_table(spec).cache
+    cache = DenseClient.open(node.context, spec).cache
     if node.settings.sender.worker == 0:
         values = torch.zeros(spec.numel, dtype=torch_dtype(spec)) if first is None else first
         parts = [memoryview(cache.part(values, span.server).numpy()).cast("B") for span in cache.spans]

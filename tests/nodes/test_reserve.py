@@ -13,6 +13,7 @@ from tests.nodes.cluster import CARRIERS, cluster, open_table, read_values, tabl
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
 from paceline.wire.requests import AwaitValues
 from paceline.worker.cache import Readable
+from paceline.worker.dense import DenseClient
 from paceline.worker.node import WorkerNode
 
 
@@ -45,7 +46,7 @@ def test_there_is_no_more_while_two_pushes_are_under_way(tmp_path: Path) -> None
         servers.joined(1) as late,
     ):
         open_table(node, table("w", 4, "bsp"))
-        late.open_table(table("w", 4, "bsp"))
+        DenseClient.open(late.context, table("w", 4, "bsp"))
         places = []
         for _ in range(2):
             places.append(push_one(node))
@@ -115,7 +116,7 @@ def test_memory_is_reserved_of_open_tables_of_open_workers_only(tmp_path: Path) 
 def test_values_are_lent_where_memory_is_mapped_and_shown_where_asked(kind: str, live: bool, tmp_path: Path) -> None:
     with cluster(kind, tmp_path, num_workers=1, num_servers=2) as servers, servers.joined(0) as node:
         open_table(node, table("w", 200, "bsp"))
-        cache = node.open_table(table("w", 200, "bsp"), live=live).cache
+        cache = DenseClient.open(node.context, table("w", 200, "bsp"), live=live).cache
         node.rpc.call_all(lambda number: AwaitValues(number, "w"), "first values")
         push_one(node)
         node.tick()

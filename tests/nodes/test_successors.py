@@ -36,6 +36,7 @@ from paceline.worker.dense import DenseClient
 from paceline.worker.lock import WorkerOptions
 from paceline.worker.metrics import StepMetrics
 from paceline.worker.node import WorkerNode
+from paceline.worker.rows.client import RowClient
 from paceline.worker.rows.state import CacheOptions
 from paceline.worker.rows.table import RowTable
 
@@ -223,7 +224,7 @@ class Trained:
     def push_rows(self, node: WorkerNode) -> RowTable:
         """Add 1 to some rows at each of a few clocks, in a column of this worker."""
         spec = RowTableSpec("rows", NUM_WORKERS, "float32", Add(), "bsp", "sum", "reject")
-        table = RowTable(spec, node.open_rows(spec, CacheOptions()), node, StepMetrics(Trace(None), 0))
+        table = RowTable(spec, RowClient.open(node.context, spec, CacheOptions()), node, StepMetrics(Trace(None), 0))
         for clock in range(3):
             rows = torch.zeros(len(IDS) - clock, NUM_WORKERS)
             rows[:, node.settings.sender.worker] = 1.0

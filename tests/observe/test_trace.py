@@ -155,7 +155,7 @@ def test_a_full_disk_ends_the_trace_in_one_line_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, told = trace_path(tmp_path, "worker", 0), list[str]()
-    trace = Trace(path, tell=told.append)
+    trace, another = (Trace(path, tell=told.append) for path in (path, trace_path(tmp_path, "worker", 1)))
     trace.record(step(1.0))
 
     def fail(descriptor: int, data: bytes) -> int:
@@ -164,12 +164,15 @@ def test_a_full_disk_ends_the_trace_in_one_line_and_nothing_else(
     monkeypatch.setattr(os, "write", fail)
     for clock in range(3):
         trace.record(step(2.0 + clock, clock=clock))
+        another.record(step(2.0 + clock, clock=clock))
     trace.flush()
+    another.flush()
     monkeypatch.undo()
     trace.record(step(9.0))
     trace.close()
+    another.close()
 
-    (line,) = told
+    (line,) = told  # of all processes of a run
     assert "worker-0.jsonl ends here: No space left on device. Training goes on" in line
     assert read_run(tmp_path).steps == (step(1.0),)
 

@@ -17,6 +17,7 @@ from paceline.wire.requests import (
     RequestFailed,
     SaveState,
 )
+from paceline.worker.dense import DenseClient
 
 
 def test_a_request_that_makes_no_sense_is_answered_with_the_reason(tmp_path: Path) -> None:
@@ -121,7 +122,7 @@ def test_two_that_declare_a_table_differently_are_told_where(tmp_path: Path) -> 
         def declare(rank: int, numel: int) -> None:
             with servers.joined(rank) as node:
                 try:
-                    node.open_table(table("w", numel, "bsp"))
+                    DenseClient.open(node.context, table("w", numel, "bsp"))
                 except Refused as error:
                     found.append(str(error))
 

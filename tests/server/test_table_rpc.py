@@ -19,6 +19,7 @@ from paceline.update.rows.spec import RowTableSpec
 from paceline.wire.messages import encode
 from paceline.wire.requests import CallFunction, CountRows, ReadRows, RequestDone, RequestFailed, TableCall, WriteRows
 from paceline.worker.node import WorkerNode
+from paceline.worker.rows.client import RowClient
 from paceline.worker.rows.state import CacheOptions
 from paceline.worker.table_calls import TableCalls
 
@@ -51,7 +52,7 @@ def test_every_call_runs_once_on_every_server_whatever_happens_to_frames(
 ) -> None:
     def work(node: WorkerNode) -> None:
         open_table(node, table("w", 7, "bsp"))
-        node.open_rows(row_table("bsp"), CacheOptions())
+        RowClient.open(node.context, row_table("bsp"), CacheOptions())
         if node.settings.sender.worker == 0:
             node.client("rows").push(torch.arange(NUM_ROWS), torch.zeros(NUM_ROWS, 3), count=1.0, hyper=())
         node.tick()
@@ -173,7 +174,7 @@ def test_a_request_about_rows_that_makes_no_sense_is_answered_with_the_reason(
 ) -> None:
     with cluster("memory", tmp_path, num_servers=1) as servers:
         with servers.joined(0) as node:
-            node.open_rows(row_table("asynchronous"), CacheOptions())
+            RowClient.open(node.context, row_table("asynchronous"), CacheOptions())
         with member(servers, 1) as worker:
             serve_table(worker)
             worker.say(request_, EMPTY)

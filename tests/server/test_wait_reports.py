@@ -12,11 +12,12 @@ from paceline.core.messages import Clock, Join, Leave, Pull, Sender
 from paceline.core.server import ServerCore, ServerEvent
 from paceline.core.settings import ServerSettings
 from paceline.server.requests import WaitReports
-from paceline.wire.requests import ReportWait
+from paceline.wire.requests import NAMED, ReportWait
 
-STUCK = (
-    ". None of these can go on: have all workers make the same calls in the same order, and finish as many clocks "
-    "before each barrier(), or let those that are done end"
+STUCK = ". None of these can go on"
+ADVICE = (
+    ": have all workers make the same calls in the same order, and finish as many clocks before each barrier(), or let "
+    "those that are done end"
 )
 
 
@@ -28,6 +29,7 @@ class Job:
     joined: int = 3
     at_barriers: dict[str, list[int]] = field(default_factory=dict)
     dealt: list[tuple[int, str, list[int]]] = field(default_factory=list)
+    names: dict[str, list[int]] = field(default_factory=dict)
     core: ServerCore = field(init=False)
     reports: WaitReports = field(init=False)
     now: float = 0.0
@@ -37,7 +39,9 @@ class Job:
         self.handle(*(Join(Sender(1, rank, 0)) for rank in range(self.joined)))
         self.handle(Declared("model", Consistency.parse(self.consistency)))
         request_handler: Any = SimpleNamespace(
-            at_barriers=lambda: self.at_barriers, work_host=SimpleNamespace(waiting=lambda: self.dealt)
+            at_barriers=lambda: self.at_barriers,
+            waiting_for_names=lambda: self.names,
+            work_host=SimpleNamespace(waiting=lambda: self.dealt),
         )
         self.reports = WaitReports(self.core, request_handler)
 
@@ -63,7 +67,34 @@ def test_a_barrier_against_a_loop_that_goes_on_is_named_as_what_it_is() -> None:
     job.pull(0, 5, 5)
     seen = "worker 0 waits for clock 4 of worker 1 (table 'model', bsp); "
     seen += "workers 1, 2 are in barrier(), waiting for worker 0"
-    assert job.report(1, 5.0, "the others to come to the barrier") == f"1{seen}{STUCK}"
+    assert job.report(1, 5.0, "the others to come to the barrier") == f"3{seen}{STUCK}{ADVICE}"
+    assert job.report(0, 5.2, "values", table="model", needs=5) == f"2{seen}{STUCK}", "what to do is told once"
+    assert job.report(1, 10.0, "the others to come to the barrier") == f"3{seen}{STUCK}", "again after twice the time"
+
+
+def test_a_name_that_is_not_there_names_those_that_may_push_to_it() -> None:
+    job = Job(names={"counts": [0]})
+    job.handle(Declared(f"{NAMED}count", Consistency.parse("asynchronous")))
+    assert job.report(0, 10.0, "the first push to 'counts'") == (
+        "1worker 0 waits for the first push to 'counts' by workers 1, 2 (names that exist: 'count'); workers 1, 2 are "
+        "at clock 0, in no call that waits: computing, or stopped"
+    )
+    job.tick(1, 1)
+    job.pull(1, 1, 1)
+    assert STUCK not in job.report(0, 11.0, "the first push to 'counts'"), "worker 2 may push"
+    job.tick(2, 1)
+    job.pull(2, 1, 1)
+    assert STUCK in job.report(0, 12.0, "the first push to 'counts'")
+    job.names = {"\x1b{}" * 99: [0]}
+    assert job.report(0, 13.0, "").isprintable()
+
+
+def test_a_worker_alone_waits_for_a_name_that_it_has_to_push_itself() -> None:
+    job = Job(joined=1, names={"counts": [0]})
+    for rank in (1, 2):
+        job.handle(Join(Sender(1, rank, 0)), Leave(Sender(1, rank, 0)))
+    told = "1worker 0 waits for the first push to 'counts' (names that exist: none)"
+    assert job.report(0, 10.0, "the first push to 'counts'") == told
 
 
 def test_workers_that_wait_for_the_same_are_told_once() -> None:
@@ -72,7 +103,7 @@ def test_workers_that_wait_for_the_same_are_told_once() -> None:
         job.tick(rank, 3)
         job.pull(rank, 3, 3)
     told = "workers 1, 2 wait for clock 2 of worker 0 (table 'model', bsp); "
-    told += "worker 0 is at clock 0, in no call that waits: it computes, or is stopped"
+    told += "worker 0 is at clock 0, in no call that waits: computing, or stopped"
     assert job.report(1, 5.0, "values", table="model", needs=3) == f"1{told}"
     assert job.report(2, 5.2, "values", table="model", needs=3) == f"0{told}"
     assert job.report(1, 10.0, "values", table="model", needs=3)[0] == "1", "again when it has lasted twice as long"
@@ -88,8 +119,8 @@ def test_another_cause_is_told_at_once_but_not_more_often_than_every_few_seconds
     assert job.report(2, 5.0, "call 1, all_reduce", workers=(0, 1))[0] == "0"
     job.now += 5.0
     assert job.report(1, 9.0, "call 1, all_reduce", workers=(0, 2)) == (
-        "1workers 1, 2 wait for worker 0 (call 1, all_reduce); worker 0 is at clock 0, in no call that waits: it "
-        "computes, or is stopped"
+        "1workers 1, 2 wait for worker 0 (call 1, all_reduce); worker 0 is at clock 0, in no call that waits: "
+        "computing, or stopped"
     )
 
 

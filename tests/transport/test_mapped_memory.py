@@ -10,7 +10,7 @@ import pytest
 from tests.transport.carriers import Pair, connect_pair
 
 from paceline.transport.memory import MemoryTransport
-from paceline.transport.peer_memory import PeerMemory
+from paceline.transport.segments import PeerMemory
 
 PATIENCE_S = 30.0
 

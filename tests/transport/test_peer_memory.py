@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.transport import peer_memory
-from paceline.transport.peer_memory import PeerMemory
-from paceline.transport.segments import create_memory
+from paceline.transport import segments
+from paceline.transport.segments import PeerMemory, create_memory
 
 NUM_PAGES = 5
 SIZE_BYTES = NUM_PAGES * mmap.PAGESIZE - 100
@@ -25,7 +24,7 @@ def descriptor() -> Iterator[int]:
 
 @pytest.fixture
 def memory(descriptor: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[PeerMemory]:
-    monkeypatch.setattr(peer_memory, "_STRETCH_PAGES", 2)  # so that a few pages are several stretches
+    monkeypatch.setattr(segments, "_STRETCH_PAGES", 2)  # so that a few pages are several stretches
     with PeerMemory(descriptor, SIZE_BYTES, access=mmap.ACCESS_COPY) as mapped:
         yield mapped
 
@@ -64,9 +63,9 @@ def test_every_page_has_its_turn_and_named_ones_every_time(memory: PeerMemory, p
 def test_where_the_system_does_not_tell_it_may_have_been_written(
     memory: PeerMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(peer_memory, "_PAGEMAP", str(tmp_path / "none"))
+    monkeypatch.setattr(segments, "_PAGEMAP", str(tmp_path / "none"))
     assert memory.was_written()
 
     (tmp_path / "empty").touch()
-    monkeypatch.setattr(peer_memory, "_PAGEMAP", str(tmp_path / "empty"))
+    monkeypatch.setattr(segments, "_PAGEMAP", str(tmp_path / "empty"))
     assert memory.was_written()

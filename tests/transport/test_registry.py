@@ -8,9 +8,9 @@ from typing import get_args
 import pytest
 from tests.transport.carriers import CREDENTIALS, connect_pair
 
+from paceline.job.carriers import CARRIERS
 from paceline.job.choices import ProcessTransport, TransportName
 from paceline.transport.carrier import JobSettings
-from paceline.transport.registry import CARRIERS
 
 
 def test_users_choose_from_the_registered_carriers() -> None:

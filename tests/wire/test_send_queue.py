@@ -138,6 +138,39 @@ def test_closing_ends_the_thread_and_drops_what_has_not_left() -> None:
     assert threading.active_count() == before
 
 
+@pytest.mark.parametrize("is_opened", [False, True])
+def test_each_frame_that_has_left_is_told_and_an_opened_queue_sends_on_its_thread(is_opened: bool) -> None:
+    gate, told, all_told = Gate(), list[tuple[str, bool]](), threading.Event()
+    post = SendQueue(gate, on_broken=gate.close)
+    if is_opened:
+        post.open()
+
+    def note(name: str) -> None:
+        told.append((name, threading.current_thread() is threading.main_thread()))
+        if len(told) == 3:
+            all_told.set()
+
+    post.send(b"first", on_sent=lambda: note("first"))
+    post.send(b"large", memoryview(bytes(LARGE)), on_sent=lambda: note("large"))
+    assert gate.begun.wait(PATIENCE_S)
+    assert post.num_waiting == 1
+    post.send(b"large", memoryview(bytes(LARGE)), on_sent=lambda: note("repetition"))  # dropped, here
+    gate.open.set()
+    assert all_told.wait(PATIENCE_S)
+    post.close()
+    assert sorted(told) == [("first", not is_opened), ("large", False), ("repetition", True)]
+
+
+def test_what_has_not_left_when_the_connection_ends_is_not_told() -> None:
+    gate, told = Gate(), list[str]()
+    post = SendQueue(gate, on_broken=lambda: None)
+    post.send(b"large", memoryview(bytes(LARGE)), on_sent=lambda: told.append("large"))
+    assert gate.begun.wait(PATIENCE_S)
+    post.close()
+    post.send(b"late", on_sent=lambda: told.append("late"))
+    assert (told, post.num_waiting) == ([], 0)
+
+
 def test_a_connection_that_breaks_is_reported_once() -> None:
     gate, reports = Gate(), list[str]()
     gate.close()

@@ -22,6 +22,7 @@ from paceline.transport.memory import MemoryConnection
 from paceline.transport.stream import StreamConnection
 from paceline.wire.messages import is_push
 from paceline.wire.requests import Barrier
+from paceline.worker.dense import DenseClient
 from paceline.worker.lock import WorkerOptions
 from paceline.worker.node import WorkerNode
 
@@ -291,7 +292,7 @@ def test_a_worker_that_stays_away_longer_than_its_lease_is_not_waited_for(tmp_pa
     spec = table("w", 4, "bsp")
     with cluster("memory", tmp_path, num_workers=2, lease_s=0.2) as servers:
         with servers.joined(1) as lost:
-            lost.open_table(spec)
+            DenseClient.open(lost.context, spec)
         with servers.joined(0) as node:
             open_table(node, spec)
             node.client("w").push(torch.ones(4), count=1.0)

@@ -134,7 +134,7 @@ class DenseStage(Stage):
         spec = table("t", 2 * self.part, consistency)
         cache = TableCache(spec, spans(spec, self.node.settings), reads_own_writes=False)
         held = Consistency.parse(consistency).visible == "on_clock"
-        return DenseClient(cache, Pushes(2, held, self.buffer), self.node._context)
+        return DenseClient(cache, Pushes(2, held, self.buffer), self.node.context)
 
     def buffer(self) -> PushBuffer:
         memory = bytearray(2 * 4 * self.part)
@@ -163,10 +163,12 @@ class RowStage(Stage):
 
     def open(self, consistency: str) -> TableClient:
         spec = rows_of("t", consistency, width=1)
-        state = RowTableState.make(spec, CacheOptions(keep=True, reads_own_writes=False), self.node.row_sharding, 0)
-        parts = self.node.row_sharding.split(torch.arange(64))
+        state = RowTableState.make(
+            spec, CacheOptions(keep=True, reads_own_writes=False), self.node.context.row_sharding, 0
+        )
+        parts = self.node.context.row_sharding.split(torch.arange(64))
         self.ids = torch.cat([places[: self.part] for places in parts])  # of each server
-        return RowClient(state, self.node.row_sharding, self.node._throttle, self.node._context)
+        return RowClient(state, self.node.context)
 
     def push(self) -> Future[PushOutcome]:
         return self.client.push(self.ids, torch.ones(2 * self.part, 1, dtype=torch.float64), count=1.0, hyper=())
@@ -304,8 +306,8 @@ def test_a_tick_follows_what_belongs_to_its_clock(kind: Any) -> None:
     assert [frame.clock for frame, _ in stage.servers[0].take(Clock)] == [1]
     for server in range(NUM_SERVERS):
         stage.answer(server, Ticked(1))
-        for keyed in stage.node._keyed:
-            keyed.note_ticked(server, 1)
+        for clocked in stage.node._clocked:
+            clocked.note_ticked(server, 1)
     stage.handle(WantClock())
 
 

@@ -13,8 +13,8 @@ from paceline.collective.group import WorkerSet
 from paceline.core.consistency import Consistency
 from paceline.core.settings import WorkerSettings
 from paceline.job.strategy import Distribution
-from paceline.launch.preemption import PreemptionNotice
 from paceline.launch.script_exit import when_script_ends
+from paceline.launch.signals import PreemptionNotice
 from paceline.model_parallel.arrangement import Arrangement
 from paceline.observe.trace import Trace
 from paceline.transport.base import Transport

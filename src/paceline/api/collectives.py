@@ -11,6 +11,7 @@ from paceline.collective.signature import Op
 from paceline.core.calls import checked_late
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.training.all_reduce import AllReduce
+from paceline.worker.validation import brief
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -384,6 +385,12 @@ def wait(*futures: Future[T], timeout_s: float | None = None) -> T | list[T]:
     """
     if not futures:
         raise UsageError("wait() got nothing to wait for: give it the futures of calls with later=True.")
+    for index, future in enumerate(futures):
+        if not isinstance(future, Future):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+            raise UsageError(
+                f"wait: argument {index + 1} of {len(futures)} is {brief(future)}, expected the future of a call with "
+                "later=True."
+            )
     deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
     results: list[T] = []
     for index, future in enumerate(futures):

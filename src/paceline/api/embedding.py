@@ -337,15 +337,23 @@ class EmbeddingBag(_RowLayer):
         """Return the sum, mean or maximum of each bag; blocks as long as the consistency requires."""
         # Not by torch, whose backward on a CPU takes the frequencies of other rows.
         found = self._lookup.find(input, learn=self._learns, by_frequency=self.scale_grad_by_freq)
-        return functional.embedding_bag(
-            found.places,
-            found.rows,
-            offsets,
-            mode=self.mode,
-            per_sample_weights=per_sample_weights,
-            include_last_offset=self.include_last_offset,
-            padding_idx=found.padding,
-        )
+        try:
+            return functional.embedding_bag(
+                found.places,
+                found.rows,
+                offsets,
+                mode=self.mode,
+                per_sample_weights=per_sample_weights,
+                include_last_offset=self.include_last_offset,
+                padding_idx=found.padding,
+            )
+        except (TypeError, AttributeError, ValueError, NotImplementedError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise UsageError(
+                f"{self}: offsets is {brief(offsets)} and per_sample_weights is {brief(per_sample_weights)} for "
+                f"{brief(input)}: {error}."
+            ) from error
 
     def extra_repr(self) -> str:
         """Return the settings that `print` shows."""
@@ -373,6 +381,8 @@ def _padding(name: str, num: int | None, padding: int | None, max_norm: float | 
         )
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
         raise UsageError(f"an embedding is named {brief(name)}, expected a text that is unique in the job.")
+    if not name.isprintable():
+        raise UsageError(f"an embedding is named {brief(name)}, which has characters that cannot be printed.")
     for what, number in (("num_embeddings", num), ("padding_idx", padding)):
         if not isinstance(number, int | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UsageError(f"table '{name}': {what} is {brief(number)}, expected a whole number or None.")

@@ -35,8 +35,8 @@ from paceline.job.environment import (
 )
 from paceline.job.spec import ClusterSpec, wait_spec
 from paceline.job.strategy import Distribution
-from paceline.launch.preemption import ABORT_MARKER_NAME, PreemptionNotice
 from paceline.launch.rendezvous.detect import detect
+from paceline.launch.signals import ABORT_MARKER_NAME, PreemptionNotice
 from paceline.observe.trace import trace_path
 from paceline.transport.base import Transport
 from paceline.transport.memory import MemoryTransport

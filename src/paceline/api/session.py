@@ -20,8 +20,8 @@ from paceline.data.partition import Sharding
 from paceline.data.slicing import Slicing
 from paceline.data.sources.reader import SessionReaders
 from paceline.errors import PacelineError, UsageError
-from paceline.launch.preemption import PreemptionNotice
 from paceline.launch.script_exit import ended_well
+from paceline.launch.signals import PreemptionNotice
 from paceline.model_parallel.arrangement import Arrangement
 from paceline.observe.notices import CLOCK_ADVICE
 from paceline.training.embedding_gradients import EmbeddingLookups
@@ -220,7 +220,7 @@ class Session:
                 )
             if not isinstance(cache_rows, int) or cache_rows < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise UsageError(f"table '{name}': cache_rows is {brief(cache_rows)}, expected 0 (no limit) or more.")
-            if isinstance(life, dict):  # pyright: ignore[reportUnnecessaryIsInstance] - of the same fields to an encoder
+            if isinstance(life, dict | None):  # pyright: ignore[reportUnnecessaryIsInstance] - of the same fields to an encoder
                 raise UsageError(f"table '{name}': life is {brief(life)}, expected paceline.Lifecycle(...).")
             options = CacheOptions(cache, cache_rows, read_my_writes, communication)
             row_spec = declared.rows(rows, init, life, tuple(filters))
@@ -256,6 +256,11 @@ class Session:
             ...     ps.pull(a, b)
             [tensor([1., 2.]), tensor([0., 0.])]
         """
+        for index, table in enumerate(tables):
+            if not isinstance(table, Table):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+                raise UsageError(
+                    f"pull: argument {index + 1} is {brief(table)}, expected a table with a shape, of ps.table()."
+                )
         with self.metrics.communicating():
             last = len(tables) - 1
             started = [table.start_read(more=number < last) for number, table in enumerate(tables)]

@@ -22,10 +22,10 @@ from paceline.errors import UsageError
 from paceline.job.environment import Place, checks_memory, claim_place, find_place
 from paceline.job.spec import ClusterSpec, wait_spec
 from paceline.launch.entry import die_with_launcher
-from paceline.launch.preemption import ABORT_MARKER_NAME, EXIT_PREEMPTED, PreemptionNotice
 from paceline.launch.script import OPTION, find_module, source_of
 from paceline.launch.script_exit import report_error
 from paceline.launch.server import server_settings
+from paceline.launch.signals import ABORT_MARKER_NAME, EXIT_PREEMPTED, PreemptionNotice
 from paceline.observe.trace import Trace, trace_path
 from paceline.server.node import ServerNode
 from paceline.transport.memory import MemoryTransport

@@ -30,7 +30,7 @@ class Offer:
     """What a worker offers the others of a group: to connect here, if they are on the same machine.
 
     Attributes:
-        text: what the others are told; empty if shared memory is not to be had here.
+        text: what the others are told; empty if shared memory is not available here.
     """
 
     transport: ShmTransport
@@ -40,7 +40,7 @@ class Offer:
 
     @staticmethod
     def make(folder: Path) -> Offer | None:
-        """Listen in a folder that only this user can read; None where that, or shared memory, is not to be had."""
+        """Listen in a folder that only this user can read; None where that, or shared memory, is not available."""
         if machine() not in _ORDERED:
             return None
         refusals: list[str] = []

@@ -32,7 +32,7 @@ _REDUCE: Final = {
 
 def require_reducible(tensor: Tensor, op: Op, pattern: str) -> None:
     """Raise UsageError for unsupported reductions: of bool, means of integers, min and the like of sparse tensors."""
-    if op not in _REDUCE:
+    if not isinstance(op, str) or op not in _REDUCE:  # pyright: ignore[reportUnnecessaryIsInstance] - not typed
         raise UsageError(f"{pattern} has the op {op!r}, expected one of {', '.join(_REDUCE)}.")
     whole = not (tensor.is_floating_point() or tensor.is_complex())
     sums = ("sum", "mean")

@@ -29,7 +29,7 @@ def connect(store: Store, rank: int, size: int, timeout: timedelta) -> OwnGroup:
     """Connect the workers of a group, which find each other in a store of torch; blocks until all have.
 
     Raises:
-        UsageError: they are on several machines, or shared memory is not to be had.
+        UsageError: they are on several machines, or shared memory is not available.
         PeerError: a worker has died, or has not come in time.
     """
     from paceline.collective.meeting import Offer, are_together, private_folder

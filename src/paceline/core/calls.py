@@ -15,6 +15,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _MOST_SHOWN: Final = 60
+_LONGEST_PATH: Final = 4096  # characters
 
 
 class WrongCall(UsageError, TypeError):
@@ -24,7 +25,7 @@ class WrongCall(UsageError, TypeError):
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """Have calls of a public function raise WrongCall where arguments are missing, unknown or of the wrong type.
 
-    The type is checked of parameters that are declared as numbers, texts, or True and False.
+    The type is checked of parameters that are declared as numbers, texts, paths, bytes, or True and False.
 
     >>> @checked
     ... def scaled(value: float, *, times: int | None = 1) -> float: return value * times
@@ -114,7 +115,8 @@ def _is_one(value: object) -> bool:
 
 
 def _is_whole(value: object) -> bool:
-    return hasattr(type(value), "__index__") and _is_one(value)
+    is_float = getattr(value, "is_floating_point", None)  # tensors of one element have __index__, whatever they hold
+    return hasattr(type(value), "__index__") and _is_one(value) and not (is_float is not None and is_float())
 
 
 def _is_real(value: object) -> bool:
@@ -125,19 +127,34 @@ def _is_flag(value: object) -> bool:
     return isinstance(value, bool) or (_is_whole(value) and value in (0, 1)) or type(value).__name__ == "bool"
 
 
+def _is_path(value: object) -> bool:
+    """Return whether a value can name a file, whether or not there is one."""
+    if not isinstance(value, str):
+        return hasattr(type(value), "__fspath__")
+    try:
+        value.encode(errors="surrogateescape")  # as names of files that are no text are decoded
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in value and 0 < len(value) < _LONGEST_PATH
+
+
 _KINDS: Final[dict[str, tuple[Callable[[object], bool], str]]] = {
     "int": (_is_whole, "a whole number"),
     "float": (_is_real, "a number"),
     "bool": (_is_flag, "True or False"),
     "Tensor": (lambda value: hasattr(value, "untyped_storage"), "a tensor"),
     "str": (lambda value: isinstance(value, str), "a text"),
+    "bytes": (lambda value: isinstance(value, bytes), "bytes"),
+    "Path": (_is_path, "a path"),
+    "PathLike": (_is_path, "a path"),
     "None": (lambda value: value is None, "None"),
 }
 
 
 def _check(annotation: str) -> Callable[[object], bool] | None:
     """Return whether a value is of the declared type, as a function; None for types that are not checked here."""
-    kinds = [_KINDS.get(kind) for kind in annotation.split(" | ")]
+    names = annotation.split(" | ")
+    kinds = [_KINDS.get(name) for name in names if not (name == "str" and "Path" in names)]  # a path may be a text
     found = [kind[0] for kind in kinds if kind is not None]
     return None if len(found) < len(kinds) else lambda value: any(fits(value) for fits in found)
 
@@ -145,10 +162,15 @@ def _check(annotation: str) -> Callable[[object], bool] | None:
 def _problem(function: Callable[..., object], name: str, value: object) -> str:
     kinds = str(inspect.signature(function).parameters[name].annotation).split(" | ")
     expected = " or ".join(_KINDS[kind][1] for kind in kinds)
-    return f"{function.__qualname__.removesuffix('.__init__')}: {name} is {_shown(value)}, expected {expected}."
+    return f"{function.__qualname__.removesuffix('.__init__')}: {name} is {shown(value)}, expected {expected}."
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """Return a short description of any value, for messages.
+
+    >>> shown("x" * 100)
+    "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx..."
+    """
     if hasattr(value, "shape"):
         return f"a {type(value).__name__} of shape {tuple(getattr(value, 'shape'))}"  # noqa: B009 - of any type
     text = repr(value[: 2 * _MOST_SHOWN] if isinstance(value, str | bytes) else value)

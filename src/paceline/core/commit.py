@@ -140,7 +140,7 @@ class ClockCommit:
         self._following[server] = max(clock, self._following.get(server, 0))
         if len(self._following) == self.num_followers:
             done = min(self._following.values())
-            self._decided = {c: who for c, who in self._decided.items() if c >= done}
+            self._decided = {c: each for c, each in self._decided.items() if c >= done}
         return CommitDecision(()) if clock < self._began else self._decided.get(clock)
 
     def decisions(self) -> list[tuple[int, int, CommitDecision]]:

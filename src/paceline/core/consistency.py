@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
-from paceline.core.calls import checked
+from paceline.core.calls import checked, shown
 from paceline.errors import UsageError
 
 Visible = Literal["on_arrival", "on_clock"]
@@ -46,6 +46,9 @@ class Consistency:
 
     def __post_init__(self) -> None:
         """Refuse values outside the axes."""
+        for name, given in (("bound", 0 if self.bound is None else self.bound), ("backups", self.backups)):
+            if not isinstance(given, int):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+                raise UsageError(f"Consistency: {name} is {shown(given)}, expected a whole number.")
         if self.bound is not None and self.bound < 0:
             raise UsageError(
                 f"staleness bound is {self.bound}, expected 0 or more clocks (or none to never wait). "
@@ -81,6 +84,8 @@ class Consistency:
         Raises:
             UsageError: the text is not a valid consistency; the message lists the valid ones.
         """
+        if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+            raise UsageError(f"a consistency is {shown(text)}, expected a text. Expected one of {_NAMES}, or {_AXES}.")
         stripped = text.strip().lower()
         if "=" in stripped:
             return _parse_axes(stripped)

@@ -63,7 +63,7 @@ from paceline.errors import ProtocolBug
 
 ServerEvent = ServerHappening | Join | Leave | Push | Clock | Pull | WholeStep | Taken | Follow | Closed
 
-LEAD = 0  # the server that decides who contributes to a clock
+LEAD = 0  # the server that decides which workers contribute to a clock
 MAX_EARLY = 1 << 12  # `Follow` messages kept for tables that are not declared yet
 
 
@@ -77,7 +77,7 @@ class ServerCore:
     lives: WorkerLives = field(init=False)
     tables: dict[str, TableCore] = field(default_factory=dict[str, TableCore])
     _clocks: Clocks = field(init=False)
-    _follows: bool = field(init=False)  # another server decides who contributes to a clock
+    _follows: bool = field(init=False)  # another server decides which workers contribute to a clock
     _has_more: bool = False  # some complete clocks are still open: one event closes at most MAX_AT_ONCE
     # Tables for which the end of a clock may change something; the others are brought to it when they are used again.
     _awake: dict[str, TableCore] = field(default_factory=dict[str, TableCore])
@@ -179,7 +179,7 @@ class ServerCore:
             return "has not joined yet"
         if life.lease_until is not None:
             return "has lost its connection"
-        return f"is at clock {self._clocks.of(worker)}, in no call that waits: it computes, or is stopped"
+        return f"is at clock {self._clocks.of(worker)}, in no call that waits: computing, or stopped"
 
     # -- pushes ------------------------------------------------------------------------------------------------------
 

@@ -14,10 +14,17 @@ class Waiter:
     """A wait of a worker: its description and the workers that it waits for.
 
     `says` begins with a verb ("waits for a batch") and may have a place for their names: "waits for clock 3 of {}".
+    The wait ends once all of the workers have done something, or with `any_of` one of them.
     """
 
     says: str
     blockers: tuple[int, ...] = ()
+    any_of: bool = False
+
+    def ends_without(self, others: set[int]) -> bool:
+        """Return whether the wait can end if none of the others does anything."""
+        idle = others.intersection(self.blockers)
+        return not idle or (self.any_of and len(idle) < len(self.blockers))
 
 
 def stuck(waiters: Mapping[int, Waiter]) -> set[int]:
@@ -25,9 +32,11 @@ def stuck(waiters: Mapping[int, Waiter]) -> set[int]:
 
     >>> sorted(stuck({0: Waiter("", (1,)), 1: Waiter("", (0,)), 2: Waiter("", (3,))}))
     [0, 1]
+    >>> stuck({0: Waiter("", (1, 2), any_of=True), 1: Waiter("", (0,))})  # worker 2 may end it
+    set()
     """
     left = set(waiters)
-    while free := {worker for worker in left if not left.intersection(waiters[worker].blockers)}:
+    while free := {worker for worker in left if waiters[worker].ends_without(left)}:
         left -= free
     return left
 

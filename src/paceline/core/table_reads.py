@@ -18,11 +18,11 @@ server have reached such a clock. Rules:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from paceline.core.consistency import Consistency
 from paceline.core.effects import Fail, Forget, Install, ReadDone, Send, WorkerEffect
-from paceline.core.events import WantRead, WantRows
+from paceline.core.events import Opened, WantRead, WantRows
 from paceline.core.messages import Delivered, Fetched, Pull, Sender, Taken
 from paceline.core.retransmit import Key, Retransmit
 from paceline.errors import ProtocolBug
@@ -31,8 +31,13 @@ from paceline.errors import ProtocolBug
 class TableReads(Protocol):
     """The reads of one table: which are under way, and how new what is cached is.
 
-    Two implementations: `DenseReads` for whole values, `RowReads` for rows.
+    Two implementations: `DenseReads` for whole values, `RowReads` for rows; `reads_of` chooses.
+
+    Attributes:
+        join_steps: whether pushes and pulls of such a table may wait for others, to travel in one message with them.
     """
+
+    join_steps: ClassVar[bool]
 
     def start(
         self, want: WantRead | WantRows, request: int, clock: int, now: float, effects: list[WorkerEffect]
@@ -91,6 +96,7 @@ class _Reading:
 class DenseReads:
     """The reads of one dense table. A later read replaces an earlier one."""
 
+    join_steps: ClassVar[bool] = True
     sender: Sender
     retransmit: Retransmit
     table: str
@@ -207,6 +213,7 @@ class _RowReading:
 class RowReads:
     """The reads of one row table; see `TableReads`."""
 
+    join_steps: ClassVar[bool] = False
     sender: Sender
     retransmit: Retransmit
     table: str
@@ -325,3 +332,9 @@ class RowReads:
 
 def _key(server: int, request: int) -> Key:
     return server, "rows", request
+
+
+def reads_of(table: Opened, sender: Sender, retransmit: Retransmit) -> TableReads:
+    """Return the reads of a table that is opened, by its kind."""
+    kind = RowReads if table.keyed else DenseReads
+    return kind(sender, retransmit, table.table, table.consistency, table.servers)

@@ -49,7 +49,7 @@ from paceline.core.messages import (
 )
 from paceline.core.retransmit import Key, Retransmit
 from paceline.core.settings import WorkerSettings
-from paceline.core.table_reads import DenseReads, RowReads, TableReads
+from paceline.core.table_reads import TableReads, reads_of
 from paceline.errors import ProtocolBug
 
 MAX_TOGETHER = 256  # pushes, or pulls, that wait for each other, to travel in one message
@@ -168,8 +168,7 @@ class WorkerCore:
     def _open(self, event: Opened) -> None:
         """Open a table; opening it again changes nothing."""
         if event.table not in self._tables:
-            kind = RowReads if event.keyed else DenseReads
-            reads = kind(self.settings.sender, self._retransmit, event.table, event.consistency, event.servers)
+            reads = reads_of(event, self.settings.sender, self._retransmit)
             self._tables[event.table] = _Table(event.consistency, event.servers, reads)
 
     # -- pushes and clocks -------------------------------------------------------------------------------------------
@@ -206,7 +205,7 @@ class WorkerCore:
         and one that may show on arrival as well.
         """
         table = self._tables[want.table]
-        if not (want.may_wait or want.ends_clock) or not isinstance(table.reads, DenseReads) or self._withdrawn:
+        if not (want.may_wait or want.ends_clock) or not table.reads.join_steps or self._withdrawn:
             return False
         is_fit = self.settings.num_servers == 1 or (table.consistency.visible == "on_clock" and not want.ends_clock)
         of_clock = not self._kept or self._kept[0].clock == self.clock
@@ -321,7 +320,7 @@ class WorkerCore:
 
     def _on_values(self, server: int, message: Fetched | Delivered, now: float, effects: list[WorkerEffect]) -> None:
         table = self._tables[message.table]
-        if isinstance(message, Fetched) and isinstance(table.reads, DenseReads):
+        if isinstance(message, Fetched) and table.reads.join_steps:
             self._on_told(server, message, now, effects)
         table.reads.on_values(server, message, effects)
         self._follow(table.consistency, now, effects)

@@ -128,7 +128,7 @@ def _flat(patterns: Iterable[object]) -> Iterator[str | os.PathLike[str]]:
     for pattern in patterns:
         if isinstance(pattern, str | os.PathLike):
             yield pattern
-        elif isinstance(pattern, Iterable):
+        elif isinstance(pattern, Iterable) and not isinstance(pattern, bytes) and not hasattr(pattern, "dtype"):
             yield from _flat(pattern)
         else:
             raise UsageError(f"files is given a {type(pattern).__name__}, expected paths or patterns as text or Path.")
@@ -158,5 +158,5 @@ def _fault(name: str) -> str | None:
             return f"a folder: name what is in it, {name}/*" if S_ISDIR(mode) else "not a regular file"
         with open(name, "rb"):
             return None
-    except OSError as error:
-        return error.strerror or str(error)
+    except (OSError, ValueError) as error:  # no name of a file
+        return getattr(error, "strerror", None) or str(error)

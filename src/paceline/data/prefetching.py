@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from paceline.core.calls import checked
+from paceline.core.calls import checked, shown
 from paceline.data.sharding import ShardedLoader
 from paceline.data.slicing import SlicedLoader
 from paceline.data.source_loader import FedLoader
@@ -51,6 +51,14 @@ def prefetch(batches: Iterable[Batch], ids_of: Mapping[Prefetches, Callable[[Bat
         ...     users(torch.tensor([1, 2, 3]))[:, 0].tolist()
         [0.5, 0.0, 0.5]
     """
+    if not hasattr(type(batches), "__iter__"):
+        raise UsageError(f"prefetch: batches is {shown(batches)}, expected a loader, or what else can be iterated.")
+    fits = isinstance(ids_of, Mapping) and all(map(callable, ids_of.values()))  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not fits or not all(hasattr(layer, "prefetch") for layer in ids_of):
+        raise UsageError(
+            f"prefetch: ids_of is {shown(ids_of)}, expected a dict of embeddings, each with a function that returns "
+            "the ids of a batch."
+        )
     return _Ahead(batches, ids_of)
 
 

@@ -1,17 +1,24 @@
-"""Which transport a job uses, made from its spec."""
+"""The carriers between the processes of a job: a new one is a file in `transport` and a line here."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Final
 
 from paceline.errors import UsageError
 from paceline.job.addresses import Serving
 from paceline.job.credentials.holders import KEYS_NAME, Holder, TokenFiles, tls_settings
 from paceline.job.machines import LOOPBACK
 from paceline.job.spec import ClusterSpec
+from paceline.transport import shm, tcp
 from paceline.transport.base import Transport
-from paceline.transport.carrier import JobSettings
-from paceline.transport.registry import CARRIERS
+from paceline.transport.carrier import Carrier, JobSettings
+
+# The names that users choose from are in `job/choices.py`, which the command line reads without loading this.
+CARRIERS: Final[Mapping[str, Carrier]] = {
+    "shm": shm.CARRIER,
+    "tcp": tcp.CARRIER,
+}
 
 
 def tell_user(text: str) -> None:

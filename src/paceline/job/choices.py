@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-ProcessTransport = Literal["shm", "tcp"]  # between processes; the keys of `transport/registry.py`
+ProcessTransport = Literal["shm", "tcp"]  # between processes; the keys of `job/carriers.py`
 TransportName = Literal[ProcessTransport, "memory"]
 ScaleName = Literal["sum", "mean", "samples"]
 TraceLevel = Literal["steps", "full"]

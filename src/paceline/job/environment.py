@@ -266,7 +266,7 @@ def set_missing(variables: Mapping[str, str]) -> None:
 
 
 def ray_authenticates(variables: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a Ray cluster asks who connects, as far as this process was told."""
+    """Return whether a Ray cluster authenticates its clients, as far as this process was told."""
     return variables.get("RAY_AUTH_MODE", "disabled").lower() != "disabled"
 
 

@@ -70,7 +70,7 @@ def look_up(host: str) -> list[str]:
 
     asking = threading.Thread(target=ask, name=f"paceline-look-up {host}", daemon=True)
     asking.start()
-    asking.join(LOOKUP_TIMEOUT_S)  # who is asked may take much longer to say that it knows nothing
+    asking.join(LOOKUP_TIMEOUT_S)  # a name server may take much longer to answer that it knows nothing
     if not found:
         raise UsageError(
             f"no address is known for the host {host!r}, asked for {LOOKUP_TIMEOUT_S:g} s: check its name, or give its "
@@ -139,7 +139,7 @@ def address_towards(there: str, whose: Machine) -> str:
 
 
 def check_family(own: str, there: str, whose: Machine) -> None:
-    """Raise UsageError when two addresses are of different versions of IP: who has one may not reach the other."""
+    """Raise UsageError for addresses of different versions of IP: a machine with one may not reach the other."""
     if ip_address(own).version != ip_address(there).version:
         raise UsageError(
             f"PACELINE_HOST is {own} on {socket.gethostname()}, but {whose} is reached at {there}, and all addresses "

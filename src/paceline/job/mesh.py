@@ -46,7 +46,7 @@ class MeshShape:
         return self.pipeline * self.tensor > 1
 
     def rank(self, position: MeshPosition) -> int:
-        """Return who stands there."""
+        """Return the rank at a position."""
         return (position.stage * self.replicas + position.replica) * self.tensor + position.tensor
 
     def position(self, rank: int) -> MeshPosition:
@@ -56,7 +56,7 @@ class MeshShape:
         return MeshPosition(stage, replica, tensor)
 
     def replica_ranks(self, replica: int) -> list[int]:
-        """Return who holds a replica between them, stage by stage."""
+        """Return the ranks that hold a replica between them, stage by stage."""
         return [
             self.rank(MeshPosition(stage, replica, tensor))
             for stage in range(self.pipeline)

@@ -124,7 +124,7 @@ def _duplicate_yaml_key(data: bytes) -> str:
 def read_config(path: Path) -> RunConfig:
     """Read a file for `paceline run --config`: options by their names, and `args` as a list or as names with values.
 
-    Whether there are such options is seen by who takes them.
+    Whether there are such options is checked where they are used.
 
     Raises:
         UsageError: it cannot be read, or a value is neither text, a number nor a truth value.

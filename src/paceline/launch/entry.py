@@ -16,7 +16,7 @@ from paceline.errors import PacelineError
 from paceline.job.carriers import tell_user
 from paceline.job.environment import find_launcher, mark_as_server, wants_traceback
 from paceline.launch.limits import explain, is_shortage
-from paceline.launch.preemption import ignore_preemption_signals
+from paceline.launch.signals import ignore_preemption_signals
 
 PR_SET_PDEATHSIG: Final = 1
 EXIT_CODE: Final = 128 + signal.SIGKILL

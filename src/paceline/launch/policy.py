@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Final, final
 
 from paceline.job.choices import OnCrash, OnError, OnServerCrash
-from paceline.launch.preemption import EXIT_PREEMPTED
+from paceline.launch.signals import EXIT_PREEMPTED
 
 EXIT_LOST: Final = 75  # no shell and hardly a script ends so: the run has come to its end, without some of its workers
 FIRST_PAUSE_S: Final = 0.5

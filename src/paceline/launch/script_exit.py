@@ -11,7 +11,7 @@ from typing import Final, final
 
 from paceline.errors import PacelineError
 from paceline.job.environment import wants_traceback
-from paceline.launch.preemption import EXIT_PREEMPTED
+from paceline.launch.signals import EXIT_PREEMPTED
 
 PACKAGE: Final = Path(__file__).parent.parent
 INSTALLED: Final = {"site-packages", "dist-packages"}  # folders of packages that the user's code calls

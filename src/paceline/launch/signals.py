@@ -1,14 +1,106 @@
-"""Collects the signals a launcher has to answer, so that they are handled one at a time and in one place."""
+"""The signals by which users and schedulers end a job, as workers and launchers handle them.
 
+A worker acts on those by which schedulers reclaim a machine at the end of its step. The first signal is only noted, and
+acted on where a step ends. A second one ends the process at once. So does the first one where no step will end: in a
+process forked from a worker, after the worker has left, and once the run is aborted.
+"""
+
+import os
 import signal
 import socket
+import threading
+import time
 from collections import deque
+from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Final, Self, final
 
-from paceline.launch.preemption import PREEMPTION_SIGNALS
+# SIGTERM ends a process politely; the others are what users let Slurm's --signal send ahead of it.
+PREEMPTION_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+HANDLED: Final = (signal.SIGINT, signal.SIGHUP, *PREEMPTION_SIGNALS)  # by launchers
+EXIT_PREEMPTED: Final = 128 + signal.SIGTERM
+ABORT_MARKER_NAME: Final = "called.off"  # in the folder of a job whose workers are to end at once
+# A signal to the whole process group reaches workers directly, and then once more through our launcher.
+REPEAT_WINDOW_S: Final = 1.0
 
-HANDLED: Final = (signal.SIGINT, signal.SIGHUP, *PREEMPTION_SIGNALS)
+
+@final
+class PreemptionNotice:
+    """Notes whether this process was preempted.
+
+    Args:
+        abort_marker: a file that appears when a run ends for another reason, and nothing is worth finishing.
+        now: monotonic seconds.
+    """
+
+    def __init__(self, abort_marker: Path | None = None, now: Callable[[], float] = time.monotonic) -> None:
+        self._abort_marker = abort_marker
+        self._now = now
+        self._told_at_s: float | None = None
+        self._script_decides = False
+        # Returns whether the script may be saving its state because the job has failed: then it is not cut short.
+        self.may_save: Callable[[], bool] = lambda: False
+        self._listener: int | None = None  # the process that is told, while it listens: not what it forks
+
+    def listen(self) -> None:
+        """Note such signals from now on, but for those for which the script has a handler of its own, or ignores.
+
+        Does nothing outside of the main thread, where there are no signals.
+        """
+        if threading.current_thread() is threading.main_thread():
+            self._listener = os.getpid()
+            for number in PREEMPTION_SIGNALS:
+                if signal.getsignal(number) is signal.SIG_DFL and not _is_caught(number):
+                    signal.signal(number, self._note)
+
+    def close(self) -> None:
+        """Let the signals do what they did before, unless one has come: its process is ending, and not to be cut short.
+
+        May be repeated. Does nothing outside of the main thread, as `listen`.
+        """
+        if self._told_at_s is None and threading.current_thread() is threading.main_thread():
+            self._listener = None
+            for number in PREEMPTION_SIGNALS:
+                if signal.getsignal(number) == self._note:
+                    signal.signal(number, signal.SIG_DFL)
+
+    def check_preempted(self) -> bool:
+        """Return whether this process was preempted; from now on the script decides when to leave."""
+        self._script_decides = True
+        return self._told_at_s is not None
+
+    def exit_if_preempted(self, leave: Callable[[], None]) -> None:
+        """Leave and raise SystemExit(143) if this process was preempted, unless the script decides."""
+        if self._told_at_s is not None and not self._script_decides:
+            leave()
+            raise SystemExit(EXIT_PREEMPTED)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        now = self._now()
+        is_first = self._told_at_s is None or now - self._told_at_s < REPEAT_WINDOW_S
+        is_wanted = self._abort_marker is None or not self._abort_marker.exists() or self.may_save()
+        if self._listener == os.getpid() and is_first and is_wanted:
+            self._told_at_s = now if self._told_at_s is None else self._told_at_s
+        else:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def _is_caught(number: int) -> bool:
+    """Return whether this process has a handler that Python does not know of, as `faulthandler.register` sets it."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+    except OSError:  # not Linux
+        return False
+    caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+def ignore_preemption_signals() -> None:
+    """Ignore preemption signals: for servers, which end after their workers. Call it in the main thread."""
+    for number in PREEMPTION_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @final

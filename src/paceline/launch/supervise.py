@@ -18,8 +18,7 @@ from paceline.job.addresses import record_server_ended
 from paceline.launch.child import Launch
 from paceline.launch.output import Console
 from paceline.launch.policy import EXIT_LOST, CrashDecision, Policy, RestartDelays, describe_exit, shell_code
-from paceline.launch.preemption import ABORT_MARKER_NAME, EXIT_PREEMPTED
-from paceline.launch.signals import Signals
+from paceline.launch.signals import ABORT_MARKER_NAME, EXIT_PREEMPTED, Signals
 from paceline.observe.trace import Exit, Trace, trace_path
 from paceline.stopwatch import Stopwatch
 

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 
 from paceline.collective.collectives import Collectives
 from paceline.collective.signature import CallSignature, Pattern
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
 from paceline.job.strategy import Distribution
 from paceline.model_parallel.arrangement import Arrangement, ModelPart, whole
 from paceline.model_parallel.layers import Placement, drop, ends_of, layers_of, materialise, require_apart, tree_of
@@ -73,7 +73,7 @@ class Parallel(nn.Module):
             PeerError: a worker has died or left.
         """
         run = self._held[1]
-        with self._connected("forward", inputs):
+        with _given("forward", inputs=inputs), self._connected("forward", inputs):
             return run.forward(inputs) if isinstance(run, Pipeline) else run(inputs)
 
     def forward_backward(self, inputs: Any, targets: Any) -> float:  # noqa: ANN401
@@ -93,10 +93,13 @@ class Parallel(nn.Module):
         """
         run = self._held[1]
         if self._part.mesh is None:
-            loss = self._loss(self(inputs), targets)  # through hooks, as of an optimizer that combines gradients
+            outputs = self(inputs)  # through hooks, as of an optimizer that combines gradients
+            with _given("forward_backward", targets=targets):
+                loss = self._loss(outputs, targets)
             loss.backward()
             return float(loss.detach())
-        with self._connected("step", inputs), _split_loss(self._part):
+        taken = _given("forward_backward", inputs=inputs, targets=targets)
+        with taken, self._connected("step", inputs), _split_loss(self._part):
             if isinstance(run, Pipeline):
                 found = run.forward_backward(inputs, targets)
             else:
@@ -165,6 +168,22 @@ class Parallel(nn.Module):
         mesh.agree(CallSignature.over(parts(inputs, "the batch")[0], pattern, root=1), pattern)
         with mesh.explained(pattern):
             yield
+
+
+@contextmanager
+def _given(call: str, **values: object) -> Generator[None]:
+    """Say in errors of the layers and of the loss what they were given; UsageError if it is of no type that fits."""
+    try:
+        yield
+    except (TypeError, AttributeError, ValueError, IndexError, RuntimeError) as error:
+        if isinstance(error, PacelineError | torch.OutOfMemoryError):
+            raise
+        shown = "; ".join(f"{name} is {brief(value)}" for name, value in values.items())
+        tensors = [value for given in values.values() for value in (given if isinstance(given, tuple) else (given,))]
+        if not all(isinstance(value, Tensor) for value in tensors):
+            raise UsageError(f"{call}: {shown}, expected tensors, or tuples of tensors ({error}).") from error
+        error.add_note(f"{call}: {shown}. See whether the model and the loss take these shapes and types.")
+        raise
 
 
 def _split_loss(part: ModelPart) -> AbstractContextManager[object]:

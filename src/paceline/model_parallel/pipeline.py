@@ -251,6 +251,8 @@ class Pipeline:
             PeerError: a worker has ended.
         """
         given = parts(inputs, "the batch")
+        if not given[0].dim():
+            raise UsageError("the batch is one number, expected a tensor whose first dimension counts the samples.")
         size = len(given[0])
         num = self._num_micro_batches(size)
         pieces = cut_targets(targets, size, num) if self.joining is not None else []

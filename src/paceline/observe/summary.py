@@ -210,7 +210,7 @@ def _freshest(run: Run) -> dict[int, int] | None:
 
 
 def _max_lead(run: Run) -> int | None:
-    """Follow who computes at which clock: from a worker's first read at a clock to its step, or its end."""
+    """Follow which worker computes at which clock: from a worker's first read at a clock to its step, or its end."""
     computing: dict[int, int] = {}
     leads: list[int] = []
     gone = (record for record in run.memberships if record.event != "joined")

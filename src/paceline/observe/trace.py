@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # Bound for a process of a run without a folder: at most twice as much is on the disk, see `TraceFile`.
 UNNAMED_TRACE_BYTES: Final = 8 * 1024 * 1024
 OLDER: Final = ".old"
+ENDED: Final = "ended"  # a file beside the traces of a run, once one of them has ended by an error
 _BLOCK_BYTES: Final = 64 * 1024
 
 
@@ -34,7 +35,9 @@ def tell_on_stderr(text: str) -> None:
 
 @final
 class TraceFile:
-    """Appends whole lines to a file. The first error is reported and ends the trace, not the training.
+    """Appends whole lines to a file. The first error ends the trace, not the training.
+
+    It is told by the first process of the run that meets one, which makes a file for the others to see.
 
     At `max_bytes` the file is renamed to `NAME.old`, in place of an earlier one, and a new file is begun: the latest
     records are kept, in at most twice `max_bytes` on disk.
@@ -94,9 +97,16 @@ class TraceFile:
             self.close()
         except OSError as another:  # a file server reports a full disk only now
             error = another
+        try:
+            self._path.with_name(ENDED).touch(exist_ok=False)  # needs no space on most disks
+        except FileExistsError:
+            return
+        except OSError:
+            pass  # told by each process, as none can leave word for the others
         self._tell(
             f"the trace {self._path} ends here: {error.strerror}. Training goes on; the live display and reports lack "
-            "what follows. Free space, raise a limit (`ulimit -f`), or name another folder with --run-dir"
+            "what follows, also of other processes whose traces end, which is not told again. Free space, raise a "
+            "limit (`ulimit -f`), or name another folder with --run-dir"
         )
 
 
@@ -372,7 +382,7 @@ class Trace:
     def __init__(self, path: Path | None, max_bytes: int = 0, tell: Callable[[str], None] = tell_on_stderr) -> None:
         self._lock = Lock()
         self._encoder = msgspec.json.Encoder()
-        # Invariant: in the order of record(); empty when there is no file.
+        # Invariant: in the order of record(); empty without a file.
         self._buffer: list[Record] = []
         self._flushed_t = 0.0
         self._file = None if path is None else TraceFile(path, max_bytes, tell)

@@ -60,7 +60,7 @@ class NewsBuffer:
     def relay(self, name: str, colour: int, line: str, *, to_stderr: bool) -> None:
         """Put one line that the process has written; blocks while there are too many."""
         with self._changed:
-            # No deadline: who fetches is gone only when this process is about to be.
+            # No deadline: the caller is gone only when this process is about to be.
             self._changed.wait_for(lambda: len(self._lines) < NUM_LINES_MAX)
             self._lines.append((to_stderr, line))
             self._changed.notify_all()

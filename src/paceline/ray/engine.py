@@ -64,7 +64,7 @@ def load_ray() -> ModuleType:
 def prepare(options: RayOptions) -> ModuleType:
     """Import Ray, told in time how a cluster of our own is to be, and see whether another can be reached.
 
-    Raises UsageError when Ray is not installed, must not be started so, or is to be at what is no address, and
+    Raises UsageError when Ray is not installed, must not be started so, or the address is not valid, and
     PeerError when it does not answer.
     """
     if options.address is None and "ray" not in sys.modules:  # it looks at these variables when it is imported

@@ -19,8 +19,8 @@ from paceline.job.machines import LOOPBACK
 from paceline.job.spec import TOKEN_NAME, write_private
 from paceline.launch.child import NUM_LAST_LINES, Launch
 from paceline.launch.local import make_spec
-from paceline.launch.preemption import ABORT_MARKER_NAME
 from paceline.launch.rendezvous.liveness_lock import VERSION
+from paceline.launch.signals import ABORT_MARKER_NAME
 from paceline.observe.trace import TraceFile, trace_path
 from paceline.ray.messages import EXIT_NOT_STARTED, ActorCommand, ActorReady, News, Role
 

@@ -62,7 +62,7 @@ def encode(message: EnterFrame | Answer) -> bytes:
 
 
 def decode_enter_frame(identity: bytes) -> EnterFrame:
-    """Read what a client says of itself; raises PeerError when it means nothing here."""
+    """Read what a client says of itself; raises PeerError when it is not valid."""
     try:
         return _VISIT.decode(identity)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -628,7 +628,8 @@ class ServerNode:
         try:
             self._journal = journal = Journal(self.memory)
         except OSError as error:
-            self.tell(f"the run ends if server {self.settings.server} is killed: {error.strerror}")
+            why = f"memory that outlives it cannot be made ({error.strerror}; /dev/shm full, or `ulimit -f`?)"
+            self.tell(f"the run ends if server {self.settings.server} is killed: {why}")
             return None
         if journal.is_new:
             self._write_snapshot(journal)
@@ -749,8 +750,8 @@ class ServerNode:
     # -- the record --------------------------------------------------------------------------------------------------
 
     def _record_handled(self, event: ServerEvent, effects: list[ServerEffect]) -> None:
-        who, done = f"server {self.settings.server}", [_as_data(effect) for effect in effects]
-        self.trace.record(records.Handled(time.monotonic(), who, _as_data(event), done))
+        name, done = f"server {self.settings.server}", [_as_data(effect) for effect in effects]
+        self.trace.record(records.Handled(time.monotonic(), name, _as_data(event), done))
 
 
 def _as_data(value: ServerEvent | ServerEffect | Message) -> dict[str, object]:

@@ -38,7 +38,7 @@ class CannotGoOn(PacelineError):
 @final
 @dataclass(slots=True)
 class Declarations:
-    """The tables of a server in the order of their declaration, who maps their values, and what became of updates."""
+    """The tables of a server in the order of their declaration, the clients of their views, and the fate of updates."""
 
     # By table: the message that declared it.
     messages: dict[str, bytes] = field(default_factory=dict[str, bytes])

@@ -21,6 +21,7 @@ from paceline.transport.base import EMPTY
 from paceline.wire.bounds import require_short
 from paceline.wire.malformed import REQUEST_ERRORS, describe_error
 from paceline.wire.requests import (
+    NAMED,
     AwaitValues,
     Barrier,
     ClaimWork,
@@ -92,6 +93,13 @@ class RequestHandler:
         if members:
             self._ask_for_values(min(members))
         self.work_host.release()
+
+    def waiting_for_names(self) -> dict[str, list[int]]:
+        """Return the ranks that wait for the first push to each named tensor."""
+        return {
+            table.removeprefix(NAMED): sorted({rank for rank, _ in waiting})
+            for table, waiting in self._describing.items()
+        }
 
     def at_barriers(self) -> dict[str, list[int]]:
         """Return the ranks that wait at each barrier."""
@@ -185,10 +193,13 @@ def _without(waiting: dict[str, dict[Life, T]], life: Life) -> dict[str, dict[Li
 _MAX_WHAT: Final = 300  # characters of a worker's description of its wait
 _LEAST_PAUSE_S: Final = 4.0  # between two sentences
 _MORE: Final = 1.8  # the same sentence is printed again after this many times as long a wait
-_STUCK: Final = (
-    "None of these can go on: have all workers make the same calls in the same order, and finish as many clocks before "
-    "each barrier(), or let those that are done end"
+_STUCK: Final = "None of these can go on"
+_STUCK_ADVICE: Final = (
+    "have all workers make the same calls in the same order, and finish as many clocks before each barrier(), or let "
+    "those that are done end"
 )
+_MOST_NAMES: Final = 8
+_MAX_NAME: Final = 60  # characters of the name of a tensor
 
 
 @dataclass(slots=True)
@@ -204,7 +215,11 @@ class WaitReports:
     _told_at: float = 0.0
 
     def add(self, life: Life, report: ReportWait, now: float) -> bytes:
-        """Store a report and return its answer: b"1" or b"0" (whether to print it), then the sentence."""
+        """Store a report and return its answer: a flag, then the sentence.
+
+        The flag is b"1" if the sentence is to be printed, else b"0"; b"3" and b"2" if this is a deadlock. What to do
+        about a deadlock is only in the first sentence on it: the errors of all workers follow.
+        """
         current = self.core.lives.current(life[0])
         if not report.what or current is None or current.incarnation != life[1]:
             self.forget(life)
@@ -213,11 +228,11 @@ class WaitReports:
         waiters = self._waiters()
         text = describe(waiters, self.core.whereabouts)
         locked = stuck(waiters)
-        if locked:
-            text += f". {_STUCK}"
         blockers = {worker for waiter in waiters.values() for worker in waiter.blockers}
-        tells = self._is_news(frozenset(blockers - set(waiters) | locked), report.waited_s, now)
-        return f"{int(tells)}{text}".encode()
+        roots = frozenset(blockers - set(waiters) | locked)
+        advice = "" if roots == self._told else f": {_STUCK_ADVICE}"
+        tells = self._is_news(roots, report.waited_s, now)
+        return (f"{2 + tells}{text}. {_STUCK}{advice}" if locked else f"{int(tells)}{text}").encode()
 
     def forget(self, life: Life) -> None:
         """Drop the report of a worker: it no longer waits."""
@@ -241,6 +256,8 @@ class WaitReports:
             says = "is in barrier(), waiting for {}" if place == "barrier" else f"waits for {{}} to come to '{place}'"
             absent = tuple(worker for worker in members if worker not in present)
             found.update((worker, Waiter(says, absent)) for worker in present)
+        for name, waiting in self.request_handler.waiting_for_names().items():
+            found.update((worker, self._of_name(name, worker)) for worker in waiting)
         for rank, work, holders in self.request_handler.work_host.waiting():
             others = tuple(worker for worker in holders if worker != rank)
             found[rank] = Waiter(f"waits for {work}, of which {{}} has some" if others else f"waits for {work}", others)
@@ -260,6 +277,15 @@ class WaitReports:
         blockers = tuple(worker for worker in members if worker in set(report.workers) - there)
         return Waiter(f"waits for {{}} ({what})" if blockers else f"waits for {what}", blockers)
 
+    def _of_name(self, name: str, rank: int) -> Waiter:
+        """Return the wait for a named tensor, which any other worker may push."""
+        others = tuple(worker for worker in self.core.members if worker != rank)
+        exist = [_shown(table.removeprefix(NAMED)) for table in sorted(self.core.tables) if table.startswith(NAMED)]
+        more = f" and {len(exist) - _MOST_NAMES} more" if len(exist) > _MOST_NAMES else ""
+        known = f"(names that exist: {', '.join(exist[:_MOST_NAMES]) or 'none'}{more})"
+        by = " by {}" if others else ""
+        return Waiter(f"waits for the first push to {_shown(name)}{by} {known}", others, any_of=True)
+
     def _of_clock(self, rank: int, table: str, needs: int, what: str) -> Waiter:
         blockers = tuple(worker for worker in self.core.behind(needs) if worker != rank)
         entry = self.core.tables.get(table)
@@ -267,3 +293,8 @@ class WaitReports:
             return Waiter(f"waits for {what}")
         about = f" (table '{printable(table)}', {entry.consistency})" if entry is not None else f" ({what})"
         return Waiter(f"waits for clock {needs - 1} of {{}}{about}", blockers)
+
+
+def _shown(name: str) -> str:
+    """Return the name of a tensor for a sentence with a place for the names of workers."""
+    return f"'{printable(name[:_MAX_NAME]).replace('{}', '?')}'"

@@ -176,10 +176,10 @@ class World:
         self._sent += 1
         heapq.heappush(self._heap, (due, self._sent, action))
 
-    def record(self, who: str, event: object, effects: object) -> None:
+    def record(self, name: str, event: object, effects: object) -> None:
         """Add a line to the trace, if one is kept."""
         if self.trace is not None:
-            self.trace.append(f"{self.now:.6f} {who} {event} -> {effects}")
+            self.trace.append(f"{self.now:.6f} {name} {event} -> {effects}")
 
     def start(self, worker: int, incarnation: int) -> None:
         """Start one life of a worker."""

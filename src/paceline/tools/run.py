@@ -70,7 +70,7 @@ def run(
     data_servers
         Number of processes that read and prepare batches for paceline.feed; without any, workers do that themselves.
     engine
-        Who starts them: we do, on this machine, or Ray does, on a cluster.
+        What starts them: this command, on this machine, or Ray, on a cluster.
     ray
         What is asked of Ray.
     consistency

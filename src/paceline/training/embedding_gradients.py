@@ -132,7 +132,7 @@ class EmbeddingLookup:
         trained on 0 samples.
         """
         collected, self._collected = self._collected, []
-        if not collected and (not samples or not self.table.client.state.counts_everyone):
+        if not collected and (not samples or not self.table.client.state.counts_all_workers):
             return
         ids = torch.cat([ids for ids, _ in collected] or [torch.empty(0, dtype=torch.int64)])
         rows = torch.cat([rows for _, rows in collected] or [torch.empty((0, self.table.width))])

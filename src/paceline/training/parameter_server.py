@@ -213,7 +213,7 @@ class DistributedOptimizer(Distributed):
 
     def _open_bucket(self, name: str, run: range, flat: FlatParameters, device_copies: DeviceCopies) -> Bucket:
         lockstep = self._settings.consistency.lockstep
-        views = lockstep if self._settings.views is None else self._settings.views
+        views = lockstep if self._settings.views is None else bool(self._settings.views)
         spec = replace(self._spec, name=name, segments=self._spec.segments[run.start : run.stop])
         # In-place writes are safe where `step` waits for every push to be applied: no server reads during backward.
         gradients = Gradients(flat, lockstep and not self._settings.overlap, device_copies)

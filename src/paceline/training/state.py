@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from paceline.core.calls import shown
 from paceline.core.partition import Range
 from paceline.errors import PacelineError, ProtocolBug, UsageError
 from paceline.training.flat import FlatParameters
@@ -69,6 +70,8 @@ def check_state(spec: TableSpec, state_dict: dict[str, Any]) -> None:
     Raises:
         UsageError: it has other groups, or a state that does not fit its parameter.
     """
+    if not isinstance(state_dict, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+        raise UsageError(f"the state_dict of an optimizer is {shown(state_dict)}, expected what state_dict() returned.")
     if not {"state", "param_groups"} <= state_dict.keys():
         raise UsageError(f"a state_dict of an optimizer has 'state' and 'param_groups', this has {sorted(state_dict)}.")
     sizes = Counter(segment.group for segment in spec.segments)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.collective.collectives import Collectives
+from paceline.core.calls import shown
 from paceline.core.consistency import Consistency
 from paceline.data.slicing import ClockSlices
 from paceline.errors import UsageError
@@ -283,6 +284,11 @@ class Distributed(torch.optim.Optimizer, ABC):
             samples = as_count(samples, f"step of '{self._settings.name}'")
         loss = None
         if closure is not None:
+            if not callable(closure):  # pyright: ignore[reportUnnecessaryComparison] - scripts are not typed
+                raise UsageError(
+                    f"step of '{self._settings.name}': closure is {shown(closure)}, expected a function, or step() "
+                    "after loss.backward()."
+                )
             with torch.enable_grad():
                 loss = closure()
         self.expected = (

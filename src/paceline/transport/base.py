@@ -235,7 +235,7 @@ class Transport(Protocol):
 
     @property
     def maps_memory(self) -> bool:
-        """Whether an allocated body arrives as a read-only mapping of the memory of its owner, who alone can write."""
+        """Whether an allocated body arrives as a read-only mapping of memory that its owner alone can write."""
         ...
 
     def allocate(self, size_bytes: int) -> memoryview:

@@ -6,9 +6,9 @@ the token learns nothing but the wire version, and that its proof does not hold.
 the other side's bytes passes: the nonces and the role differ.
 
 Over tcp with TLS (`TlsHandshake`): the same, inside TLS with certificates on both sides. The MAC then covers both
-certificates, too: who sits in between with a certificate of its own cannot pass on the proof of another.
+certificates, too: a process in between with a certificate of its own cannot pass on the proof of another.
 
-Over shm (`LocalHandshake`): the kernel tells each side who the other is; only the job is compared.
+Over shm (`LocalHandshake`): the kernel tells each side the user of the other; only the job is compared.
 
 A handshake reads at most `MAX_HANDSHAKE_BYTES`, in TLS `MAX_TLS_HANDSHAKE_BYTES`, and takes no memory sized by the
 peer.

@@ -22,8 +22,7 @@ from paceline.transport.buffers import (
     map_private,
 )
 from paceline.transport.deadline import seconds
-from paceline.transport.peer_memory import PeerMemory
-from paceline.transport.segments import Segments, create_memory
+from paceline.transport.segments import PeerMemory, Segments, create_memory
 
 # A sender waits while this much is unread, as with a full socket. Only copied bodies count, not the senders' memory.
 _MAX_UNREAD_FRAMES: Final = 4096
@@ -327,7 +326,7 @@ class MemoryTransport:
     """Carries frames between threads; only connections made through the same instance meet.
 
     With `maps`, an allocated body arrives as a private mapping, as between processes; else as the memory itself. When
-    shared memory is not to be had, such bodies are copied.
+    shared memory is not available, such bodies are copied.
 
     >>> transport = MemoryTransport()
     >>> listener = transport.listen("memory://server-0")

@@ -25,8 +25,8 @@ class DamagedRevocations(UsageError):
         self.names: Final = names
 
 
-def read_identity(names: list[str], serial: str, job: str, who: str) -> PeerIdentity:
-    """Return the identity in the certificate of `who`, given its names and its serial number.
+def read_identity(names: list[str], serial: str, job: str, peer: str) -> PeerIdentity:
+    """Return the identity in the certificate of `peer`, given its names and its serial number.
 
     A certificate without a paceline:// name is valid for any process: the authority signs for this job or team alone.
 
@@ -41,10 +41,10 @@ def read_identity(names: list[str], serial: str, job: str, who: str) -> PeerIden
         return PeerIdentity(ANY, normal_serial(serial))
     match = _NAME.fullmatch(ours[0])
     if match is None or len(ours) > 1:
-        raise CertificateRefused(f"the certificate of {who} does not name the process that it is for")
+        raise CertificateRefused(f"the certificate of {peer} does not name the process that it is for")
     found, role, rank = unquote(match[1]), match[2], match[3]
     if found not in (job, ANY):
-        raise CertificateRefused(f"the certificate of {who} is for another job than {job!r}")
+        raise CertificateRefused(f"the certificate of {peer} is for another job than {job!r}")
     return PeerIdentity(ANY if role is None else f"{role}-{rank}", normal_serial(serial))
 
 

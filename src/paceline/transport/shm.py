@@ -33,7 +33,7 @@ class ShmTransport:
 
     Addresses are "shm:///run/job/server-0.sock", with or without the scheme. The directory must be closed to others
     (mode 0700); it is made when missing. "shm://@server-0" names a socket without a file, which ends with its process.
-    Both sides must run as the same user and name the same job. When shared memory is not to be had, bodies go through
+    Both sides must run as the same user and name the same job. When shared memory is not available, bodies go through
     the socket and `notice` is called once with the reason. It is also told of every client that is turned away.
 
     >>> import tempfile

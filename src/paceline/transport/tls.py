@@ -171,7 +171,7 @@ _OUT_OF_DATE: Final = (9, 10)  # OpenSSL's codes for a certificate that is not v
 class TlsSettings:
     """Files in PEM format: this process's certificate and its unencrypted key, and the certificate of the authority.
 
-    `revoked` names who is turned away all the same: a holder or the serial number of a certificate a line; the file may
+    `revoked` names what is refused all the same: a holder or the serial number of a certificate a line; the file may
     be missing. All of them are read again when they have changed.
 
     >>> settings = TlsSettings(Path("worker.pem"), Path("worker.key"), Path("authority.pem"))
@@ -244,19 +244,19 @@ class TlsHandshake:
         tls.trust()
         return replace(greeted, peer_identity=peer_identity)
 
-    def _check_identity(self, tls: TlsChannel, who: str) -> PeerIdentity:
-        """Return the identity in the certificate of `who`; raises CertificateRefused when it was revoked."""
+    def _check_identity(self, tls: TlsChannel, peer: str) -> PeerIdentity:
+        """Return the identity in the certificate of `peer`; raises CertificateRefused when it was revoked."""
         certificate = cast("dict[str, object]", tls.certificate(binary=False))
         names = cast("tuple[tuple[str, str], ...]", certificate.get("subjectAltName", ()))
         serial = cast("str", certificate["serialNumber"])
-        peer_identity = read_identity([name for kind, name in names if kind == "URI"], serial, self._job, who)
-        self._check_revoked(peer_identity, who)
+        peer_identity = read_identity([name for kind, name in names if kind == "URI"], serial, self._job, peer)
+        self._check_revoked(peer_identity, peer)
         return peer_identity
 
-    def _check_revoked(self, peer_identity: PeerIdentity, who: str) -> None:
+    def _check_revoked(self, peer_identity: PeerIdentity, peer: str) -> None:
         if self._revoked is not None and peer_identity.are_among(self._revoked.get()):
             raise CertificateRefused(
-                f"the certificate of {who} ({peer_identity.holder}, {peer_identity.serial}) was revoked"
+                f"the certificate of {peer} ({peer_identity.holder}, {peer_identity.serial}) was revoked"
             )
 
     def _refusal(self, error: ssl.SSLError, server: str, first: bytes) -> PeerError:

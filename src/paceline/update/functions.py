@@ -28,13 +28,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softshrink
 
-from paceline.core.calls import checked
+from paceline.core.calls import checked, shown
 from paceline.errors import UsageError
 from paceline.update.rows.initializers import first_rows
 from paceline.update.rows.spec import First
@@ -51,6 +51,7 @@ ORDER = "order"  # the tensor by which `merge` sorts
 _ELEMENTS = 1 << 18  # of a dense table in one piece
 
 
+@checked
 def function_at(name: str, kind: Kind, allowed: AbstractSet[str] | None) -> Callable[..., object]:
     """Return a function of this module by its name, or one of yours by its import path.
 
@@ -62,13 +63,15 @@ def function_at(name: str, kind: Kind, allowed: AbstractSet[str] | None) -> Call
     Raises:
         UsageError: the function does not exist, may not be loaded, or is not callable.
     """
+    if kind not in ("range", "rows"):
+        raise UsageError(f"function_at: kind is {shown(kind)}, expected 'range' or 'rows'.")
     known = _KNOWN[kind]
     if name in known:
         return known[name]
     if ":" not in name:
         raise UsageError(
-            f"'{name}' names no function. Expected one of {', '.join(sorted(known))}, or the import path of one of "
-            "your own: 'package.module:function'."
+            f"{shown(name)} names no function. Expected one of {', '.join(sorted(known))}, or the import path of one "
+            "of your own: 'package.module:function'."
         )
     found = member_at(name, allowed, "function")
     if not callable(found):
@@ -87,6 +90,7 @@ def total(parts: Sequence[Mapping[str, Tensor]]) -> Tensors:
         >>> total([{"sum": torch.tensor(1.0)}, {"sum": torch.tensor(2.5)}])
         {'sum': tensor(3.5000)}
     """
+    _require_parts(parts, "total")
     return {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}
 
 
@@ -101,10 +105,41 @@ def merge(parts: Sequence[Mapping[str, Tensor]], k: int) -> Tensors:
         >>> merge(parts, 1)["ids"]
         tensor([3])
     """
+    _require_parts(parts, "merge", ("ids", ORDER))
+    if k < 0:
+        raise UsageError(f"merge: k is {k}, expected 0 or more.")
     together = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     by_id = torch.argsort(together["ids"])
     first = by_id[torch.argsort(together[ORDER][by_id], stable=True)[:k]]
     return {name: tensor[first] for name, tensor in together.items()}
+
+
+def _require_parts(parts: Sequence[Mapping[str, Tensor]], taker: str, names: Sequence[str] = ()) -> None:
+    """Raise UsageError for what is not the results of servers: one mapping each, of the same tensors."""
+    given = cast("object", parts)  # of scripts, which are not typed
+    results = cast("Sequence[object]", given if isinstance(given, Sequence) else ())
+    tensors = [
+        cast("Mapping[object, object]", part).values() if isinstance(part, Mapping) else [part] for part in results
+    ]
+    if not results or not all(isinstance(tensor, Tensor) for part in tensors for tensor in part):
+        raise UsageError(
+            f"{taker}: parts is {shown(parts)}, expected what table.call(...) returned, one dict a server."
+        )
+    first = parts[0]
+    for index, part in enumerate(parts):
+        lacking = sorted(map(str, {*first, *names}.symmetric_difference(part)))
+        if lacking:
+            raise UsageError(
+                f"{taker}: '{lacking[0]}' is not in every part, such as part {index}: give results of one call."
+            )
+        for name, found in part.items():
+            least = 1 if taker == "merge" else 0
+            alike = found.dim() >= least and found.shape[least:] == first[name].shape[least:]
+            if not alike or found.dtype != first[name].dtype:
+                raise UsageError(
+                    f"{taker}: '{name}' is {shown(found)} in part {index} and {shown(first[name])} in part 0: give the "
+                    "results of one call."
+                )
 
 
 # -- functions that change nothing -----------------------------------------------------------------------------------

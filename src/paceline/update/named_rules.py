@@ -326,6 +326,14 @@ def numbers_problem(rule: str, numbers: Hyper) -> str:
 
 def _check_hyper(spec: RuleSpec) -> None:
     """Raise UsageError for hyperparameters that a rule of ours does not have."""
+    if not isinstance(spec, RuleSpec):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+        raise UsageError(f"an update rule is a {type(spec).__name__}, expected one of paceline.update.")
+    for key, value in (item for group in spec.groups for item in group.items()):
+        if any(
+            isinstance(part, float) and not math.isfinite(part)
+            for part in (value if isinstance(value, tuple) else (value,))
+        ):
+            raise UsageError(f"The update rule {spec.name}: {key} is {value}, expected a finite number.")
     if spec.name.startswith(PREFIX):
         check_groups(spec)
     elif spec.name in OWN_NUMBERS:

@@ -114,22 +114,22 @@ def num_missing(counts: Sequence[float], expected: Sequence[float], scale: Scale
 CHUNK: Final = 512 * 1024
 
 
-def divisor_of(everyone: Sequence[float], scale: Scale) -> float:
+def divisor_of(all_samples: Sequence[float], scale: Scale) -> float:
     """Return what the sum of an update's contributions is divided by, given the samples behind each of them."""
-    if _is_weighted(everyone, scale):
-        return float(sum(everyone))
-    return 1.0 if scale == "sum" else float(len(everyone))
+    if _is_weighted(all_samples, scale):
+        return float(sum(all_samples))
+    return 1.0 if scale == "sum" else float(len(all_samples))
 
 
-def _is_weighted(everyone: Sequence[float], scale: Scale) -> bool:
-    return scale == "samples" and len(set(everyone)) > 1
+def _is_weighted(all_samples: Sequence[float], scale: Scale) -> bool:
+    return scale == "samples" and len(set(all_samples)) > 1
 
 
 def combine(
     out: Tensor,
     gradients: Sequence[Tensor],
     counts: Sequence[float],
-    everyone: Sequence[float],
+    all_samples: Sequence[float],
     scale: Scale,
     *,
     divide: bool = True,
@@ -140,11 +140,11 @@ def combine(
         out: (n,), overwritten; at most a chunk of elements for speed.
         gradients: (n,) each, at least one; added as ((g1 + g2) + g3) + ...
         counts: samples behind each of the gradients.
-        everyone: samples of every contribution to the update; those without these elements count as zeros.
+        all_samples: samples of every contribution to the update; those without these elements count as zeros.
         scale: see `TableSpec`.
         divide: whether to divide by `divisor_of` these, or leave that to the caller.
     """
-    if _is_weighted(everyone, scale):
+    if _is_weighted(all_samples, scale):
         gradients = [gradient * count for gradient, count in zip(gradients, counts, strict=True)]
     if len(gradients) == 1:
         out.copy_(gradients[0])
@@ -152,7 +152,7 @@ def combine(
         torch.add(gradients[0], gradients[1], out=out)
     for gradient in gradients[2:]:
         out.add_(gradient)
-    divisor = divisor_of(everyone, scale)
+    divisor = divisor_of(all_samples, scale)
     if divide and divisor != 1.0:
         out.div_(divisor)
 

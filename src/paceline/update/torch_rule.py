@@ -14,6 +14,7 @@ from typing import Any, Final, cast, final
 import torch
 from torch import Tensor, nn
 
+from paceline.core.calls import checked
 from paceline.errors import ProtocolBug, UsageError
 from paceline.update.rules import Granularity, Hyper, Number, RuleSpec
 
@@ -35,11 +36,13 @@ _LOCAL_ONLY = ("differentiable", "capturable")
 # How a step is computed, not what it computes: fixed when a table is declared, never changed by a push.
 SWITCHES: Final = ("fused", "foreach", *_LOCAL_ONLY)
 _MOST_STEPS: Final = 1 << 40  # for which the numbers of ASGD have to do
+_REFUSALS: Final = (TypeError, ValueError, ArithmeticError, LookupError, RuntimeError)  # of constructors of torch
 _NO_PARAMETERS: Final = "empty parameter list"  # in torch's error for an empty list
 # Each of these makes optimizers that have it keep one more state.
 _MORE_STATE: Final[Hyper] = {"momentum": 0.9, "amsgrad": True, "centered": True}
 
 
+@checked
 def torch_optim(class_name: str, **numbers: Number | tuple[Number, ...]) -> RuleSpec:
     """Return the rule of a class of torch.optim, by its name and its arguments.
 
@@ -54,7 +57,7 @@ def torch_optim(class_name: str, **numbers: Number | tuple[Number, ...]) -> Rule
     stand_in = nn.Parameter(torch.zeros(1, 1))
     try:
         optimizer = _construct(cls, [{"params": [stand_in]}], numbers)
-    except (TypeError, ValueError) as error:
+    except _REFUSALS as error:
         raise UsageError(f"{PREFIX}{class_name} refuses its arguments {numbers}: {error}") from error
     return from_optimizer(optimizer)
 
@@ -209,7 +212,7 @@ def lacks_state(given: Hyper, known: Hyper) -> list[str]:
 def _refusal(rule: str, numbers: frozenset[tuple[str, Number | tuple[Number, ...]]]) -> str:
     try:  # no parameters: a constructor checks its numbers first, and adding parameters imports much of torch
         _construct(optimizer_class(rule), [], dict(numbers))
-    except (TypeError, ValueError, ArithmeticError) as error:
+    except _REFUSALS as error:
         return "" if _NO_PARAMETERS in str(error) else str(error)[:200]
     return ""
 

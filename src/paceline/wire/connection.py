@@ -1,6 +1,6 @@
-"""A worker's connection to one server, which reconnects whenever it breaks, and which thread reads it.
+"""Connections of a worker that are made again whenever they break: to a server, or to a process that may move.
 
-That is one that waits for an answer, or the connection's own thread.
+Frames of a server are read by a thread that waits for an answer, or by the connection's own thread.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, Protocol, final
 
-from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError
+from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, UsageError
 from paceline.stopwatch import Stopwatch
 from paceline.transport.base import EMPTY, Connection, Frame, Place, Transport, receive_all
 from paceline.transport.buffer_pool import Buffer
@@ -121,6 +121,7 @@ _FIRST_PAUSE_S = 0.02
 _HASTE_S = 1.0  # so long, pauses stay as the first: a server that was killed has a successor by then
 _LONGEST_PAUSE_S = 1.0
 _JOIN_TIMEOUT_S = 5.0
+_CONNECT_TIMEOUT_S = 5.0
 NUM_FRUITLESS: Final = 3
 # On a path that passes small packets and drops large ones, the kernel gives a connection up after 10 to 25 s.
 SOON_S: Final = 30.0
@@ -400,3 +401,88 @@ class ReconnectingConnection:
             except PeerError as error:
                 problem = str(error)
         return f"did not come back within {seconds(self.patience_s)} ({problem})"
+
+
+@dataclass(slots=True)
+class PersistentConnection:
+    """Receives frames from a process that may be started again elsewhere, and reconnects until closed.
+
+    Args:
+        role: of that process, "data" for a data server; its certificate, if it has one, must name it.
+        rank: of that process.
+        address: returns the address, before each attempt: a restarted server has a new one.
+        greeting: header and body of the first frame on each connection.
+        on_frame: called with each frame; ends the connection by raising a PeerError.
+        on_lost: called with the reason when a connection has ended or failed, before the next attempt.
+    """
+
+    role: str
+    rank: int
+    address: Callable[[], str]
+    hello: Hello
+    transport: Transport
+    greeting: tuple[bytes, memoryview]
+    on_frame: Callable[[Frame], None]
+    on_lost: Callable[[str], None]
+    _post: SendQueue | None = None
+    _has_heard: bool = False  # whether the current or the previous connection has received a frame
+    _closing: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread = field(init=False)
+
+    def open(self) -> None:
+        """Start the thread; does not wait for the connection."""
+        self._thread = threading.Thread(target=self._run, name=f"paceline-{self.role}-{self.rank}", daemon=True)
+        self._thread.start()
+
+    def send(self, header: bytes, body: memoryview = EMPTY) -> None:
+        """Send one frame, without waiting for the other end; a broken connection loses it."""
+        if self._post is not None:
+            self._post.send(header, body)
+
+    def close(self) -> None:
+        """End the connection and the thread."""
+        self._closing.set()
+        if self._post is not None:
+            self._post.close()
+        self._thread.join(2 * _CONNECT_TIMEOUT_S)
+
+    def _run(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while not self._closing.is_set():
+            self._has_heard = False
+            self.on_lost(self._be_connected())
+            pause_s = _FIRST_PAUSE_S if self._has_heard else min(_LONGEST_PAUSE_S, 2 * pause_s)
+            self._closing.wait(pause_s)
+
+    def _be_connected(self) -> str:
+        """Connect, and pass on frames until the connection ends; return the reason."""
+        try:
+            post = self._connect()
+        except (PeerError, UsageError, OSError) as error:  # OSError: too many open files, for example
+            return str(error)
+        try:
+            return self._read_on(post.connection)
+        finally:
+            post.close()
+
+    def _connect(self) -> SendQueue:
+        address = self.address()
+        connection = self.transport.connect(address, encode(self.hello), timeout_s=_CONNECT_TIMEOUT_S)
+        check_server(connection, self.rank, self.role)
+        self.hello = replace(self.hello, connection=self.hello.connection + 1)
+        post = self._post = SendQueue(connection, on_broken=connection.close)
+        if self._closing.is_set():  # `close` may have come before the connection was stored
+            post.close()
+        post.send(*self.greeting)
+        return post
+
+    def _read_on(self, connection: Connection) -> str:
+        while not self._closing.is_set():
+            try:
+                self.on_frame(connection.receive(timeout_s=_POLL_S))
+                self._has_heard = True
+            except DeadlineExceeded:
+                continue
+            except PeerError as error:
+                return str(error)
+        return "it was closed here"

@@ -15,7 +15,7 @@ import msgspec
 
 from paceline.core import messages
 from paceline.core.worker import MAX_TOGETHER
-from paceline.errors import PeerError
+from paceline.errors import PeerError, UsageError
 from paceline.transport.base import EMPTY
 from paceline.update.table import Hyper
 from paceline.wire import requests
@@ -38,8 +38,18 @@ class MessageCodec(Generic[Message]):
         return bytes((self._number[kind],))
 
     def encode(self, message: Message) -> bytes:
-        """Return the header of a frame that carries this message."""
-        return bytes((self._number[type(message)],)) + self._encoder.encode(message)
+        """Return the header of a frame that carries this message.
+
+        Raises:
+            UsageError: it has what cannot be encoded, which a script gave.
+        """
+        try:
+            return bytes((self._number[type(message)],)) + self._encoder.encode(message)
+        except (OverflowError, UnicodeEncodeError, TypeError) as error:
+            raise UsageError(
+                f"a {type(message).__name__} cannot be sent ({error}): expected whole numbers of 64 bits, and texts of "
+                "Unicode characters alone"
+            ) from error
 
     def decode(self, header: bytes) -> Message:
         """Return the message in the header of a frame.

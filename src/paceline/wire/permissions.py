@@ -103,12 +103,13 @@ def check_caller(hello: object, connection: Connection) -> Hello:
     return hello
 
 
-def check_server(connection: Connection, rank: int) -> None:
-    """Raise AuthenticationFailed, and close the connection, if its certificate is not for this server."""
-    if not connection.peer_identity.permit("server", rank):
+def check_server(connection: Connection, rank: int, role: str = "server") -> None:
+    """Raise AuthenticationFailed, and close the connection, if its certificate is not for this (data) server."""
+    if not connection.peer_identity.permit(role, rank):
         connection.close()
+        name = "data server" if role == "data" else role
         raise AuthenticationFailed(
-            f"{connection.peer} was to be server {rank}, but its certificate is for {connection.peer_identity.holder}; "
+            f"{connection.peer} was to be {name} {rank}, but its certificate is for {connection.peer_identity.holder}; "
             "do not trust it"
         )
 

@@ -6,6 +6,7 @@ A request carries a number that the worker chooses; the reply repeats it. Repeat
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.rules import Hyper
@@ -33,6 +34,9 @@ class DeclareRows:
 
     number: int
     spec: RowTableSpec
+
+
+NAMED: Final = "named tensor "  # before the names of tensors, so that these are apart from the names of tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +119,7 @@ class ReportWait:
 
     The wait ends when every worker has finished the clocks below `needs`, unless that is 0, or when each of `workers`
     has done its part. `table`: the table whose values or pushes I wait for. The reply is "1" or "0", for whether I
-    should print it, and a sentence.
+    should print it, in a deadlock "3" or "2", and a sentence.
     """
 
     number: int

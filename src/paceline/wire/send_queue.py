@@ -36,6 +36,7 @@ class _Frame(NamedTuple):
     urgent: bool
     owed: str
     copy: Callable[[], memoryview] | None
+    on_sent: Callable[[], None] | None
     name: bytes
 
 
@@ -96,10 +97,10 @@ class SendHold:
 
 @dataclass(slots=True)
 class SendQueue:
-    """Sends frames over one connection. Only one thread may call `send` at a time.
+    """Sends frames over one connection. Only one thread may call `send` at a time, unless the queue was opened.
 
     A frame that would block is left to a thread, as are all later ones until it has left. The thread starts when it is
-    first needed.
+    first needed, or by `open`: then it sends all frames.
 
     Args:
         connection: to the peer; the queue closes it.
@@ -123,9 +124,22 @@ class SendQueue:
     _num_owed: Counter[str] = field(default_factory=Counter[str])
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _thread: threading.Thread | None = None
+    _is_open: bool = False
     _held: list[_Frame] = field(default_factory=list[_Frame])
     _num_held_bytes: int = 0
     _closed: bool = False
+
+    def open(self) -> None:
+        """Start the thread, and have it send every frame: for callers that go on computing, on any thread.
+
+        Raises:
+            PeerError: the system refuses another thread.
+        """
+        try:
+            self._start()
+        except RuntimeError:
+            raise PeerError("the system refuses a thread to answer it") from None
+        self._is_open = True
 
     def send(
         self,
@@ -135,19 +149,21 @@ class SendQueue:
         urgent: bool = False,
         owed: str = "",
         copy: Callable[[], memoryview] | None = None,
+        on_sent: Callable[[], None] | None = None,
         last_of: bytes = b"",
     ) -> None:
         """Send one frame, or leave it to the thread; does not wait for the peer.
 
         An urgent frame passes all waiting ones that are not urgent. A repetition of a waiting frame is dropped, and so
         is the frame with the header `last_of`, of which this is the last piece. If the queue copies bodies, `copy`
-        returns a copy that queues may share; it is called only if one is needed.
+        returns a copy that queues may share; it is called only if one is needed. `on_sent` is called, on the thread
+        that sends, once the transport has taken the frame, or when it is dropped; not when the connection has ended.
 
         A bounded queue drops a frame with a body while too many bytes wait: the peer requests it again. Frames that a
         peer never requests are not dropped; `owed` names their subject. A peer with more waiting frames than it can
         have requested, or more than 2 of one `owed` subject, is disconnected.
         """
-        frame = _Frame(header, body, urgent, owed, copy, last_of or header)
+        frame = _Frame(header, body, urgent, owed, copy, on_sent, last_of or header)
         if self._closed:
             pass
         elif self.hold is not None and self.hold.is_entered:
@@ -168,6 +184,11 @@ class SendQueue:
     def is_over(self) -> bool:
         """Whether the connection has ended: nothing is sent any more."""
         return self._closed
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of frames that have not left, the one that is being sent included."""
+        return len(self._urgent) + len(self._waiting)
 
     def close(self) -> None:
         """End the connection, and the thread if there is one; waiting frames are lost. May be repeated."""
@@ -195,21 +216,29 @@ class SendQueue:
             if self._closed:
                 return
             may_wait = not self.bounded or not frame.body.nbytes or bool(frame.owed) or self._has_room()
-            if may_wait and frame.header not in self._names:
+            is_dropped = not may_wait or frame.header in self._names
+            if not is_dropped:
                 self._put(self._kept(frame), self._urgent if frame.urgent else self._waiting)
             is_flooded = self.bounded and self._is_flooded(frame.owed)
         if is_flooded:
             self._give_up()
+        elif is_dropped and frame.on_sent is not None:
+            frame.on_sent()
 
     def _has_sent(self, frames: list[_Frame]) -> bool:
         """Send frames if none waits and none of these would; return whether they need no further care."""
-        if self._urgent or self._waiting:  # without the lock: only the calling thread adds to them
+        if self._is_open or self._urgent or self._waiting:  # without the lock: only the calling thread adds to them
             return False
         try:
-            return self.connection.try_send([(frame.header, frame.body) for frame in frames], timeout_s=_TIMEOUT_S)
+            if not self.connection.try_send([(frame.header, frame.body) for frame in frames], timeout_s=_TIMEOUT_S):
+                return False
         except (PeerError, UsageError):  # see `_send`
             self._give_up()
             return True
+        for frame in frames:
+            if frame.on_sent is not None:
+                frame.on_sent()
+        return True
 
     def _is_flooded(self, owed: str) -> bool:
         return len(self._names) > _MOST_FRAMES or (bool(owed) and self._num_owed[owed] > _MOST_OWED)
@@ -229,10 +258,13 @@ class SendQueue:
         if frame.owed:
             self._num_owed[frame.owed] += 1
         if self._thread is None:
-            name = f"paceline-post-{self.connection.peer}"
-            self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-            self._thread.start()
+            self._start()
         self._changed.notify_all()
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._work, name=f"paceline-post-{self.connection.peer}", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def _has_room(self) -> bool:
         return self._num_waiting_bytes < _MOST_WAITING_BYTES
@@ -257,11 +289,16 @@ class SendQueue:
                 queue = self._urgent or self._waiting
                 frame = queue[0]
             self._send(frame)
+            on_sent = frame.on_sent
             del frame  # frees its memory while the thread waits for the next one
             with self._changed:
-                if not self._closed:
+                is_over = self._closed
+                if not is_over:
                     self._remove_first(queue)
                 self._changed.notify_all()
+            if on_sent is not None and not is_over:
+                on_sent()
+                del on_sent
 
     def _send(self, frame: _Frame) -> None:
         timeout_s = _TIMEOUT_S + frame.body.nbytes / _LEAST_BYTES_PER_S

@@ -14,7 +14,7 @@ from paceline.core.partition import Range, holders
 from paceline.errors import PeerError
 from paceline.transport.base import EMPTY
 from paceline.transport.buffers import fresh_buffer
-from paceline.transport.peer_memory import PeerMemory
+from paceline.transport.segments import PeerMemory
 from paceline.update.placement import as_tensor, torch_dtype
 from paceline.update.table import Hyper, TableSpec
 

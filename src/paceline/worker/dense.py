@@ -7,10 +7,11 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Self
 
 from torch import Tensor
 
+from paceline.core.consistency import Consistency
 from paceline.core.effects import Forget, Install, ReadDone, Release
 from paceline.core.events import Opened, Timeout, WantPush, WantRead
 from paceline.core.messages import Fetched, Pull, Push
@@ -18,15 +19,18 @@ from paceline.core.table_reads import TableReads
 from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.transport.base import EMPTY
 from paceline.transport.buffers import fresh_buffer
-from paceline.update.table import Hyper
+from paceline.update.placement import spans
+from paceline.update.table import Hyper, TableSpec
 from paceline.wire.messages import EarlyValues, FetchedRest, KeysWanted, PullFrame, PushFrame, PushPiece
-from paceline.worker.cache import TableCache
+from paceline.wire.requests import Declare
+from paceline.worker.cache import TableCache, can_replay
 from paceline.worker.early_values import EarlyPart
 from paceline.worker.pushes import (
     Outgoing,
     PushBuffer,
     Pushes,
     PushOutcome,
+    allocate,
     finished_push,
     may_push,
     objection,
@@ -43,6 +47,7 @@ _MOST_STEP_BYTES: Final = 4 << 20
 _MOST_WAITING_BYTES: Final = 16 << 10
 # Of a server's part on another machine: it is sent in pieces, whose values come while others leave.
 _LEAST_IN_PIECES_BYTES: Final = 256 << 10
+_SLOTS: Final = 2  # pushes of one table in flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +116,33 @@ class DenseClient:
         self.name = spec.name
         self.context.handle(Opened(spec.name, self.cache.consistency, self.cache.servers))
         self._core_reads = self.context.core.reads(spec.name)
+
+    @classmethod
+    def open(
+        cls, context: ClientContext, spec: TableSpec, *, reads_own_writes: bool = True, live: bool = False
+    ) -> Self:
+        """Declare a dense table to all servers and open it; blocks until all have agreed.
+
+        Args:
+            context: of the worker.
+            spec: the declaration, the same on all workers.
+            reads_own_writes: reads contain own pushes that servers have not applied yet, where the rule allows that.
+            live: over a transport that maps memory, reads see the servers' own memory instead of a copy.
+
+        Raises:
+            Refused: the table exists with other settings; the message lists the first differences.
+        """
+        layout = spans(spec, context.core.settings)
+        live = live and context.transport.maps_memory
+        context.rpc.call_all(lambda number: Declare(number, spec, live), f"servers to agree on table '{spec.name}'")
+        consistency = Consistency.parse(spec.consistency)
+        with context.lock.changed:
+            cache = TableCache(spec, layout, not live and reads_own_writes and can_replay(spec, consistency), live)
+            held, checks = consistency.visible == "on_clock", context.options.checks_memory
+            pushes = Pushes(_SLOTS, held, lambda: allocate(context.transport, spec), checks)
+            client = cls(cache, pushes, context, checks, context.distant())
+            context.add(spec.name, client, consistency)
+        return client
 
     # -- the user's calls --------------------------------------------------------------------------------------------
 

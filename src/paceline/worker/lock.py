@@ -15,7 +15,7 @@ from paceline.transport.deadline import seconds
 from paceline.wire.connection import ReadTurns
 from paceline.wire.send_queue import SendHold
 from paceline.wire.signals import interrupt_deferred
-from paceline.worker.waits import ADVICE, PERIOD_S, About, OpenWait, Waits, print_lines
+from paceline.worker.waits import PERIOD_S, About, OpenWait, Waits, print_lines
 
 _LAST_ANSWER_S: Final = 1.0  # deadline of server 0 to explain a wait that has timed out
 _SAVE_ADVICE: Final = (
@@ -154,8 +154,9 @@ class WorkerLock:
         if answer is not None and answer.done():
             self.waits.read_answer(wait)
         about = f": {wait.known}" if wait.known else ""
+        about += wait.advice()
         return DeadlineExceeded(
-            f"worker {self.worker} (clock {self.clock()}) waited {seconds(limit_s)} for {wait.what}{about}. {ADVICE}"
+            f"worker {self.worker} (clock {self.clock()}) waited {seconds(limit_s)} for {wait.what}{about}"
         )
 
     def check(self) -> None:

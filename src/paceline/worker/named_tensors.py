@@ -13,12 +13,11 @@ from paceline.errors import UsageError
 from paceline.update.named_rules import Add
 from paceline.update.table import DType, Segment, TableSpec, decode_table
 from paceline.wire.malformed import read_answer_of
-from paceline.wire.requests import Describe
+from paceline.wire.requests import NAMED, Describe
 from paceline.worker.pushes import PushOutcome
 from paceline.worker.table import Table
 from paceline.worker.table_opener import TableOpener
 
-_PREFIX = "named tensor "  # apart from the names of tables
 _DTYPES: tuple[DType, ...] = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -95,11 +94,11 @@ class NamedTensors:
 
     def _described(self, name: str) -> TableSpec:
         rpc = self.opening.node.rpc
-        told = rpc.call(0, lambda number: Describe(number, _PREFIX + name), f"the first push to '{name}'")
+        told = rpc.call(0, lambda number: Describe(number, NAMED + name), f"the first push to '{name}'")
         return read_answer_of(0, f"the settings of '{name}'", decode_table, told)
 
     def _spec(self, name: str, shape: tuple[int, ...], dtype: DType) -> TableSpec:
-        tensor = Segment(_PREFIX + name, shape)
+        tensor = Segment(NAMED + name, shape)
         lacking = self.opening.node.num_servers - tensor.numel  # each server holds one element at least
         segments = (tensor, Segment("padding", (lacking,))) if lacking > 0 else (tensor,)
-        return TableSpec(_PREFIX + name, segments, dtype, Add(), "asynchronous", "sum", "halt")
+        return TableSpec(NAMED + name, segments, dtype, Add(), "asynchronous", "sum", "halt")

@@ -17,27 +17,19 @@ from paceline.core.settings import WorkerSettings
 from paceline.core.worker import WorkerCore, WorkerEvent
 from paceline.errors import PeerError, Refused, ServerLost, UsageError
 from paceline.transport.base import EMPTY, Frame, LeavesMachine, Transport
-from paceline.update.placement import spans
-from paceline.update.rows.ops import row_ops, tell_of_refused_library
-from paceline.update.rows.sharding import RowSharding
-from paceline.update.rows.spec import RowTableSpec
-from paceline.update.table import TableSpec
+from paceline.update.placement import RowSharding
+from paceline.update.rows.ops import row_ops
 from paceline.wire.bounds import MAX_JOINED_BYTES
 from paceline.wire.connection import ReconnectingConnection
 from paceline.wire.malformed import REQUEST_ERRORS, describe_error
 from paceline.wire.messages import EarlyValues, FetchedRest, Hello, KeysWanted, StepFrame, decode, encode, joined
-from paceline.wire.requests import Declare, DeclareRows, RequestDone, RequestFailed
+from paceline.wire.requests import RequestDone, RequestFailed
 from paceline.wire.send_queue import SendHold
-from paceline.worker.cache import TableCache, can_replay
-from paceline.worker.dense import DenseClient
 from paceline.worker.lock import WorkerLock, WorkerOptions
 from paceline.worker.periodic import PeriodicThread
-from paceline.worker.pushes import Pushes, allocate
-from paceline.worker.rows.client import RowClient
-from paceline.worker.rows.state import CacheOptions, RowTableState
 from paceline.worker.rows.throttle import Throttle
 from paceline.worker.rpc import Rpc
-from paceline.worker.table_client import ClientContext, TableClient
+from paceline.worker.table_client import ClientContext, ClockedTable, TableClient
 from paceline.worker.waits import PERIOD_S, About, Waits
 
 
@@ -50,7 +42,7 @@ class FrameHandler:
     """Handles the frames of one server, under the worker's lock.
 
     `fail` is called with the reason if a frame is invalid; by default that raises PeerError. `hold` gathers answers.
-    `keyed` are the row tables, which alone keep accounts of clocks.
+    `clocked` are those of the tables that keep accounts of clocks.
     """
 
     server: int
@@ -58,7 +50,7 @@ class FrameHandler:
     rpc: Rpc
     tables: Mapping[str, TableClient]
     handle: Callable[[WorkerEvent, memoryview], None]
-    keyed: Sequence[RowClient]
+    clocked: Sequence[ClockedTable]
     fail: Callable[[str], None] = _refuse
     hold: SendHold = field(default_factory=SendHold)
     _placed: tuple[bytes, object] = (b"", None)  # the last header that `place` has decoded, and its message
@@ -101,7 +93,7 @@ class FrameHandler:
         elif not isinstance(message, Ticked):
             return
         ticked = message.clock if isinstance(message, Ticked) else message.ticked
-        for table in self.keyed:
+        for table in self.clocked:
             table.note_ticked(self.server, ticked)
 
     def place(self, header: bytes, size_bytes: int) -> memoryview | None:
@@ -128,7 +120,6 @@ class FrameHandler:
             self.rpc.repeat(self.server)
 
 
-_SLOTS = 2  # pushes of one table in flight
 _CONNECT_TIMEOUT_S = 30.0
 
 
@@ -153,9 +144,8 @@ class WorkerNode:
     _changed: threading.Condition = field(init=False)
     _hold: SendHold = field(default_factory=SendHold)
     _tables: dict[str, TableClient] = field(default_factory=dict[str, TableClient])
-    _keyed: list[RowClient] = field(default_factory=list[RowClient])  # the row tables, which keep accounts of clocks
-    _context: ClientContext = field(init=False)
-    row_sharding: RowSharding = field(init=False)
+    _clocked: list[ClockedTable] = field(default_factory=list[ClockedTable])  # those that keep accounts of clocks
+    context: ClientContext = field(init=False)  # with which tables are opened
     _throttle: Throttle = field(init=False)
     _joined: bool = False
     _left: bool = False
@@ -169,9 +159,20 @@ class WorkerNode:
         self._lock = WorkerLock(rank, self.waits, lambda: self._core.clock, self._hold)
         self._changed = self._lock.changed
         self.rpc = Rpc(self._send_frame, self._lock, len(self.addresses), self.settings.retry_s)
-        self._context = ClientContext(self._core, self._lock, self._send_frame, self._handle)
-        self.row_sharding = RowSharding(row_ops(), len(self.addresses), self.settings.shares)
         self._throttle = Throttle(self._lock, self._fail)
+        self.context = ClientContext(
+            self._core,
+            self._lock,
+            self._send_frame,
+            self._handle,
+            self._add_table,
+            self.rpc,
+            self.transport,
+            self.options,
+            RowSharding(row_ops(), len(self.addresses), self.settings.shares),
+            self._throttle,
+            self._distant,
+        )
         # Retry intervals double, so a quarter of the first one is fine enough.
         self._periodic = PeriodicThread(min(self.settings.retry_s / 4, PERIOD_S), self._run_due)
 
@@ -201,7 +202,7 @@ class WorkerNode:
         hello = Hello("worker", sender.worker, sender.incarnation, sender.generation)
         for server, address in enumerate(self.addresses):
             handler = FrameHandler(
-                server, self._lock, self.rpc, self._tables, self._handle, self._keyed, self._fail, self._hold
+                server, self._lock, self.rpc, self._tables, self._handle, self._clocked, self._fail, self._hold
             )
             connection = ReconnectingConnection(
                 server,
@@ -225,29 +226,6 @@ class WorkerNode:
             self._lock.wait(lambda: self._joined, "all servers to let this worker take part")
             return self._core.clock
 
-    def open_table(self, spec: TableSpec, *, reads_own_writes: bool = True, live: bool = False) -> DenseClient:
-        """Declare a dense table to all servers and open it; blocks until all have agreed.
-
-        Args:
-            spec: the declaration, the same on all workers.
-            reads_own_writes: reads contain own pushes that servers have not applied yet, where the rule allows that.
-            live: over a transport that maps memory, reads see the servers' own memory instead of a copy.
-
-        Raises:
-            Refused: the table exists with other settings; the message lists the first differences.
-        """
-        layout = spans(spec, self.settings)
-        live = live and self.transport.maps_memory
-        self.rpc.call_all(lambda number: Declare(number, spec, live), f"servers to agree on table '{spec.name}'")
-        consistency = Consistency.parse(spec.consistency)
-        with self._changed:
-            cache = TableCache(spec, layout, not live and reads_own_writes and can_replay(spec, consistency), live)
-            held, checks = consistency.visible == "on_clock", self.options.checks_memory
-            pushes = Pushes(_SLOTS, held, lambda: allocate(self.transport, spec), checks)
-            client = DenseClient(cache, pushes, self._context, checks, self._distant())
-            self._add_table(spec.name, client, consistency)
-        return client
-
     def _distant(self) -> frozenset[int]:
         """Return the servers on other machines."""
         transport = self.transport
@@ -255,21 +233,12 @@ class WorkerNode:
             return frozenset()
         return frozenset(s for s, address in enumerate(self.addresses) if transport.leaves_machine(address))
 
-    def open_rows(self, spec: RowTableSpec, options: CacheOptions) -> RowClient:
-        """Declare a row table to all servers and open it; blocks and raises as `open_table` does."""
-        self.rpc.call_all(lambda number: DeclareRows(number, spec), f"servers to agree on table '{spec.name}'")
-        tell_of_refused_library()
-        with self._changed:
-            state = RowTableState.make(spec, options, self.row_sharding, self.settings.sender.worker)
-            client = RowClient(state, self.row_sharding, self._throttle, self._context, options.communication)
-            self._add_table(spec.name, client, Consistency.parse(spec.consistency))
-            self._keyed.append(client)
-        return client
-
     def _add_table(self, name: str, client: TableClient, consistency: Consistency) -> None:
         # Elsewhere, what comes while no thread waits may be what other workers wait for.
         self._lock.turns.is_enabled = consistency.lockstep and (self._lock.turns.is_enabled or not self._tables)
         self._tables[name] = client
+        if isinstance(client, ClockedTable):
+            self._clocked.append(client)
 
     def client(self, table: str) -> TableClient:
         """Return an open table.
@@ -294,9 +263,9 @@ class WorkerNode:
         caches are unanswered.
         """
         with self._changed:
-            for table in list(self._keyed):
+            for table in list(self._clocked):
                 table.prepare_tick(self._core.clock)
-            for table in self._keyed:
+            for table in self._clocked:
                 table.end_clock(self._core.clock)
             self._lock.check()
             self._handle(WantClock())
@@ -448,14 +417,14 @@ class WorkerNode:
             for part in (*step.pushes, *step.pulls):
                 self._perform(Send(server, part), EMPTY)
             return
-        for table in self._keyed if step.tick is not None else ():
+        for table in self._clocked if step.tick is not None else ():
             table.send_before_tick(server, ends)
         if frames or pulls:
             self._send_frame(server, whole, joined(bodies))
 
     def _send_tick(self, server: int, tick: Clock) -> None:
         is_urgent = True
-        for table in self._keyed:
+        for table in self._clocked:
             table.send_before_tick(server, tick.clock)
             is_urgent = is_urgent and not table.holds_ticks()
         self._send_frame(server, tick, urgent=is_urgent)

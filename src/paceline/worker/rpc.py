@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.transport.base import EMPTY
+from paceline.wire.messages import decode, encode
 from paceline.worker.lock import WorkerLock
 from paceline.worker.waits import About
 
@@ -67,9 +68,9 @@ class Rpc:
     def _send_call(self, server: int, make: Callable[[int], object], body: memoryview) -> Future[memoryview]:
         """Send the request that `make` builds from its number; return the future of its answer."""
         number, self._next_number = self._next_number, self._next_number + 1
-        call = _Call(server, make(number), body, due=time.monotonic() + self.retry_s)
-        self._open[number] = call
+        call = _Call(server, _readable(make(number)), body, due=time.monotonic() + self.retry_s)
         self.send(server, call.request, body)
+        self._open[number] = call  # only now: what cannot be encoded is not repeated
         return call.future
 
     def settled(self, number: int) -> int:
@@ -106,3 +107,12 @@ class Rpc:
             if call.due <= now:
                 call.due = now + 2 * self.retry_s
                 self.send(call.server, call.request, call.body)
+
+
+def _readable(request: object) -> object:
+    """Return a request; raises UsageError for one that a server would take for a broken connection."""
+    try:
+        decode(encode(request))
+    except PeerError as error:
+        raise UsageError(f"a {type(request).__name__} cannot be sent: {error}") from error
+    return request

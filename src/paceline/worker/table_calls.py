@@ -88,7 +88,7 @@ class TableCalls:
         """Overwrite rows on their servers, after all updates of earlier clocks."""
         bodies = [
             memoryview(save({IDS: piece.ids[at], **{name: column[at] for name, column in piece.columns.items()}}))
-            for at in self.node.row_sharding.split(piece.ids)
+            for at in self.node.context.row_sharding.split(piece.ids)
         ]
         self.node.rpc.call_all(
             lambda number: WriteRows(self._table_call(number, exact=True)),

@@ -1,18 +1,26 @@
-"""What a worker asks of each of its tables: the effects of its core, its clocks, and its end."""
+"""What a worker asks of each of its tables: the effects of its core, its clocks, and its end.
+
+A kind of table is a class that implements `TableClient` and opens its tables itself (`DenseClient.open`,
+`RowClient.open`); the worker knows none of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from paceline.core.consistency import Consistency
 from paceline.core.effects import Forget, Install, ReadDone, Release
 from paceline.core.messages import Fetched, Pull, Push
 from paceline.core.worker import WorkerCore, WorkerEvent
 from paceline.errors import PacelineError
-from paceline.transport.base import EMPTY
+from paceline.transport.base import EMPTY, Transport
+from paceline.update.placement import RowSharding
 from paceline.wire.messages import EarlyValues, FetchedRest, KeysWanted, PullFrame, PushFrame
-from paceline.worker.lock import WorkerLock
+from paceline.worker.lock import WorkerLock, WorkerOptions
+from paceline.worker.rows.throttle import Throttle
+from paceline.worker.rpc import Rpc
 
 
 class SendFrame(Protocol):
@@ -40,12 +48,25 @@ class ClientContext:
         lock: guards the core and all tables.
         send: sends a frame.
         handle: has the core process an event, and performs its effects.
+        add: adds an open table to those of the worker; called under the lock.
+        rpc: calls servers outside of the protocol of the core, to declare a table.
+        transport: allocates memory that servers may map.
+        row_sharding: which server has which rows, the same for all row tables.
+        throttle: sends the rows of all tables with a budget.
+        distant: returns the servers on other machines.
     """
 
     core: WorkerCore
     lock: WorkerLock
     send: SendFrame
     handle: Callable[[WorkerEvent], None]
+    add: Callable[[str, TableClient, Consistency], None]
+    rpc: Rpc
+    transport: Transport
+    options: WorkerOptions
+    row_sharding: RowSharding
+    throttle: Throttle
+    distant: Callable[[], frozenset[int]] = frozenset
 
 
 class TableClient(Protocol):
@@ -135,4 +156,29 @@ class TableClient(Protocol):
 
     def close(self) -> None:
         """Release all memory. After `abandon`, and not under the lock."""
+        ...
+
+
+@runtime_checkable
+class ClockedTable(TableClient, Protocol):
+    """A table that keeps accounts of clocks, as row tables do: of the rows read from a cache, and of a budget."""
+
+    def prepare_tick(self, clock: int) -> None:
+        """Send what may not wait any longer; blocks for a budget, and while many reports are unconfirmed."""
+        ...
+
+    def end_clock(self, clock: int) -> None:
+        """Make the report of a finished clock."""
+        ...
+
+    def send_before_tick(self, server: int, clock: int) -> None:
+        """Send a server the reports of the clocks that the tick ends."""
+        ...
+
+    def note_ticked(self, server: int, clock: int) -> None:
+        """Drop the reports that the server has confirmed."""
+        ...
+
+    def holds_ticks(self) -> bool:
+        """Return whether a tick may not overtake what is on its way."""
         ...

@@ -18,6 +18,7 @@ from paceline.wire.requests import AwaitValues, Initialise
 from paceline.worker.dense import DenseClient
 from paceline.worker.metrics import StepMetrics
 from paceline.worker.node import WorkerNode
+from paceline.worker.rows.client import RowClient
 from paceline.worker.rows.state import CacheOptions
 from paceline.worker.rows.table import RowTable
 from paceline.worker.table import Table
@@ -106,7 +107,7 @@ class TableOpener:
         """
         self._require_new(spec.name)
         spec.validate()
-        client = self.node.open_table(spec, reads_own_writes=read_my_writes, live=live)
+        client = DenseClient.open(self.node.context, spec, reads_own_writes=read_my_writes, live=live)
         if self.rank == first:
             self._give_values(client, write_first)
         try:
@@ -125,7 +126,7 @@ class TableOpener:
         May be repeated after a refusal.
         """
         spec.validate()
-        client = self.node.open_table(spec)
+        client = DenseClient.open(self.node.context, spec)
         self._give_values(client, Tensor.zero_)  # servers ignore those of other workers, which are the same
         return Table(spec, shape, client, self.node, self.metrics)
 
@@ -133,7 +134,7 @@ class TableOpener:
         """Declare a row table; the initial values of its rows follow from the declaration."""
         self._require_new(spec.name)
         spec.validate()
-        client = self.node.open_rows(spec, options)
+        client = RowClient.open(self.node.context, spec, options)
         self.metrics.start_training()
         table = RowTable(spec, client, self.node, self.metrics)
         self._opened[spec.name] = _Opened(spec, row_options(options), table)

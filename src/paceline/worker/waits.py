@@ -67,6 +67,11 @@ class OpenWait:
     asked_s: float = 0.0
     answer: Future[memoryview] | None = None
     known: str = ""
+    is_deadlock: bool = False  # by that answer
+
+    def advice(self) -> str:
+        """Return what the error of this wait says at its end: no time is long enough for a deadlock."""
+        return "" if self.is_deadlock else f". {ADVICE}"
 
 
 @dataclass(slots=True)
@@ -167,7 +172,8 @@ class Waits:
             return ""
         told = bytes(answer.result(timeout=0)[: 4 * _MAX_ANSWER])
         wait.known = printable(told[1:].decode(errors="replace"))[:_MAX_ANSWER]
-        return self._line(wait, wait.known) if told[:1] == b"1" else ""
+        wait.is_deadlock = told[:1] in (b"2", b"3")
+        return self._line(wait, wait.known) if told[:1] in (b"1", b"3") else ""
 
     def report_due(self) -> list[str]:
         """Report the waits that are due and handle answers; return the lines to print."""

@@ -27,12 +27,13 @@ from tests.data.service.feeders import (
 from tests.nodes.cluster import CARRIERS, counts_of
 
 from paceline import sources
-from paceline.data.service.client import ReaderOptions, ServiceConnection
+from paceline.data.service.client import ReaderOptions
 from paceline.data.service.messages import MAX_RECIPE_BYTES
 from paceline.data.sources.declared import BatchRecipe
 from paceline.errors import DataError, DeadlineExceeded, PeerError, RecordError, UsageError
 from paceline.transport import FaultPlan, MemoryTransport
 from paceline.transport.base import EMPTY, Connection
+from paceline.wire.connection import PersistentConnection
 
 FEW = settings(max_examples=12)
 
@@ -259,8 +260,8 @@ def test_who_is_turned_away_comes_again_less_and_less_often(answers: bool) -> No
             met.close()
 
     problems: list[str] = []
-    line = ServiceConnection(
-        0, lambda: listener.address, hello(), transport, (b"hello", EMPTY), lambda _: None, problems.append
+    line = PersistentConnection(
+        "data", 0, lambda: listener.address, hello(), transport, (b"hello", EMPTY), lambda _: None, problems.append
     )
     line._closing = patience
     thread = threading.Thread(target=meet, daemon=True)

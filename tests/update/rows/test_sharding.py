@@ -10,8 +10,8 @@ from tests.jobs import run_job
 
 from paceline.api.session import Session
 from paceline.update.named_rules import Adam
+from paceline.update.placement import NUM_PIECES, RowSharding
 from paceline.update.rows.ops import row_ops
-from paceline.update.rows.sharding import NUM_PIECES, RowSharding
 
 IDS = torch.arange(5_000) * 7 - 20_000
 

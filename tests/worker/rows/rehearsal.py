@@ -12,6 +12,7 @@ from tests.worker.rows.world import World
 
 from paceline.core.consistency import Consistency, asynchronous, bsp, essp, ssp
 from paceline.update.filters import KeyCache
+from paceline.worker.rows.client import RowClient
 from paceline.worker.rows.in_flight import RowReadInFlight
 from paceline.worker.rows.state import CacheOptions
 
@@ -61,7 +62,7 @@ class Rehearsal:
         options = CacheOptions(keep, self.max_rows, self.reads_own_writes)
         self.own_writes = self.reads_own_writes and bool(keep)
         for node in self.world.workers.values():
-            node.open_rows(spec, options)
+            RowClient.open(node.context, spec, options)
 
     # -- what users do -----------------------------------------------------------------------------------------------
 

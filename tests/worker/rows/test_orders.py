@@ -14,6 +14,7 @@ from paceline.update.filters import KeyCache
 from paceline.update.named_rules import SGD
 from paceline.update.rows.ops import row_ops
 from paceline.wire.messages import RowPullFrame, decode
+from paceline.worker.rows.client import RowClient
 from paceline.worker.rows.in_flight import RowReadInFlight
 from paceline.worker.rows.state import CacheOptions
 from paceline.worker.rows.table import RowFuture
@@ -26,7 +27,9 @@ def two(consistency: str, *, max_rows: int = 0, num_servers: int = 1) -> World:
     """Return a world of a reader and a writer."""
     world = World(2, num_servers, random.Random(0))
     for node in world.workers.values():
-        node.open_rows(rows_of(consistency=consistency, width=1), CacheOptions(keep=True, max_rows=max_rows))
+        RowClient.open(
+            node.context, rows_of(consistency=consistency, width=1), CacheOptions(keep=True, max_rows=max_rows)
+        )
     return world
 
 
@@ -148,7 +151,7 @@ def test_a_server_that_learns_late_that_rows_went_keeps_sending_those_that_were_
 def test_t23_lists_of_ids_that_begin_alike_are_other_lists() -> None:
     world = World(1, 1, random.Random(0))
     node = world.workers[0]
-    node.open_rows(rows_of(width=1, filters=(KeyCache(),)), CacheOptions())
+    RowClient.open(node.context, rows_of(width=1, filters=(KeyCache(),)), CacheOptions())
     for last in (1000, 2000):
         ids = torch.cat([torch.arange(300), torch.tensor([last])])
         node.client("r").push(ids, torch.full((301, 1), float(last), dtype=torch.float64), count=1.0, hyper=())
@@ -161,7 +164,7 @@ def test_t23_lists_of_ids_that_begin_alike_are_other_lists() -> None:
 def test_hyperparameters_of_a_push_reach_the_servers_that_get_the_next_ones() -> None:
     world = World(1, 3, random.Random(0))
     node, rule, ids = world.workers[0], SGD(lr=1.0), torch.arange(12)
-    node.open_rows(rows_of(width=1, rule=rule), CacheOptions())
+    RowClient.open(node.context, rows_of(width=1, rule=rule), CacheOptions())
     hyper = ({**rule.groups[0], "lr": 0.5},)
     for number, pushed in enumerate((ids, ids[:1], ids)):
         rows = torch.full((len(pushed), 1), 2.0 - 2 * (number == 1), dtype=torch.float64)
@@ -199,7 +202,7 @@ def test_a_tick_does_not_overtake_a_read_of_its_clock(keep: bool | None) -> None
     world = two("bsp") if keep else World(2, 1, random.Random(0))
     if not keep:
         for node in world.workers.values():
-            node.open_rows(rows_of(consistency="bsp", width=1), CacheOptions())
+            RowClient.open(node.context, rows_of(consistency="bsp", width=1), CacheOptions())
     sent: list[tuple[type, bool]] = []
     call_queue = world.lanes[READER, 0]
     world.workers[READER]._connections[0] = Watched(call_queue, sent)  # type: ignore[call-overload]

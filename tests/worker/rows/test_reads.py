@@ -5,8 +5,8 @@ import torch
 from paceline.core.consistency import essp, ssp
 from paceline.core.events import WantRows
 from paceline.update.named_rules import Add
+from paceline.update.placement import RowSharding
 from paceline.update.rows.ops import row_ops
-from paceline.update.rows.sharding import RowSharding
 from paceline.update.rows.spec import RowTableSpec
 from paceline.worker.rows.in_flight import RowReadsInFlight
 from paceline.worker.rows.state import CacheOptions, RowTableState

@@ -252,7 +252,7 @@ class World:
         return lanes or bool(self.old) or any(wire.frames for _, _, wire in self.between)
 
     def arrivals(self, node: WorkerNode, server: int) -> FrameHandler:
-        return FrameHandler(server, node._lock, node.rpc, node._tables, node._handle, node._keyed)
+        return FrameHandler(server, node._lock, node.rpc, node._tables, node._handle, node._clocked)
 
     # -- lives -------------------------------------------------------------------------------------------------------
 

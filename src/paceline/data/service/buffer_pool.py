@@ -14,7 +14,7 @@ from paceline.data.service.messages import NO_LENT_BUFFER
 from paceline.transport.base import EMPTY, Transport
 from paceline.transport.buffer_pool import Buffer, BufferPool
 from paceline.transport.buffers import fresh_buffer
-from paceline.transport.peer_memory import PeerMemory
+from paceline.transport.segments import PeerMemory
 
 
 def borrowed(memory: memoryview, on_returned: Callable[[], None]) -> memoryview:

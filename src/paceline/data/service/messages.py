@@ -98,10 +98,10 @@ class BatchFailed:
                 return BatchFailed(number, blame, text)
         return BatchFailed(number, "peer", text)
 
-    def error(self, who: str) -> PacelineError:
+    def error(self, server: str) -> PacelineError:
         """Return the error as an exception that names the data server where it happened."""
         kind = next((kind for kind, name in _BLAMES if name == self.blame), PeerError)
-        return kind(f"{who}: {self.text}")
+        return kind(f"{server}: {self.text}")
 
 
 Message: TypeAlias = OpenSource | SourceOpened | ReadBatches | BatchAnswer | BatchFailed

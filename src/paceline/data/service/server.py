@@ -45,119 +45,46 @@ from paceline.wire.malformed import describe_error
 from paceline.wire.messages import Hello
 from paceline.wire.messages import decode as decode_hello
 from paceline.wire.permissions import check_caller
+from paceline.wire.send_queue import SendQueue
 
-_TIMEOUT_S: Final = 60.0
-_LEAST_BYTES_PER_S: Final = 1e6  # a worker that receives batches more slowly than this is disconnected
 _MOST_WAITING: Final = 2  # one that is being sent, and the next one
-_JOIN_TIMEOUT_S: Final = 5.0
-
-
-def _nothing() -> None:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceAnswer:
-    """A frame; `on_sent` is called by the sending thread once the transport has taken it."""
-
-    header: bytes
-    body: memoryview = EMPTY
-    on_sent: Callable[[], None] = _nothing
-
-
-@dataclass(slots=True)
-class ServiceSendQueue:
-    """Sends answers over one connection, in order. Any thread may call it.
-
-    Args:
-        on_room: called by the sending thread whenever an answer has been sent.
-    """
-
-    connection: Connection
-    on_room: Callable[[], None]
-    num_sent: int = 0  # written by the sending thread alone
-    # Invariant: the answer being sent stays the first until it is sent.
-    _waiting: deque[ServiceAnswer] = field(default_factory=deque[ServiceAnswer])
-    _changed: threading.Condition = field(default_factory=threading.Condition)
-    _closed: bool = False
-    _thread: threading.Thread = field(init=False)
-
-    def open(self) -> None:
-        """Start the sending thread.
-
-        Raises:
-            PeerError: the system refuses another thread; the worker may connect again later.
-        """
-        name = f"paceline-send-{self.connection.peer}"
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError:
-            raise PeerError("the system refuses a thread to answer it") from None
-
-    @property
-    def has_room(self) -> bool:
-        """Return whether there is room for another batch of this worker."""
-        return len(self._waiting) < _MOST_WAITING
-
-    def put(self, answer: ServiceAnswer) -> None:
-        """Append an answer; dropped once closed. Does not block."""
-        with self._changed:
-            if not self._closed:
-                self._waiting.append(answer)
-                self._changed.notify_all()
-
-    def close(self) -> None:
-        """End the connection and the thread; unsent answers are lost."""
-        with self._changed:
-            self._closed = True
-            self._waiting.clear()
-            self._changed.notify_all()
-        self.connection.close()
-        self._thread.join(_JOIN_TIMEOUT_S)
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closed)
-                if self._closed:
-                    return
-                answer = self._waiting[0]
-            if not self._send(answer):
-                self.connection.close()
-                return
-            with self._changed:
-                if not self._closed:
-                    self._waiting.popleft()
-            self.num_sent += 1
-            answer.on_sent()
-            del answer  # do not hold its memory while waiting for the next one
-            self.on_room()
-
-    def _send(self, answer: ServiceAnswer) -> bool:
-        """Send one answer; return False when the connection has ended or has to end."""
-        timeout_s = _TIMEOUT_S + answer.body.nbytes / _LEAST_BYTES_PER_S
-        try:
-            self.connection.send(answer.header, answer.body, timeout_s=timeout_s)
-        except (PeerError, UsageError):  # gone, too slow, or the answer exceeds the limits of a frame
-            return False
-        return True
 
 
 @dataclass(slots=True, eq=False)
 class ReaderConnection:
-    """State of one worker's connection; it ends with the connection."""
+    """State of one worker's connection; it ends with the connection.
+
+    Args:
+        on_room: called, on any thread, whenever an answer has been sent.
+    """
 
     hello: Hello
-    send_queue: ServiceSendQueue
+    send_queue: SendQueue
     batch_buffers: BatchBuffers
+    on_room: Callable[[], None]
     sources: dict[int, CachedSource] = field(default_factory=dict[int, CachedSource])  # by number
     num_asked: int = 0
+    _num_sent: int = 0  # written by the sending thread alone
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there is room for another batch of this worker."""
+        return self.send_queue.num_waiting < _MOST_WAITING
+
+    def answer(self, header: bytes, piece: LentPiece | None = None) -> None:
+        """Send an answer, with a batch if there is one; does not block. May be called on any thread."""
+        self.send_queue.send(header, EMPTY if piece is None else piece.memory, on_sent=partial(self._note_sent, piece))
+
+    def _note_sent(self, piece: LentPiece | None) -> None:
+        self._num_sent += 1
+        if piece is not None:
+            self.batch_buffers.on_sent(piece)
+        self.on_room()
 
     def count_request(self) -> None:
         """Count a request; raises PeerError when too many are unanswered."""
         self.num_asked += 1  # each gets exactly one answer
-        if self.num_asked - self.send_queue.num_sent > MAX_UNANSWERED:
+        if self.num_asked - self._num_sent > MAX_UNANSWERED:
             raise PeerError(f"a worker has more than {MAX_UNANSWERED} unanswered requests")
 
     def close(self) -> None:
@@ -181,7 +108,7 @@ def accept_reader(
         raise PeerError(f"worker {hello.rank} is of generation {hello.generation} of the job, expected {generation}")
     if hello.rank < 0 or (num_workers is not None and hello.rank >= num_workers):
         raise PeerError(f"worker {hello.rank} is not in this job, which has {num_workers} workers")
-    reader = ReaderConnection(hello, ServiceSendQueue(connection, on_room), batch_buffers)
+    reader = ReaderConnection(hello, SendQueue(connection, connection.close), batch_buffers, on_room)
     reader.send_queue.open()
     return reader
 
@@ -260,7 +187,7 @@ class FairQueue:
 
     def _next(self) -> QueuedRead | None:
         for rank, queue in self._waiting.items():
-            queued = next((queued for queued in queue if queued.reader.send_queue.has_room), None)
+            queued = next((queued for queued in queue if queued.reader.has_room), None)
             if queued is not None:
                 queue.remove(queued)
                 del self._waiting[rank]
@@ -304,12 +231,12 @@ class BatchBuilder:
         if queued is None:
             return False
         began_t = self.now()
-        queued.reader.send_queue.put(self._answer(queued))
+        self._answer(queued)
         self.busy_s += self.now() - began_t
         return True
 
-    def _answer(self, queued: QueuedRead) -> ServiceAnswer:
-        batch_buffers = queued.reader.batch_buffers
+    def _answer(self, queued: QueuedRead) -> None:
+        reader = queued.reader
         pieces: list[LentPiece] = []
         try:
             with queued.source.lock:
@@ -319,10 +246,11 @@ class BatchBuilder:
                 raise UsageError("a batch is of too many parts to be described in one message")
         except USER_CODE_ERRORS as error:
             for piece in pieces:
-                batch_buffers.drop(piece)
-            return ServiceAnswer(encode(BatchFailed.of(queued.number, error, describe_error(error))))
+                reader.batch_buffers.drop(piece)
+            reader.answer(encode(BatchFailed.of(queued.number, error, describe_error(error))))
+            return
         self._count(answer, pieces[0])
-        return ServiceAnswer(header, pieces[0].memory, partial(batch_buffers.on_sent, pieces[0]))
+        reader.answer(header, pieces[0])
 
     def _make(self, queued: QueuedRead, pieces: list[LentPiece]) -> BatchAnswer:
         """Make a batch in a buffer, which is appended to `pieces`."""
@@ -510,7 +438,7 @@ class DataServer:
         try:
             reader.sources[message.number] = self._source_cache.open(bytes(body), reader.hello.rank, answer)
         except UsageError as error:
-            reader.send_queue.put(ServiceAnswer(encode(BatchFailed.of(message.number, error, describe_error(error)))))
+            reader.answer(encode(BatchFailed.of(message.number, error, describe_error(error))))
 
     def _on_read(self, reader: ReaderConnection, message: ReadBatches, body: memoryview) -> None:
         for lent_buffer in message.returned:
@@ -522,7 +450,7 @@ class DataServer:
         indices = _indices(message, body)
         if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < source.num_samples:
             text = f"a batch has an index outside of the {source.num_samples} samples of the source"
-            reader.send_queue.put(ServiceAnswer(encode(BatchFailed.of(message.number, UsageError(text), text))))
+            reader.answer(encode(BatchFailed.of(message.number, UsageError(text), text)))
             return
         self._queue.put(QueuedRead(reader, message.number, source, message.epoch, indices), urgent=message.urgent)
 
@@ -547,7 +475,7 @@ def _answer_open(reader: ReaderConnection, number: int, source: CachedSource) ->
         answer = encode(SourceOpened(number, source.num_samples, source.fingerprint))
     else:
         answer = encode(BatchFailed.of(number, source.problem, describe_error(source.problem)))
-    reader.send_queue.put(ServiceAnswer(answer))
+    reader.answer(answer)
 
 
 def _place(header: bytes, size_bytes: int) -> None:

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Mapping, Sequence
-from os import PathLike, fspath
+from os import PathLike, fsencode, fspath
 from typing import Any, Final, Literal, TypeAlias, cast
 
 import msgspec
 
-from paceline.core.calls import checked
+from paceline.core.calls import checked, shown
 from paceline.errors import PeerError, UsageError
 from paceline.update.user_code import split_path
 
@@ -199,8 +199,8 @@ def parquet(files: Paths, *, columns: Sequence[str] | None = None) -> Parquet:
         >>> parquet("clicks/*.parquet", columns=["user", "item", "clicked"]).columns
         ('user', 'item', 'clicked')
     """
-    if columns is not None and (isinstance(columns, str) or not columns):
-        raise UsageError(f"columns is {columns!r}, expected a list of names, or None for all columns.")
+    if columns is not None and (not isinstance(columns, list | tuple) or not columns):
+        raise UsageError(f"columns is {shown(columns)}, expected a list of names, or None for all columns.")
     return Parquet(_paths(files), None if columns is None else _names(tuple(columns), "column"))
 
 
@@ -269,13 +269,21 @@ def _path(path: Path) -> str:
     if not isinstance(path, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance] - it comes from callers
         raise UsageError(f"{path!r} is a {type(path).__name__}, expected a path.")
     found = fspath(path)
-    if not found or "\0" in found:
-        raise UsageError(f"{found!r} is no path: expected the name of a file.")
+    if not found or "\0" in found or not _can_be_encoded(found):
+        raise UsageError(f"{shown(found)} is no path: expected the name of a file.")
     return found
 
 
+def _can_be_encoded(path: str) -> bool:
+    try:
+        fsencode(path)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _paths(files: Paths) -> tuple[str, ...]:
-    if not isinstance(files, str | PathLike | Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(files, str | PathLike | Iterable) or hasattr(files, "dtype"):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UsageError(f"{files!r} is a {type(files).__name__}, expected one path or pattern, or several.")
     found = (files,) if isinstance(files, str | PathLike) else tuple(files)
     if not found:

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 DEFAULT_DAYS: Final = 30
 AUTHORITY_KEY_NAME: Final = f"{AUTHORITY_NAME}.key"
-_AUTHORITY: Final = "authority"  # who it is, in what its own certificate says
+_AUTHORITY: Final = "authority"  # its name in its own certificate
 _CLOCKS_DIFFER: Final = timedelta(hours=1)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """Signs for the processes of one job: who has a certificate of this authority is one of them.
+    """Signs for the processes of one job: a holder of a certificate of this authority is one of them.
 
     Its key is in the memory of a launcher, or in a folder of keys that the user keeps.
 
@@ -84,8 +84,8 @@ class Authority:
             ) from error
         except (ValueError, TypeError) as error:
             raise UsageError(f"the authority in {folder} has a damaged file or a password: {error}") from error
-        job, _, who = said_in(certificate).rpartition("/")
-        if who != _AUTHORITY or not isinstance(key, ec.EllipticCurvePrivateKey):
+        job, _, name = said_in(certificate).rpartition("/")
+        if name != _AUTHORITY or not isinstance(key, ec.EllipticCurvePrivateKey):
             raise UsageError(f"{folder} does not hold an authority that `paceline keys make` has made")
         return Authority(unquote(job), certificate, key)
 
@@ -173,8 +173,8 @@ def _builder(
     )
 
 
-def _says(job: str, who: str) -> x509.SubjectAlternativeName:
-    return x509.SubjectAlternativeName([x509.UniformResourceIdentifier(f"{SCHEME}{quote(job, safe='')}/{who}")])
+def _says(job: str, name: str) -> x509.SubjectAlternativeName:
+    return x509.SubjectAlternativeName([x509.UniformResourceIdentifier(f"{SCHEME}{quote(job, safe='')}/{name}")])
 
 
 def _name(text: str) -> x509.Name:

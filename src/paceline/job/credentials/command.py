@@ -77,21 +77,21 @@ def rotate(folder: Path, /, *, finish: Annotated[bool, Parameter(negative="")] =
 
 
 @app.command
-def revoke(folder: Path, who: str, /) -> int:
+def revoke(folder: Path, subject: str, /) -> int:
     """Turn a holder, or one certificate, away from now on.
 
     Parameters
     ----------
     folder
         The folder of keys, or the folder `keys` of a running job: where its servers look.
-    who
+    subject
         worker-3 for all certificates of that name, or a serial number as `paceline keys show` tells them.
     """
     from paceline.job.credentials.key_store import revoke as revoke_in
 
-    num_known = revoke_in(folder, who)
+    num_known = revoke_in(folder, subject)
     print(
-        f"{who} is revoked for servers whose keys are in {folder}: they end its connections within a second. "
+        f"{subject} is revoked for servers whose keys are in {folder}: they end its connections within a second. "
         f"Certificates known here that this ends: {num_known}"
     )
     return 0

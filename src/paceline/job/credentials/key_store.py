@@ -118,7 +118,7 @@ def expire_previous_token(folder: Path) -> None:
         raise UsageError(f"there is no previous token in {folder}: nothing to finish") from None
 
 
-def revoke(folder: Path, who: str) -> int:
+def revoke(folder: Path, subject: str) -> int:
     """Revoke all certificates of a holder, or the one of a serial number; returns how many of them are known here.
 
     Servers that find their keys in this folder end its connections within a second, and let it in no more. Raises
@@ -132,9 +132,9 @@ def revoke(folder: Path, who: str) -> int:
             f"{folder} was issued for {', '.join(sorted(path.stem for path in folder.glob('*.key')))}: no server looks "
             "there, so nothing would end. Revoke in the folder that the servers were given as --keys"
         )
-    name = normal_serial(who)
-    if not is_serial(who):
-        name = str(Holder.parse(who))
+    name = normal_serial(subject)
+    if not is_serial(subject):
+        name = str(Holder.parse(subject))
     known = [found for found in certificates(folder) if name in (found.holder, found.serial)]
     path = folder / REVOKED_NAME
     names = sorted({*read_revoked(path), name})
@@ -161,8 +161,8 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _described(path: Path, revoked: frozenset[str]) -> Certificate:
     certificate = _read(path)
-    _, _, who = said_in(certificate).partition("/")
-    holder, serial = unquote(who).replace("/", "-") or ANY, f"{certificate.serial_number:X}"
+    _, _, name = said_in(certificate).partition("/")
+    holder, serial = unquote(name).replace("/", "-") or ANY, f"{certificate.serial_number:X}"
     gone = holder in revoked or serial in revoked
     return Certificate(holder, serial, certificate.not_valid_after_utc, gone)
 

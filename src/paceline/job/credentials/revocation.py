@@ -20,7 +20,7 @@ _JOIN_TIMEOUT_S: Final = 5.0
 
 
 def revoked_path(spec: ClusterSpec) -> Path | None:
-    """Return the file that names who is revoked; None where the job has no certificates."""
+    """Return the file of revoked names; None where the job has no certificates."""
     return Path(spec.run_dir) / KEYS_NAME / REVOKED_NAME if spec.encrypted else None
 
 

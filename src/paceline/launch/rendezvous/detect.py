@@ -1,4 +1,4 @@
-"""Who started this process, as far as its environment tells: torchrun, MPI, Slurm, or a description of a cluster."""
+"""The launcher of this process, as its environment tells: torchrun, MPI, Slurm, or a description of a cluster."""
 
 import hashlib
 from collections.abc import Mapping

@@ -136,7 +136,7 @@ def listening_host(spec: ClusterSpec, founder: Machine) -> str:
 
 
 def _issue(run_dir: Path, job: str, assignment: RoleAssignment) -> None:
-    """Give every process of the job a certificate; who signed is forgotten, so that there will be no more."""
+    """Give every process of the job a certificate; the key that signed is forgotten, so that there will be no more."""
     from paceline.job.credentials.certificates import Authority  # deferred: not needed on one machine
 
     keys, authority = run_dir / KEYS_NAME, Authority.make(job)
@@ -174,7 +174,7 @@ def bootstrap_process(detected: Detected, asked: str | None, undo: ExitStack) ->
 
     Raises:
         UsageError: launcher and `asked` make no sense together, or this process cannot be in this job.
-        DeadlineExceeded: not all have come in time; the message names who is missing.
+        DeadlineExceeded: not all have come in time; the message names the missing ones.
     """
     timeout_s, assignment = start_timeout_s(START_TIMEOUT_S), assign_role(detected, asked)
     servers = requested_servers(detected, asked)
@@ -291,7 +291,7 @@ def join_started_job(servers: str | None) -> JoinedJob | None:
 
     Raises:
         UsageError: launcher and `servers` make no sense, or not together.
-        DeadlineExceeded: not all have come in time; the message names who is missing.
+        DeadlineExceeded: not all have come in time; the message names the missing ones.
     """
     asked = servers or asked_servers()
     if asked is not None:

@@ -47,12 +47,12 @@ class ProcessInfo(msgspec.Struct, frozen=True):
         """Return that of this process."""
         return ProcessInfo(this_machine(), VERSION)
 
-    def refusal(self, who: str) -> str | None:
+    def refusal(self, name: str) -> str | None:
         """Return why the process that says this cannot be in one job with this one; None where it can."""
         if self.version == VERSION:
             return None
         return (
-            f"{who} on {self.machine} runs paceline {self.version or 'of an unknown version'}, and this process on "
+            f"{name} on {self.machine} runs paceline {self.version or 'of an unknown version'}, and this process on "
             f"{this_machine()} runs {VERSION}: install the same on all machines"
         )
 
@@ -147,10 +147,10 @@ class LivenessLock:
                         return LivenessLock(path, descriptor, one)
             finally:
                 unfinished.unlink()
-        who = f"all {count} {role}s are" if index is None else f"{role} {index} is"
+        subject = f"all {count} {role}s are" if index is None else f"{role} {index} is"
         raise UsageError(
-            f"{who} there already: another process has taken this place, or this one joined before and has left. Start "
-            "the job again, and join it once"
+            f"{subject} there already: another process has taken this place, or this one joined before and has left. "
+            "Start the job again, and join it once"
         )
 
     def start_heartbeat(self) -> None:
@@ -175,7 +175,7 @@ def missing_ranks(run_dir: Path, role: Role, count: int) -> list[int]:
 
 
 def process_info(run_dir: Path, role: Role, index: int) -> ProcessInfo:
-    """Return what one who has come tells of itself; raises UsageError when that cannot be read."""
+    """Return what a process that has come tells of itself; raises UsageError when that cannot be read."""
     path = run_dir / _name(role, index)
     try:
         return msgspec.json.decode(path.read_bytes(), type=ProcessInfo)
@@ -186,7 +186,7 @@ def process_info(run_dir: Path, role: Role, index: int) -> ProcessInfo:
 
 
 def wait_end(run_dir: Path, role: Role, index: int) -> None:
-    """Block until one who has come takes part no longer, be it left or dead."""
+    """Block until a process that has come takes part no longer, whether it left or died."""
     try:
         descriptor = os.open(run_dir / _name(role, index), os.O_RDWR)
     except FileNotFoundError:  # the job is over, and its folder is cleared
@@ -220,7 +220,7 @@ def wait_end_elsewhere(run_dir: Path, role: Role, index: int, silence_s: float =
 
 
 def takes_part(run_dir: Path, role: Role, index: int) -> bool:
-    """Return whether one who has come still takes part; does not block."""
+    """Return whether a process that has come still takes part; does not block."""
     try:
         descriptor = os.open(run_dir / _name(role, index), os.O_RDWR)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Which process of a job is what: how many servers there are, and who starts them or becomes one."""
+"""Which process of a job is what: how many servers there are, and which processes start them or become one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

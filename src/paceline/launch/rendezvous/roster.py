@@ -54,14 +54,14 @@ class Roster:
         return list(dict.fromkeys(info.machine for info in self._infos.values()))
 
     def __str__(self) -> str:
-        """Say who is where."""
+        """Return which process is where."""
         return describe_machines(self._infos)
 
-    def _add(self, who: str, told: ProcessInfo) -> None:
-        refusal = told.refusal(who)
+    def _add(self, name: str, told: ProcessInfo) -> None:
+        refusal = told.refusal(name)
         if refusal is not None:
             raise UsageError(refusal)
-        self._infos[who] = told
+        self._infos[name] = told
 
 
 def wait_all(roster: Roster, timeout_s: float = START_TIMEOUT_S) -> None:
@@ -105,7 +105,7 @@ def wait_complete(spec: ClusterSpec, each_turn: Callable[[], None], timeout_s: f
     """Block until the job is complete, calling `each_turn` all the while.
 
     Raises:
-        DeadlineExceeded: it is not in time; the message names those who are missing.
+        DeadlineExceeded: it is not in time; the message names the missing ones.
         PeerError: the process that has set it up is gone, and has cleared the folder of the job.
     """
 

@@ -19,9 +19,9 @@ from paceline.job.environment import inherited, with_import_path
 from paceline.job.spec import ClusterSpec
 from paceline.launch.entry import run_program
 from paceline.launch.policy import describe_exit
-from paceline.launch.preemption import ignore_preemption_signals
 from paceline.launch.rendezvous.liveness_lock import wait_worker_ended
 from paceline.launch.rendezvous.roster import wait_complete
+from paceline.launch.signals import ignore_preemption_signals
 from paceline.server.node import ServerNode
 
 ENTRY: Final = "paceline.launch.rendezvous.sidecar"

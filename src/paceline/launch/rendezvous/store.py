@@ -122,7 +122,7 @@ class TorchRendezvous:
 
 @final
 class FolderRendezvous:
-    """A file in a folder, which the one who invites holds locked: one that is not locked is of an earlier run."""
+    """A file in a folder, which the inviting process holds locked: one that is not locked is of an earlier run."""
 
     def __init__(self, folder: Path, key: str) -> None:
         self._path = folder / f"{key}{SUFFIX}"

@@ -199,7 +199,7 @@ def KKT(l1: float, margin: float = 0.0, reset_every: int = 10) -> FilterSpec:  #
 
 
 def _direction(name: str, on: str) -> Hyper:
-    if on not in _DIRECTIONS:
+    if not isinstance(on, str) or on not in _DIRECTIONS:  # pyright: ignore[reportUnnecessaryIsInstance] - not typed
         raise UsageError(f"Filter {name}: on is '{on}', expected one of {', '.join(_DIRECTIONS)}.")
     return dict(_DIRECTIONS[on])
 

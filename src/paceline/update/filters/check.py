@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from paceline.errors import UsageError
 from paceline.update.rows.spec import FilterSpec
@@ -58,6 +59,10 @@ def check_filters(filters: Sequence[FilterSpec]) -> None:
         paceline.errors.UsageError: There is no filter 'snappy'. There are key_cache, kkt, significant, top_k, \
 random_skip, bfloat16, float16, int8.
     """
+    given = cast("object", filters)  # of scripts, which are not typed
+    for spec in cast("Sequence[object]", given if isinstance(given, Sequence) else (given,)):
+        if not isinstance(spec, FilterSpec):
+            raise UsageError(f"a filter is a {type(spec).__name__}, expected one of paceline.filters.")
     for problem in _problems(filters):
         raise UsageError(problem)
 

@@ -91,9 +91,9 @@ def combine(contributions: Sequence[RowContribution], scale: Scale, ops: RowOps,
     """
     counts = [contribution.count for contribution in contributions]
     missing = num_missing(counts, [contribution.expected for contribution in contributions], scale)
-    everyone = [*counts, missing] if missing else counts
+    all_samples = [*counts, missing] if missing else counts
     gradients = [contribution.gradient for contribution in contributions]
-    if scale == "samples" and len(set(everyone)) > 1:
+    if scale == "samples" and len(set(all_samples)) > 1:
         gradients = [gradient * count for gradient, count in zip(gradients, counts, strict=True)]
     ids, inverse = ops.unique(_joined([contribution.ids for contribution in contributions]))
     gradient = _joined(gradients)
@@ -101,7 +101,7 @@ def combine(contributions: Sequence[RowContribution], scale: Scale, ops: RowOps,
     if ids.numel() < inverse.numel():
         gradient = ops.sum_rows(gradient, inverse, ids.numel())
         echo = None if echo is None else echo[_first_positions(inverse)]
-    divisor = divisor_of(everyone, scale)
+    divisor = divisor_of(all_samples, scale)
     return Combined(ids, gradient if divisor == 1.0 else gradient / divisor, echo)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class RowOps(Protocol):
     """The operations behind row tables; every implementation gives the same results, bit for bit.
 
-    The `seed` of an index decides where its entries lie, and nothing else. Peers who choose ids must not know it, or
+    The `seed` of an index decides where its entries lie, and nothing else. Peers that choose ids must not know it, or
     each lookup could be made to pass all of them. It is the same in all calls for one index.
 
     Ids, keys, slots, positions and entries are contiguous int64 tensors of one dimension in main memory; any int64 is
@@ -40,7 +40,7 @@ class RowOps(Protocol):
         """Return the slots of keys, which may repeat, and the positions where new ids appear first, ascending.
 
         New ids take slots from the end of `free`, which stays as it is, and then `next_slot` and up; they are written
-        to `ids`. The caller sees to it that `entries` and `ids` have room for all of them.
+        to `ids`. The caller makes sure that `entries` and `ids` have room for all of them.
         """
         ...
 

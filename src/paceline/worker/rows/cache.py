@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from paceline.update.placement import RowSharding
 from paceline.update.rows.column import RowColumn
 from paceline.update.rows.index import RowIndex
 from paceline.update.rows.ops import RowOps
-from paceline.update.rows.sharding import RowSharding
 
 _MOST_PIECES = 64  # tensors of ids, before they are merged into one
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -18,9 +19,10 @@ from paceline.errors import PacelineError, PeerError, ProtocolBug, UsageError
 from paceline.transport.base import EMPTY
 from paceline.update.filters.pipeline import FilteredPush
 from paceline.update.filters.traffic import RowTraffic, WireBytes
-from paceline.update.rows.ops import RowOps
+from paceline.update.placement import RowSharding
+from paceline.update.rows.ops import RowOps, tell_of_refused_library
 from paceline.update.rows.pending import PendingRows
-from paceline.update.rows.sharding import RowSharding
+from paceline.update.rows.spec import RowTableSpec
 from paceline.update.table import Hyper
 from paceline.wire.bounds import MAX_IDS
 from paceline.wire.messages import (
@@ -33,12 +35,13 @@ from paceline.wire.messages import (
     RowsUsed,
     Unsubscribe,
 )
+from paceline.wire.requests import DeclareRows
 from paceline.wire.row_codec import ID_BYTES, ids_body
 from paceline.worker.pushes import PushOutcome, finished_push, may_push
 from paceline.worker.rows.in_flight import RowPush, RowPushes, RowPushPart, RowReadInFlight, RowReadsInFlight
 from paceline.worker.rows.managed import Managed
-from paceline.worker.rows.state import RowTableState
-from paceline.worker.rows.throttle import BudgetedRows, Throttle
+from paceline.worker.rows.state import CacheOptions, RowTableState
+from paceline.worker.rows.throttle import BudgetedRows
 from paceline.worker.table_client import ClientContext
 from paceline.worker.waits import About
 
@@ -56,15 +59,11 @@ class RowClient:
 
     Args:
         state: of the open table.
-        sharding: which server has which rows.
-        throttle: sends the rows of all tables with a budget.
         context: what all tables of the worker share.
         budget: settings of the budget of this table, if there is one.
     """
 
     state: RowTableState
-    sharding: RowSharding
-    throttle: Throttle
     context: ClientContext
     budget: Managed | None = None
     name: str = field(init=False)
@@ -80,10 +79,26 @@ class RowClient:
         self._reads, self._pushes = RowReadsInFlight(self.sharding), RowPushes(state.is_held)
         if self.budget is not None:
             self._budgeted = self._make_budgeted(self.budget)
-            self.throttle.add(self._budgeted)
+            self.context.throttle.add(self._budgeted)
         servers = tuple(range(self.sharding.num_servers))
         self.context.handle(Opened(self.name, state.consistency, servers, keyed=True))
         self._core_reads = self.context.core.reads(self.name)
+
+    @classmethod
+    def open(cls, context: ClientContext, spec: RowTableSpec, options: CacheOptions) -> Self:
+        """Declare a row table to all servers and open it; blocks and raises as `DenseClient.open` does."""
+        context.rpc.call_all(lambda number: DeclareRows(number, spec), f"servers to agree on table '{spec.name}'")
+        tell_of_refused_library()
+        with context.lock.changed:
+            state = RowTableState.make(spec, options, context.row_sharding, context.core.settings.sender.worker)
+            client = cls(state, context, options.communication)
+            context.add(spec.name, client, state.consistency)
+        return client
+
+    @property
+    def sharding(self) -> RowSharding:
+        """Which server has which rows."""
+        return self.context.row_sharding
 
     @property
     def ops(self) -> RowOps:
@@ -153,7 +168,7 @@ class RowClient:
                 state.refuse_hyper(hyper)
                 self._note_pushed(ids.numel())
                 pushed = self._budgeted.push(ids, rows)
-                self.throttle.wake()
+                self.context.throttle.wake()
                 return pushed
             self._wait_for_room()
             filtered = state.pipeline.sift(ids, rows, self.context.core.clock, self._values())
@@ -235,7 +250,7 @@ class RowClient:
         elif cache is not None:
             cache.applied_own(effect.id.seq, self._awaited())
         ended.future.set_result(ended.answers.outcome())
-        self.throttle.wake()
+        self.context.throttle.wake()
 
     def finish_read(self, done: ReadDone) -> None:
         """End the future of a read."""
@@ -310,7 +325,7 @@ class RowClient:
     def flush_pushes(self, clock: int) -> None:
         """Send the rows of this clock or before that wait for a budget; blocks while it is used up."""
         if self._budgeted is not None:
-            self.throttle.wait_sent(self._budgeted, clock)
+            self.context.throttle.wait_sent(self._budgeted, clock)
 
     def num_under_way(self) -> int:
         """Count the pushes that some server has not answered."""
@@ -412,7 +427,7 @@ class RowClient:
     def _parts(self, filtered: FilteredPush) -> dict[int, RowPushPart]:
         """Split a push by server, without empty parts unless they count in the mean of a clock."""
         state, echo = self.state, self._echo(filtered.ids)
-        everywhere = state.counts_everyone
+        everywhere = state.counts_all_workers
         if self.sharding.num_servers == 1:
             if not (everywhere or filtered.ids.numel()):
                 return {}

@@ -15,7 +15,7 @@ from paceline.core.messages import Push, PushId
 from paceline.errors import PacelineError
 from paceline.update.filters.pipeline import KeptChange
 from paceline.update.filters.traffic import RowTraffic, WireBytes
-from paceline.update.rows.sharding import RowSharding
+from paceline.update.placement import RowSharding
 from paceline.update.table import Hyper
 from paceline.wire.messages import Keys, RowPushFrame
 from paceline.wire.row_codec import ID_BYTES, RowBody

@@ -11,10 +11,9 @@ from paceline.errors import UsageError
 from paceline.update.filters.key_cache import KeyLists, digest, key_lists_of
 from paceline.update.filters.pipeline import FilterPipeline
 from paceline.update.filters.traffic import RowTraffic
-from paceline.update.placement import torch_dtype
+from paceline.update.placement import RowSharding, torch_dtype
 from paceline.update.rows.layout import use_columns
 from paceline.update.rows.rules import row_rule
-from paceline.update.rows.sharding import RowSharding
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.table import Hyper
 from paceline.wire.messages import Keys
@@ -94,7 +93,7 @@ class RowTableState:
         return self.consistency.visible == "on_clock"
 
     @property
-    def counts_everyone(self) -> bool:
+    def counts_all_workers(self) -> bool:
         """Whether a push counts even on servers that get no rows of it: in the mean of a clock."""
         return self.is_held and self.spec.scale != "sum"
 

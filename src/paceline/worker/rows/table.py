@@ -223,9 +223,9 @@ class RowTable:
     ) -> list[dict[str, Tensor]]:
         """Run a function on every server over its rows; return what each returned, by rank of server.
 
-        When it runs, and who sees what it changes: as for `Table.call`. Servers that deliver (essp) send the rows that
-        it changed when this worker's clock has come. A function that fails half way has changed the rows that it had
-        put back until then; the message says how many.
+        When it runs, and which reads see what it changes: as for `Table.call`. Servers that deliver (essp) send the
+        rows that it changed when this worker's clock has come. A function that fails half way has changed the rows
+        that it had put back until then; the message says how many.
 
         Args:
             function: "summary", "top", "sample", "scale" or "soft_threshold", or the import path of one of your own,
