@@ -4,8 +4,10 @@
 
 Four workers, each on a host in a network namespace of its own with a server beside it, and up to four hosts with a
 server alone; the kernel limits what each line carries each way. Shares of the model are those of BytePS, after which
-a step takes 2 n (n - 1) / (n^2 + k n - 2 k) times what the model takes over a line. Beside it a ring all-reduce over
-the same lines, and how much of a line of 1 Gbit/s a worker and a server use. Needs root, and `ip` and `tc` (iproute2).
+a step takes 2 n (n - 1) / (n^2 + k n - 2 k) times what the model takes over a line. The steps are plain ones with
+`paceline.distributed`, one after the other, and at last some with overlap=True. Beside them tables made by hand, of
+which several steps are under way, a ring all-reduce over the same lines, and how much of a line of 1 Gbit/s a worker
+and a server use. Needs root, and `ip` and `tc` (iproute2).
 """
 
 import argparse
@@ -56,10 +58,15 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     measured: list[float] = []
     first: list[float] = []
     for k, expected_s in zip(options.dedicated, predicted, strict=True):
-        step_s, first_s = measure("servers", num_workers, k, options.mbps, options)
+        step_s, first_s = measure("step", num_workers, k, options.mbps, options)
         measured.append(step_s)
         first.append(first_s)
         progress(f"{k} servers alone: {measured[-1]:.2f} s a step, predicted {expected_s:.2f} s")
+    last = options.dedicated[-1]
+    overlap_s, chunks_s = (measure(mode, num_workers, last, options.mbps, options)[0] for mode in ("overlap", "chunks"))
+    progress(
+        f"{last} servers alone: {overlap_s:.2f} s with overlap, {chunks_s:.2f} s where several steps are under way"
+    )
     ring_s = measure("ring", num_workers, 0, options.mbps, options)[0]
     ring_predicted_s = ring_bytes(num_workers, size_bytes) / bytes_per_s
     progress(f"ring all-reduce: {ring_s:.2f} s a step, predicted {ring_predicted_s:.2f} s")
@@ -73,6 +80,8 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         "predicted_s": predicted,
         "first_step_s": first,
         "worst_error": max(abs(ours / theirs - 1) for ours, theirs in zip(measured, predicted, strict=True)),
+        "overlap_s": overlap_s,
+        "chunks_s": chunks_s,
         "ring_s": ring_s,
         "ring_predicted_s": ring_predicted_s,
         "push_of_line": line_rates[0],
@@ -91,7 +100,7 @@ def main() -> None:
     parser.add_argument("--dedicated", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="servers alone, one a run")
     parser.add_argument("--megabytes", type=float, default=25.0)
     parser.add_argument("--mbps", type=float, default=100.0)
-    parser.add_argument("--chunks", type=int, default=8, help="in how many tables the model is sent")
+    parser.add_argument("--chunks", type=int, default=8, help="into how many tables one by hand is cut")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--json", action="store_true", help="print only the line of JSON")
     options = parser.parse_args()

@@ -1,8 +1,8 @@
 """A worker of the benchmark of hosts: sends and fetches a model over and over, and writes down what that took.
 
-Its tables are chunks of the model. Each is pushed and its values are asked for before the next one is pushed, in a
-clock of its own; so while chunks are on their way to servers, others come from them. A chunk is pushed again once its
-values have come, as by the worker that computes with them.
+By the public face it takes plain steps with `paceline.distributed`, each after the one before. With tables made by
+hand, these are chunks of the model. Each is pushed and its values are asked for before the next one is pushed, in a
+clock of its own; a chunk is pushed again once its values have come, so several steps are under way.
 """
 
 import argparse
@@ -18,12 +18,13 @@ from paceline.api.session import Session
 from paceline.worker.table import PendingRead, Table
 
 NUM_LINE_TURNS = 10
+_LAYERS = 5
 
 
 def options() -> argparse.Namespace:
     """Return what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mode", choices=("servers", "ring", "line"), default="servers")
+    parser.add_argument("--mode", choices=("step", "overlap", "chunks", "ring", "line"), default="step")
     parser.add_argument("--megabytes", type=float, default=25.0)
     parser.add_argument("--chunks", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4)
@@ -31,8 +32,30 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def by_servers(ps: Session, numel: int, num_chunks: int, num_steps: int) -> list[float]:
-    """Sum and fetch the model over servers; return the seconds of a step, the median of several, and of the first."""
+def by_steps(numel: int, num_steps: int, *, overlap: bool) -> list[float]:
+    """Take steps with a distributed optimizer; return the seconds of one, the median of several, and of the first."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(numel // _LAYERS, 1, bias=False) for _ in range(_LAYERS)))
+    plain = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    optimizer = paceline.distributed(plain, model=model, overlap=overlap)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    took: list[float] = []
+    for _ in range(num_steps + 1):
+        began = time.monotonic()
+        for layer in model:  # each waits for its own values, with overlap
+            layer(torch.ones(numel // _LAYERS))
+        torch.cat([parameter.view(-1) for parameter in model.parameters()]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        took.append(time.monotonic() - began)
+    optimizer.wait_for_values()
+    moved = sum(2 - 0.5**step for step in range(num_steps + 1))
+    for sooner, later in zip(before, model.parameters(), strict=True):
+        assert torch.allclose(sooner - moved, later.detach(), atol=1e-3), "the servers have not taken these steps"
+    return [median(took[1:]), took[0]]
+
+
+def by_chunks(ps: Session, numel: int, num_chunks: int, num_steps: int) -> list[float]:
+    """Sum and fetch the model by tables made by hand; return the seconds of a step, their median, and of the first."""
     tables = _tables(ps, numel, num_chunks, "bsp")
     gradients = [torch.ones(table.shape) for table in tables]
     _play(ps, tables, gradients, 1)  # memory is made, and connections come to their rate
@@ -122,9 +145,11 @@ def main() -> None:
     chosen = options()
     torch.set_num_threads(1)
     numel = int(chosen.megabytes * 1e6) // 4
-    with paceline.connect() as ps:
-        if chosen.mode == "servers":
-            found = by_servers(ps, numel, chosen.chunks, chosen.steps)
+    with paceline.init() as ps:
+        if chosen.mode in ("step", "overlap"):
+            found = by_steps(numel, chosen.steps, overlap=chosen.mode == "overlap")
+        elif chosen.mode == "chunks":
+            found = by_chunks(ps, numel, chosen.chunks, chosen.steps)
         elif chosen.mode == "ring":
             found = by_ring(ps, numel, chosen.steps)
         else:

@@ -59,6 +59,9 @@ def seeds() -> list[tuple[object, bytes]]:
     said: list[tuple[object, bytes]] = [
         (Hello("worker", RANK, 0, 1), b""),
         (PushFrame(push, 1.0, (0,), ({"lr": 0.1},)), bytes(16)),
+        (wire.PushPiece(PushFrame(push, 1.0, (), ()), 0), bytes(8)),
+        (wire.EarlyValues("w", 0, 0), bytes(16)),
+        (wire.FetchedRest(messages.Fetched(1, "w", 1, 1, 0, ()), 8), bytes(8)),
         (pulled, b""),
         (wire.StepFrame((PushFrame(push, 1.0, (0,), ({"lr": 0.1},)),), 1, (pulled,), (16,)), bytes(16)),
         (wire.StepFrame((PushFrame(push, 1.0, (), ()),) * 2, -1, (pulled,), (16, 8)), bytes(24)),

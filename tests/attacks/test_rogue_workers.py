@@ -38,10 +38,12 @@ from paceline.update import named_rules as update
 from paceline.update.rows.spec import FilterSpec, First, Lifecycle
 from paceline.update.rules import RuleSpec
 from paceline.wire.messages import (
+    EarlyValues,
     Hello,
     Keys,
     KeysWanted,
     PushFrame,
+    PushPiece,
     RowPullFrame,
     RowPushFrame,
     StepFrame,
@@ -120,6 +122,14 @@ FORGED: dict[str, Attack] = {
         StepFrame((rogue.frame(), rogue.frame()), 1, (), (32, -16)), ONES
     ),
     "a step of nothing": lambda rogue: rogue.say(StepFrame((), 1, (), ())),
+    "a piece of a push of another": lambda rogue: rogue.say(
+        PushPiece(PushFrame(rogue.push(worker=0), 1.0, (), ()), 0), ONES
+    ),
+    "a piece of rows": lambda rogue: rogue.say(PushPiece(rogue.frame(table="r"), 0), ONES),
+    "a piece behind its push": lambda rogue: rogue.say(PushPiece(rogue.frame(), 4), ONES),
+    "a piece before its push": lambda rogue: rogue.say(PushPiece(rogue.frame(), -4), ONES),
+    "a piece without numbers": lambda rogue: rogue.say(PushPiece(rogue.frame(), 0)),
+    "values ahead of a clock": lambda rogue: rogue.say(EarlyValues("w", 1, 0), ONES),
     "a pull of another": lambda rogue: rogue.say(rogue.pull(worker=0)),
     "a tick of another": lambda rogue: rogue.say(Clock(Sender(1, 0, 0), 9)),
     "a tick of another life": lambda rogue: rogue.say(Clock(Sender(1, rogue.rank, 7), 9)),
@@ -161,6 +171,18 @@ REFUSED: dict[str, tuple[Attack, str]] = {
     "too few numbers": (lambda rogue: rogue.say(rogue.frame(), bytes(12)), "12 bytes, server 0 expects 16"),
     "no numbers": (lambda rogue: rogue.say(rogue.frame()), "0 bytes, server 0 expects 16"),
     "no such table": (lambda rogue: rogue.say(rogue.frame(table="x" * 5000), ONES), "no table 'x{200}' on server 0"),
+    "a piece for no such table": (
+        lambda rogue: rogue.say(PushPiece(rogue.frame(table="x"), 0), ONES),
+        "no table 'x' on server 0",
+    ),
+    "NaN in a piece": (
+        lambda rogue: rogue.say(PushPiece(rogue.frame(), 0), bytes_of(torch.full((4,), math.nan))),
+        "4 of its 4 elements",
+    ),
+    "NaN samples of a piece": (
+        lambda rogue: rogue.say(PushPiece(PushFrame(rogue.push(), math.nan, (), ()), 0), ONES),
+        "nan samples",
+    ),
     "NaN samples": (lambda rogue: rogue.say(PushFrame(rogue.push(), math.nan, (), ()), ONES), "nan samples"),
     "endless samples": (lambda rogue: rogue.say(PushFrame(rogue.push(), math.inf, (), ()), ONES), "inf samples"),
     "parameters that there are not": (

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.distant import make_distant, push_to_read
 from tests.ledger.pairs import Choice, all_of, name_of, pairwise
 from tests.ledger.tables import CARRIERS, KINDS, NAMED, NUM_WORKERS, POLICIES, SIZES, Cell, Counting, Ledger
 from tests.nodes.cluster import cluster, counts_of
 
 from paceline.transport import FaultPlan
+from paceline.worker.dense import DenseClient
 
 AXES: dict[str, Any] = {
     "carrier": CARRIERS,
@@ -61,6 +63,16 @@ def test_every_acknowledged_push_counts_once(choice: Choice, tmp_path: Path) -> 
 @pytest.mark.parametrize("choice", pairwise(WITH_FAULTS | {"policy": NAMED}), ids=name_of)
 def test_every_acknowledged_push_counts_once_whatever_happens_to_frames(choice: Choice, tmp_path: Path) -> None:
     run(choice, tmp_path)
+
+
+@pytest.mark.parametrize("fault", ["", *FAULTS])
+def test_every_acknowledged_push_counts_once_where_values_leave_ahead_of_their_clock(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_distant(monkeypatch)
+    monkeypatch.setattr(DenseClient, "push", push_to_read)
+    place = {"carrier": "tcp", "policy": "bsp", "kind": "dense", "size_bytes": 1 << 10, "fault": fault}
+    run(place | {"num_servers": 2, "num_tables": 2}, tmp_path)
 
 
 @pytest.mark.campaign

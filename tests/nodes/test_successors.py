@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.distant import make_distant, push_to_read
 from tests.nodes.cluster import CARRIERS, Cluster, address_of, make_transport, open_table, read_values, table
 from tests.nodes.test_faults import NUM_CLOCKS, NUM_WORKERS, Ledger
 from torch import Tensor
@@ -31,6 +32,7 @@ from paceline.transport.lasting_memory import LastingMemory, MemoryHolder
 from paceline.update.named_rules import SGD, Add
 from paceline.update.rows.spec import RowTableSpec
 from paceline.wire.requests import Barrier, ClaimWork
+from paceline.worker.dense import DenseClient
 from paceline.worker.lock import WorkerOptions
 from paceline.worker.metrics import StepMetrics
 from paceline.worker.node import WorkerNode
@@ -69,6 +71,11 @@ class KillableServer(ServerNode):
     def _write_down(self, written: Any, now: float) -> None:
         self.fate.pass_point()
         super()._write_down(written, now)
+        self.fate.pass_point()
+
+    def _on_piece(self, *piece: Any) -> None:
+        self.fate.pass_point()
+        super()._on_piece(*piece)
         self.fate.pass_point()
 
     def _perform(self, effects: list[Any]) -> set[PushId]:
@@ -256,6 +263,15 @@ def check(kind: str, policy: str, directory: Path, strides: tuple[int, ...]) -> 
 )
 def test_nothing_is_lost_or_doubled_wherever_servers_are_killed(kind: str, policy: str, tmp_path: Path) -> None:
     check(kind, policy, tmp_path, (83, 149))
+
+
+@pytest.mark.parametrize("strides", [(97,), pytest.param((83, 149), marks=pytest.mark.campaign)])
+def test_nothing_is_lost_or_doubled_where_values_leave_ahead_of_their_clock(
+    strides: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_distant(monkeypatch)
+    monkeypatch.setattr(DenseClient, "push", push_to_read)
+    check("tcp", "bsp", tmp_path, strides)
 
 
 @pytest.mark.parametrize("stride", [71, 79])

@@ -14,6 +14,7 @@ from paceline.transport.buffers import MIN_MAPPED_BYTES, fresh_buffer
 from paceline.wire.bounds import MAX_IDS, MAX_JOINED_BYTES, SMALL_BYTES
 from paceline.wire.messages import (
     PushFrame,
+    PushPiece,
     RowPullFrame,
     RowPushFrame,
     RowsUsed,
@@ -143,6 +144,8 @@ class BodyLimits:
                 return 0, MAX_JOINED_BYTES
             case PushFrame() | RowPushFrame():
                 name = message.push.table
+            case PushPiece():
+                name = message.push.push.table
             case Initialise() | LoadState():
                 name = message.table
             case WriteRows():

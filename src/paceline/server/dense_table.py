@@ -20,12 +20,13 @@ from paceline.core.partition import Range, holders
 from paceline.core.work_queue import Life
 from paceline.errors import PeerError, ProtocolBug, UsageError
 from paceline.server.buffers import SendBuffers
+from paceline.server.early_values import Assemblies, EarlyBody, EarlySeries
 from paceline.server.functions import call_over_range
 from paceline.server.memory_check import has_plenty, require_memory, require_room
 from paceline.server.push_checks import push_problem
 from paceline.server.served_table import ACCEPTED, Acceptance, Kind, ServedValues, TableHost
-from paceline.transport.base import Connection, SharesMemory
-from paceline.transport.buffer_pool import Buffer
+from paceline.transport.base import Connection, Frame, SharesMemory
+from paceline.transport.buffer_pool import Buffer, BufferPool, ExactAllocator
 from paceline.transport.buffers import fresh_buffer
 from paceline.update.kernels import Kernel
 from paceline.update.lasting import ShardMemory
@@ -37,11 +38,12 @@ from paceline.update.shard import Contribution, Shard
 from paceline.update.table import TableSpec, differences, encode_table
 from paceline.wire.bounds import SMALL_BYTES
 from paceline.wire.malformed import REQUEST_ERRORS, describe_broken_table
-from paceline.wire.messages import PullFrame, PushFrame, RowPullFrame, RowPushFrame, RowsUsed, Unsubscribe
+from paceline.wire.messages import PullFrame, PushFrame, PushPiece, RowPullFrame, RowPushFrame, RowsUsed, Unsubscribe
 from paceline.wire.requests import CallFunction, Initialise, LoadState, WholeTable
 
 MAX_STATE_FACTOR = 64  # the state of a rule is at most this many times as large as the values
 _STATE_SLACK_BYTES = 16 << 20  # names, and states that do not grow with the values
+_NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +54,17 @@ class _WaitingPush:
     body: memoryview
     buffer: Buffer | None
     checksum: int  # 0 where memory is not checked
+    clock: int
 
     def release(self) -> None:
         """Return the buffer to its pool."""
         if self.buffer is not None:
             self.buffer.release()
+
+
+def _contribution(frame: PushFrame, gradient: Tensor) -> Contribution:
+    absent, worker = frozenset(frame.absent), frame.push.id.worker
+    return Contribution(gradient, frame.count, absent, frame.hyper, worker, expected=frame.expected)
 
 
 @dataclass(slots=True)
@@ -118,6 +126,8 @@ class ServedDenseTable:
     _live: set[Life] = field(default_factory=set[Life])
     _waiting: dict[PushId, _WaitingPush] = field(default_factory=dict[PushId, _WaitingPush])
     _copy: ValuesCopy = field(default_factory=ValuesCopy)
+    _assemblies: Assemblies = field(init=False)
+    _early: EarlySeries | None = None
 
     def __post_init__(self) -> None:
         """Allocate the values and create the rule."""
@@ -142,6 +152,10 @@ class ServedDenseTable:
             raise UsageError(f"{host.name} cannot hold table '{spec.name}': {error}") from error
         self.trusts_screening = transport.maps_memory
         self.send_buffers = SendBuffers(transport.allocate, host.checks_memory)
+        pool = BufferPool(ExactAllocator(fresh_buffer), poisons=host.checks_memory)
+        self._assemblies = Assemblies(spec.name, size_bytes, self._dtype, pool)
+        if self.consistency.lockstep and self.shard.can_preview:
+            self._early = EarlySeries(spec.name, self.memory, self._dtype.itemsize, self.shard.preview)
         if server == holders(parts)[0]:  # one server warns
             host.same_gradients.watch(spec.name, self.consistency)
 
@@ -252,10 +266,38 @@ class ServedDenseTable:
             if num_bad:
                 return f"{num_bad} of its {gradient.numel()} elements on server {server} are NaN or infinite"
         self.host.same_gradients.note(frame.push, gradient)
-        worker = frame.push.id.worker
-        contribution = Contribution(gradient, frame.count, absent, frame.hyper, worker, expected=frame.expected)
-        self._waiting[frame.push.id] = _WaitingPush(contribution, body, buffer, checksum)
+        contribution = _contribution(frame, gradient)
+        self._waiting[frame.push.id] = _WaitingPush(contribution, body, buffer, checksum, frame.push.clock)
         return ""
+
+    def accept_piece(self, piece: PushPiece, body: memoryview, connection: Connection) -> Frame | None:
+        """Add a piece of a push; return the push once all of it is here, for `accept`.
+
+        Raises:
+            PeerError: the piece lies outside of the push.
+        """
+        frame, push_id = piece.push, piece.push.push.id
+        problem = self.broken or push_problem(self.spec, frame) or self._absent_problem(frame.absent)
+        is_new = not problem and push_id not in self._waiting
+        if self._early is not None and is_new and not piece.at:
+            self._early.add_reader((push_id.worker, push_id.incarnation), connection)
+        return self._assemblies.add(piece, body, connection, _contribution(frame, _NOTHING) if is_new else None)
+
+    @property
+    def has_early_readers(self) -> bool:
+        """Whether a member takes values ahead of the end of the open clock."""
+        return self._early is not None and self._early.has_readers
+
+    def early_values(self, members: Sequence[int], clock: int) -> EarlyBody | None:
+        """Return values to send ahead of the end of the open clock, if there are more."""
+        if self._early is None:
+            return None
+        held = {
+            push_id: (push.contribution, push.body.nbytes)
+            for push_id, push in self._waiting.items()
+            if push.clock == clock
+        }
+        return self._early.make(members, clock, self._assemblies.coming(clock) | held)
 
     def _absent_problem(self, absent: Sequence[int]) -> str:
         """Return why the segments without a gradient are invalid, "" if they are valid."""
@@ -283,6 +325,8 @@ class ServedDenseTable:
             self.shard.apply([push.contribution for push in pushes])
 
         problem = self._attempt(update)
+        if self._early is not None:
+            self._early.prove()
         for push in pushes:
             push.release()
         return problem
@@ -314,11 +358,14 @@ class ServedDenseTable:
     def serve(self, life: Life, connection: Connection, message: Fetched | Delivered) -> ServedValues | None:
         """Return the values after the updates that are due; see `ServedTable.serve`."""
         self._settle()
-        body = self.memory
+        body, num_early = self.memory, 0
+        if self._early is not None and isinstance(message, Fetched):
+            num_early = self._early.take_sent(life, connection)
+            body = body[num_early:]
         if self.host.transport.maps_memory and life not in self._live:
             body = self._shared_copy(connection, message)  # else the worker maps the values, or the transport copies
-        version = message.version, self.shard.version
-        return ServedValues(body, partial(self._copy.of, version, body))
+        version = message.version, self.shard.version, num_early
+        return ServedValues(body, partial(self._copy.of, version, body), num_early)
 
     def _shared_copy(self, connection: Connection, message: Fetched | Delivered) -> memoryview:
         """Return a copy of the values in memory shared with this worker."""
@@ -356,11 +403,15 @@ class ServedDenseTable:
     def forget_connection(self, connection: Connection) -> None:
         """See `ServedTable.forget_connection`."""
         self.send_buffers.forget(connection)
+        self._assemblies.forget_connection(connection)
+        if self._early is not None:
+            self._early.forget_connection(connection)
 
     def close(self) -> None:
         """See `ServedTable.close`."""
         self.shard.close()
         self.send_buffers.clear()
+        self._assemblies.clear()
         self._waiting.clear()
 
     # -- the whole table ---------------------------------------------------------------------------------------------
@@ -370,10 +421,17 @@ class ServedDenseTable:
         match message:
             case PushFrame() | Initialise():
                 return self.memory.nbytes, self.memory.nbytes
+            case PushPiece():
+                return 1, self.memory.nbytes
             case LoadState():
                 return 0, self.memory.nbytes * MAX_STATE_FACTOR + _STATE_SLACK_BYTES
             case _:
                 return 0, SMALL_BYTES
+
+    def _forget_early(self) -> None:
+        """Note that values change otherwise than by pushes."""
+        if self._early is not None:
+            self._early.forget()
 
     def initialise(self, body: memoryview) -> None:
         """See `ServedTable.initialise`."""
@@ -383,6 +441,7 @@ class ServedDenseTable:
         if len(body) != expected:
             raise UsageError(f"first values of '{self.spec.name}' have {len(body)} bytes, expected {expected}")
         self.shard.store(as_tensor(body, self._dtype))
+        self._forget_early()
 
     def state(self) -> bytes:
         """Return values and rule state, after merging pushes that wait for a quorum; see `ServedTable.state`."""
@@ -400,10 +459,12 @@ class ServedDenseTable:
         require_memory(f"the state of table '{self.spec.name}'", 3 * body.nbytes)
         self.shard.load_state(load(bytes(body)), version=self.shard.version + 1)
         self.broken = ""  # all that a failed update may have changed is replaced
+        self._forget_early()
 
     def carry_out(self, request: WholeTable, body: memoryview, clock: int) -> memoryview:
         """Run a function over the range here; see `ServedTable.carry_out`."""
         self._settle()
+        self._forget_early()
         if not isinstance(request, CallFunction):
             raise UsageError(f"table '{self.spec.name}' on {self.host.name} has a shape, and no rows")
         return call_over_range(request, self.shard, self.host)

@@ -48,6 +48,7 @@ from paceline.observe import trace as records
 from paceline.observe.trace import Trace
 from paceline.server.buffers import BodyLimits, ReceiveBuffers
 from paceline.server.connections import Acceptor, Connections, Expel, Incoming, LoadMeter, Stop
+from paceline.server.dense_table import ServedDenseTable
 from paceline.server.journal import Asked, Began, Entry, Journal, JournalFull, Written
 from paceline.server.preload import RulePreload
 from paceline.server.recovery import CannotGoOn, Declarations, Recovery, ServerParts
@@ -59,9 +60,11 @@ from paceline.stopwatch import Stopwatch
 from paceline.transport.base import EMPTY, Connection, Frame, Listener, Transport
 from paceline.transport.lasting_memory import LastingMemory
 from paceline.wire.messages import (
+    FetchedRest,
     Hello,
     PullFrame,
     PushFrame,
+    PushPiece,
     RowPullFrame,
     RowPushFrame,
     RowsUsed,
@@ -293,6 +296,9 @@ class ServerNode:
                 self._on_step(message, connection, frame)
             case PushFrame() | RowPushFrame():
                 self._on_push(message, frame)
+                self._send_early(message.push.table)
+            case PushPiece():
+                self._on_piece(message, connection, frame)
             case PullFrame() | RowPullFrame():
                 self._on_pull(message, connection, body)
             case Join():
@@ -400,6 +406,35 @@ class ServerNode:
             self._peers.send_worker(push.id.worker, push.id.incarnation, accepted.wanted)
         elif push.id not in self._handle(InvalidPush(push, accepted.problem) if accepted.problem else push):
             table.discard(push.id)
+
+    def _on_piece(self, message: PushPiece, connection: Connection, frame: Frame) -> None:
+        push = message.push.push
+        table = self._tables.get(push.table)
+        if table is not None and not isinstance(table, ServedDenseTable):
+            raise PeerError(f"a piece of a push of row table '{push.table}'")
+        if table is None or self._core.lives.objection(push.id.sender):
+            frame.release()
+            if not message.at:
+                self._handle(push)  # the core refuses it
+            return
+        try:
+            whole = table.accept_piece(message, frame.body, connection)
+        finally:
+            frame.release()
+        if whole is not None:
+            self._on_push(message.push, whole)
+        self._send_early(push.table)
+
+    def _send_early(self, name: str) -> None:
+        """Send what the values of a table will be ahead of the end of its clock, as far as that is known by now."""
+        table = self._tables.get(name)
+        if not isinstance(table, ServedDenseTable) or not table.has_early_readers:
+            return
+        early = table.early_values(self._core.members, self._core.clock_of(name))
+        if early is not None:
+            for life, connection in early.readers.items():
+                if self._peers.connection_of(*life) is connection:
+                    self._peers.send_worker(*life, early.message, early.body, lambda: early.body)
 
     def _on_pull(self, message: PullFrame | RowPullFrame, connection: Connection, body: memoryview) -> None:
         pull = message.pull
@@ -525,7 +560,9 @@ class ServerNode:
             self._peers.send_worker(*life, PullRefused(request, message.table, str(error)))
             return
         if values is not None:
-            self._peers.send_worker(*life, message, values.body, values.copy)
+            is_rest = isinstance(message, Fetched) and values.num_early
+            said = FetchedRest(message, values.num_early) if is_rest else message
+            self._peers.send_worker(*life, said, values.body, values.copy)
 
     def _on_membership(self, effect: MembershipChanged) -> None:
         now, rank = time.monotonic(), self.settings.server

@@ -94,10 +94,12 @@ class ServedValues:
     """The body of an answer or a delivery.
 
     `copy` returns a copy of it, which is sent if the connection cannot take the body now; None: it does not change.
+    `num_early`: bytes before it that the reader was sent ahead.
     """
 
     body: memoryview
     copy: Callable[[], memoryview] | None = None
+    num_early: int = 0
 
 
 class ServedTable(Protocol):

@@ -293,6 +293,15 @@ class SharesMemory(Protocol):
         ...
 
 
+@runtime_checkable
+class LeavesMachine(Protocol):
+    """A transport that may lead to other machines."""
+
+    def leaves_machine(self, address: str) -> bool:
+        """Return whether this address is another machine's, over a line that is slower than memory."""
+        ...
+
+
 def check_identity(identity: bytes) -> None:
     """Raise UsageError when `identity` is longer than a handshake may carry."""
     if len(identity) > MAX_IDENTITY_BYTES:

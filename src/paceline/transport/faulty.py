@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Final, final
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
-from paceline.transport.base import EMPTY, Connection, Frame, Listener, Place, Transport
+from paceline.transport.base import EMPTY, Connection, Frame, LeavesMachine, Listener, Place, Transport
 from paceline.transport.buffers import copied, flat
 from paceline.transport.deadline import Deadline, seconds
 
@@ -348,6 +348,10 @@ class FaultyTransport:
     def allocate(self, size_bytes: int) -> memoryview:
         """Give memory of the inner transport."""
         return self._inner.allocate(size_bytes)
+
+    def leaves_machine(self, address: str) -> bool:
+        """Say what the inner transport says."""
+        return isinstance(self._inner, LeavesMachine) and self._inner.leaves_machine(address)
 
     def listen(self, address: str) -> FaultyListener:
         """Open a listener of the inner transport."""

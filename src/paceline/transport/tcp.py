@@ -112,6 +112,16 @@ class TcpTransport:
         )
         return self._welcome(greeted, peer)
 
+    def leaves_machine(self, address: str) -> bool:
+        """Return whether frames to this address start from another one; see `LeavesMachine`. Sends nothing."""
+        family, host, port = self._parse(address)
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((host, port))
+            except OSError:  # there is no way there, as `connect` says
+                return False
+            return probe.getsockname()[0] != probe.getpeername()[0]
+
     def _parse(self, address: str) -> tuple[socket.AddressFamily, str, int]:
         """Split an address; raises UsageError when it leads beyond this machine and nothing is encrypted."""
         ip, port = _parse(address)

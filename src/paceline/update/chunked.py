@@ -16,7 +16,7 @@ from paceline.update.kernels import Kernel, Numbers, Operands
 from paceline.update.lasting import ChunkMemory, ShardMemory, ShardSettings
 from paceline.update.rules import Hyper
 from paceline.update.summing import CHUNK, Contribution, ThreadPool, combine_stretch, divisor_of
-from paceline.update.table import NonFinite, Scale, SegmentPiece
+from paceline.update.table import NonFinite, Scale, SegmentPiece, cut_within
 from paceline.update.torch_rule import require_count
 
 if TYPE_CHECKING:
@@ -312,6 +312,24 @@ class Chunked:
             return num_zeroed
 
         return self._threads.total(chunks, change)
+
+    def preview(self, start: int, stop: int, contributions: Sequence[Contribution], hyper: tuple[Hyper, ...]) -> Tensor:
+        """Return what `apply` would make of the elements `start` to `stop` of the range; changes nothing.
+
+        Args:
+            start: first element.
+            stop: one past the last element.
+            contributions: as for `apply`, but with the gradients of these elements.
+            hyper: as for `apply`.
+        """
+        first, pieces = cut_within(self._pieces, start, stop)
+        mine = slice(first, first + len(pieces))
+        part = Chunked(self._kernel, pieces, self._values[start:stop].clone(), self._policy, ThreadPool(1))
+        part._numbers, part._told, part._begun = list(self._numbers), self._told, self._begun
+        part._state = {name: state[start:stop].clone() for name, state in self._state.items()}
+        part._held, part._steps = self._held[mine], self._steps[mine].clone()
+        part.apply(contributions, hyper)
+        return part._values
 
     def save_ahead(self) -> None:
         """Have the chunks of the last update saved for the next one, which mostly has the same."""

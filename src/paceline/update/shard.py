@@ -219,6 +219,23 @@ class Shard:
             self._updates.save_ahead()
 
     @property
+    def can_preview(self) -> bool:
+        """Whether `preview` knows what updates make of a part of the range."""
+        return isinstance(self._updates, Chunked) and self._merger is None
+
+    @torch.no_grad()
+    def preview(self, start: int, stop: int, contributions: Sequence[Contribution]) -> Tensor:
+        """Return what `apply` of these contributions would make of the elements `start` to `stop`; changes nothing.
+
+        Only these elements of the gradients are read. Raises ProtocolBug if `can_preview` is False.
+        """
+        if not isinstance(self._updates, Chunked):
+            raise ProtocolBug(f"Table '{self.spec.name}': {self.spec.rule.name} updates whole tensors at once.")
+        all_contributions = [*contributions, *self._missing(contributions)]
+        parts = [replace(each, gradient=each.gradient[start:stop]) for each in all_contributions]
+        return self._updates.preview(start, stop, parts, contributions[0].hyper or self.hyper)
+
+    @property
     def num_applied(self) -> int:
         """How many updates are done, in this process and its predecessors; 0 if the shard does not last."""
         return 0 if self._lasting is None else self._lasting.record.numbers["num_applied"]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, islice, zip_longest
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
@@ -275,6 +276,33 @@ class SegmentPiece:
     def view(self, flat: Tensor) -> Tensor:
         """Return a view of this piece of a flat tensor of the whole range, in its shape."""
         return flat[self.offset : self.offset + self.numel].view(self.shape)
+
+
+def cut_within(pieces: Sequence[SegmentPiece], start: int, stop: int) -> tuple[int, tuple[SegmentPiece, ...]]:
+    """Return what of the pieces of a range lies in its elements `start` to `stop`, and the index of the first of them.
+
+    Args:
+        pieces: of the range, in order and without gaps.
+        start: first element, counted from the start of the range.
+        stop: one past the last element.
+    """
+    first, found = bisect_right(pieces, start, key=lambda piece: piece.offset) - 1, list[SegmentPiece]()
+    for piece in islice(pieces, first, None):
+        if piece.offset >= stop:
+            break
+        skipped, end = max(start - piece.offset, 0), min(stop - piece.offset, piece.numel)
+        is_all = (skipped, end) == (0, piece.numel)
+        found.append(
+            replace(
+                piece,
+                start=piece.start + skipped,
+                stop=piece.start + end,
+                offset=piece.offset + skipped - start,
+                whole=piece.whole and is_all,
+                shape=piece.shape if is_all else (end - skipped,),
+            )
+        )
+    return first, tuple(found)
 
 
 def cut(spec: TableSpec, span: Range) -> tuple[SegmentPiece, ...]:

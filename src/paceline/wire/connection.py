@@ -240,14 +240,14 @@ class ReconnectingConnection:
         self._reader = threading.Thread(target=self._read, name=f"paceline-link-{self.address}", daemon=True)
         self._reader.start()
 
-    def send(self, header: bytes, body: memoryview = EMPTY, *, urgent: bool = False) -> None:
+    def send(self, header: bytes, body: memoryview = EMPTY, *, urgent: bool = False, last_of: bytes = b"") -> None:
         """Send one frame without waiting for the server; see `SendQueue`.
 
         On a broken connection the frame is lost; the protocol repeats it after a reconnect. The body must not change
         until the frame is answered.
         """
         self._progress.note_sent(len(header) + body.nbytes)
-        self._post.send(header, body, urgent=urgent)
+        self._post.send(header, body, urgent=urgent, last_of=last_of)
 
     def close(self) -> None:
         """End the connection and its thread."""

@@ -233,6 +233,37 @@ class RowsUsed:
     clock: int
 
 
+@dataclass(frozen=True, slots=True)
+class PushPiece:
+    """A piece of a push of a dense table that is sent in several, in order; its body begins `at` this byte of the push.
+
+    Its sender reads the table in the next clock, and takes `EarlyValues`. With the last piece the push has arrived.
+    """
+
+    push: PushFrame
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyValues:
+    """From a server: values of a dense table after `clock`, if no worker that pushes in it is lost; from byte `at` on.
+
+    They count if a `FetchedRest` says so.
+    """
+
+    table: str
+    clock: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedRest:
+    """The values that a pull asked for: `num_early` bytes of them are those that came as `EarlyValues` before."""
+
+    fetched: messages.Fetched
+    num_early: int
+
+
 _ALIGNMENT: Final = 8  # bytes of the widest number
 
 # The position is the kind byte: append, never reorder.
@@ -278,8 +309,11 @@ _CODEC: Final = MessageCodec[object](
     RowsUsed,
     requests.ReportWait,
     StepFrame,
+    PushPiece,
+    EarlyValues,
+    FetchedRest,
 )
-_PUSHES: Final = _CODEC.kind_byte(PushFrame), _CODEC.kind_byte(StepFrame)
+_PUSHES: Final = tuple(map(_CODEC.kind_byte, (PushFrame, StepFrame, PushPiece)))
 _JOINED: Final = _CODEC.kind_byte(messages.Joined)
 
 encode = _CODEC.encode
@@ -287,7 +321,7 @@ decode = _CODEC.decode
 
 
 def is_push(header: bytes) -> bool:
-    """Return whether a header is that of a `PushFrame` or a `StepFrame`, without decoding it."""
+    """Return whether a header is that of a push, a step or a piece of a push, without decoding it."""
     return header[:1] in _PUSHES
 
 

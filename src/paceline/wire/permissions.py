@@ -20,6 +20,9 @@ SPEAKERS: Final[dict[type, Role | None]] = {
     wire.PushFrame: "worker",
     wire.PullFrame: "worker",
     wire.StepFrame: "worker",
+    wire.PushPiece: "worker",
+    wire.EarlyValues: None,
+    wire.FetchedRest: None,
     wire.RowPushFrame: "worker",
     wire.RowPullFrame: "worker",
     wire.Unsubscribe: "worker",
@@ -69,6 +72,8 @@ def check_said(hello: Hello, message: object, num_servers: int) -> None:
         raise PeerError(f"a {hello.role} may not say {type(message).__name__}")
     if isinstance(message, wire.PushFrame | wire.RowPushFrame):
         _check_worker(hello, message.push.id)
+    elif isinstance(message, wire.PushPiece):
+        _check_worker(hello, message.push.push.id)
     elif isinstance(message, wire.StepFrame):
         message.check()
         for part in message.pushes:

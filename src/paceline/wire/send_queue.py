@@ -26,7 +26,10 @@ _JOIN_TIMEOUT_S = 5.0
 
 
 class _Frame(NamedTuple):
-    """A frame to send; the fields are the arguments of `SendQueue.send`. A tuple, as these are made faster."""
+    """A frame to send; the fields are the arguments of `SendQueue.send`. A tuple, as these are made faster.
+
+    `name`: the header that a repetition has.
+    """
 
     header: bytes
     body: memoryview
@@ -34,6 +37,7 @@ class _Frame(NamedTuple):
     owed: str
     copy: Callable[[], memoryview] | None
     on_sent: Callable[[], None] | None
+    name: bytes
 
 
 @final
@@ -115,7 +119,7 @@ class SendQueue:
     _urgent: deque[_Frame] = field(default_factory=deque[_Frame])
     _waiting: deque[_Frame] = field(default_factory=deque[_Frame])
     # Of all waiting frames, so that one costs the same however many wait: headers, bytes of bodies, number by `owed`.
-    _headers: set[bytes] = field(default_factory=set[bytes])
+    _names: set[bytes] = field(default_factory=set[bytes])
     _num_waiting_bytes: int = 0
     _num_owed: Counter[str] = field(default_factory=Counter[str])
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -146,19 +150,20 @@ class SendQueue:
         owed: str = "",
         copy: Callable[[], memoryview] | None = None,
         on_sent: Callable[[], None] | None = None,
+        last_of: bytes = b"",
     ) -> None:
         """Send one frame, or leave it to the thread; does not wait for the peer.
 
-        An urgent frame passes all waiting ones that are not urgent. A repetition of a waiting frame is dropped. If the
-        queue copies bodies, `copy` returns a copy that queues may share; it is called only if one is needed. `on_sent`
-        is called, on the thread that sends, once the transport has taken the frame, or when it is dropped; not when the
-        connection has ended.
+        An urgent frame passes all waiting ones that are not urgent. A repetition of a waiting frame is dropped, and so
+        is the frame with the header `last_of`, of which this is the last piece. If the queue copies bodies, `copy`
+        returns a copy that queues may share; it is called only if one is needed. `on_sent` is called, on the thread
+        that sends, once the transport has taken the frame, or when it is dropped; not when the connection has ended.
 
         A bounded queue drops a frame with a body while too many bytes wait: the peer requests it again. Frames that a
         peer never requests are not dropped; `owed` names their subject. A peer with more waiting frames than it can
         have requested, or more than 2 of one `owed` subject, is disconnected.
         """
-        frame = _Frame(header, body, urgent, owed, copy, on_sent)
+        frame = _Frame(header, body, urgent, owed, copy, on_sent, last_of or header)
         if self._closed:
             pass
         elif self.hold is not None and self.hold.is_entered:
@@ -211,7 +216,7 @@ class SendQueue:
             if self._closed:
                 return
             may_wait = not self.bounded or not frame.body.nbytes or bool(frame.owed) or self._has_room()
-            is_dropped = not may_wait or frame.header in self._headers
+            is_dropped = not may_wait or frame.header in self._names
             if not is_dropped:
                 self._put(self._kept(frame), self._urgent if frame.urgent else self._waiting)
             is_flooded = self.bounded and self._is_flooded(frame.owed)
@@ -236,7 +241,7 @@ class SendQueue:
         return True
 
     def _is_flooded(self, owed: str) -> bool:
-        return len(self._headers) > _MOST_FRAMES or (bool(owed) and self._num_owed[owed] > _MOST_OWED)
+        return len(self._names) > _MOST_FRAMES or (bool(owed) and self._num_owed[owed] > _MOST_OWED)
 
     def _kept(self, frame: _Frame) -> _Frame:
         """Return the frame with a body that does not change while it waits."""
@@ -248,7 +253,7 @@ class SendQueue:
     def _put(self, frame: _Frame, queue: deque[_Frame]) -> None:
         """Leave a frame to the thread."""
         queue.append(frame)
-        self._headers.add(frame.header)
+        self._names.add(frame.name)
         self._num_waiting_bytes += frame.body.nbytes
         if frame.owed:
             self._num_owed[frame.owed] += 1
@@ -267,7 +272,7 @@ class SendQueue:
     def _remove_first(self, queue: deque[_Frame]) -> None:
         """Remove the first frame of a queue, which has left."""
         frame = queue.popleft()
-        self._headers.discard(frame.header)
+        self._names.discard(frame.name)
         self._num_waiting_bytes -= frame.body.nbytes
         if frame.owed:
             self._num_owed[frame.owed] -= 1
@@ -306,7 +311,7 @@ class SendQueue:
         self._closed = True
         self._urgent.clear()
         self._waiting.clear()
-        self._headers.clear()
+        self._names.clear()
         self._num_owed.clear()
         self._num_waiting_bytes = 0
         self._held = []

@@ -107,6 +107,10 @@ class TableCache:
         """Return a server's part of a flat tensor, as a view."""
         return flat[self.spans[server].start : self.spans[server].stop]
 
+    def part_bytes(self, server: int) -> int:
+        """Return how many bytes the values of a server's part have."""
+        return self.spans[server].length * torch_dtype(self.spec).itemsize
+
     def receive_buffer(self, server: int, size_bytes: int) -> memoryview | None:
         """Return the memory of a server's part, to receive values into; None if that is not allowed.
 

@@ -18,12 +18,15 @@ from paceline.core.messages import Fetched, Pull, Push
 from paceline.core.table_reads import TableReads
 from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.transport.base import EMPTY
+from paceline.transport.buffers import fresh_buffer
 from paceline.update.placement import spans
 from paceline.update.table import Hyper, TableSpec
-from paceline.wire.messages import KeysWanted, PullFrame, PushFrame
+from paceline.wire.messages import EarlyValues, FetchedRest, KeysWanted, PullFrame, PushFrame, PushPiece
 from paceline.wire.requests import Declare
 from paceline.worker.cache import TableCache, can_replay
+from paceline.worker.early_values import EarlyPart
 from paceline.worker.pushes import (
+    Outgoing,
     PushBuffer,
     Pushes,
     PushOutcome,
@@ -32,6 +35,7 @@ from paceline.worker.pushes import (
     may_push,
     objection,
     pending_future,
+    piece_bytes,
     require_fit,
 )
 from paceline.worker.table_client import ClientContext
@@ -41,6 +45,8 @@ from paceline.worker.waits import About
 _MOST_STEP_BYTES: Final = 4 << 20
 # A larger one does not wait for the end of a clock that may be long: its way takes time that the script computes in.
 _MOST_WAITING_BYTES: Final = 16 << 10
+# Of a server's part on another machine: it is sent in pieces, whose values come while others leave.
+_LEAST_IN_PIECES_BYTES: Final = 256 << 10
 _SLOTS: Final = 2  # pushes of one table in flight
 
 
@@ -90,17 +96,19 @@ class Reads:
 class DenseClient:
     """One dense table of a worker; see `TableClient`. The user's calls take the worker's lock.
 
-    Every call that blocks raises as `WorkerNode` says.
+    Every call that blocks raises as `WorkerNode` says. `distant` are the servers on other machines.
     """
 
     cache: TableCache
     pushes: Pushes
     context: ClientContext
     checks_memory: bool = False
+    distant: frozenset[int] = frozenset()
     name: str = field(init=False)
     _reads: Reads = field(default_factory=Reads)
     _core_reads: TableReads = field(init=False)
     _received: dict[int, int] = field(default_factory=dict[int, int])  # by server: the last request that it answered
+    _early: dict[int, EarlyPart] = field(default_factory=dict[int, EarlyPart])  # by server
 
     def __post_init__(self) -> None:
         """Open the table in the core."""
@@ -132,7 +140,7 @@ class DenseClient:
             cache = TableCache(spec, layout, not live and reads_own_writes and can_replay(spec, consistency), live)
             held, checks = consistency.visible == "on_clock", context.options.checks_memory
             pushes = Pushes(_SLOTS, held, lambda: allocate(context.transport, spec), checks)
-            client = cls(cache, pushes, context, checks)
+            client = cls(cache, pushes, context, checks, context.distant())
             context.add(spec.name, client, consistency)
         return client
 
@@ -204,6 +212,7 @@ class DenseClient:
     ) -> Future[PushOutcome]:
         """Send an update as `push` does, from memory that `reserve` returned, which servers read from now on.
 
+        Other machines send values ahead of the end of the clock, as those who push so read the table in the next one.
         `ends_clock`: the caller finishes the clock at once, and then reads the table. So one frame can do for all.
         """
         try:
@@ -214,7 +223,7 @@ class DenseClient:
         if problem:
             self.return_buffer(buffer)
             return finished_push(PushOutcome(applied=False, reason=problem))
-        return self._push(buffer, count, absent, hyper, expected, ends_clock=ends_clock)
+        return self._push(buffer, count, absent, hyper, expected, ends_clock=ends_clock, reads_next=True)
 
     def start_read(self, *, refresh: bool = True, exact: bool = False, more: bool = False) -> PendingRead:
         """Request values; the future ends when the cache is fresh enough. Does not block.
@@ -271,6 +280,7 @@ class DenseClient:
         expected: float = 0.0,
         *,
         ends_clock: bool = False,
+        reads_next: bool = False,
     ) -> Future[PushOutcome]:
         parts, context = self.parts(buffer), self.context
         with context.lock.changed:
@@ -278,21 +288,41 @@ class DenseClient:
             checksums = tuple(map(zlib.crc32, parts)) if self.checks_memory else ()
             push = context.core.next_push(self.name)
             frame = PushFrame(push, count, absent, hyper, screened=True, checksums=checksums, expected=expected)
-            future = self.pushes.prepare(buffer, {server: parts[server] for server in self.cache.servers}, frame)
+            in_pieces = self._in_pieces(parts) if reads_next else ()
+            bodies = {server: parts[server] for server in self.cache.servers}
+            future = self.pushes.prepare(buffer, bodies, frame, in_pieces)
             self.cache.note_own(push.id.seq, buffer.gradient, absent, hyper)
             size_bytes = buffer.memory.nbytes
-            may_wait = self.pushes.held and size_bytes <= _MOST_WAITING_BYTES
-            ends_clock = ends_clock and size_bytes <= _MOST_STEP_BYTES
+            may_wait = self.pushes.held and size_bytes <= _MOST_WAITING_BYTES and not in_pieces
+            ends_clock = ends_clock and size_bytes <= _MOST_STEP_BYTES and not in_pieces
             context.handle(WantPush(self.name, may_wait=may_wait, ends_clock=ends_clock))
         return future
+
+    def _in_pieces(self, parts: list[memoryview]) -> frozenset[int]:
+        """Return the servers that get the next push in pieces, as values of it may come in pieces as well."""
+        if not self.distant or not self.cache.consistency.lockstep or self._core_reads.awaited():
+            return frozenset()
+        return frozenset(server for server in self.distant if parts[server].nbytes >= _LEAST_IN_PIECES_BYTES)
 
     # -- effects of the core -----------------------------------------------------------------------------------------
 
     def send_push(self, server: int, push: Push, *, bare: bool) -> None:
-        """Send a server its part of a push, unless it has answered."""
+        """Send a server its part of a push, unless it has answered; in pieces only once, as repetitions mix."""
         outgoing = self.pushes.outgoing(push)
-        if outgoing is not None:
+        if outgoing is None:
+            return
+        if server in outgoing.in_pieces:
+            outgoing.in_pieces.discard(server)
+            self._send_pieces(server, outgoing)
+        else:
             self.context.send(server, outgoing.frame, EMPTY if bare else outgoing.bodies[server])
+
+    def _send_pieces(self, server: int, outgoing: Outgoing) -> None:
+        frame, body = outgoing.frame, outgoing.bodies[server]
+        size = piece_bytes(body.nbytes)
+        for at in range(0, body.nbytes, size):
+            last_of = frame if at + size >= body.nbytes else None
+            self.context.send(server, PushPiece(frame, at), body[at : at + size], last_of=last_of)
 
     def push_part(self, server: int, push: Push) -> tuple[PushFrame, memoryview] | None:
         """Return a server's part of a push, None if the server has answered it."""
@@ -339,6 +369,24 @@ class DenseClient:
             return self.cache.receive_buffer(server, size_bytes)
         return None
 
+    def place_early(self, server: int, message: EarlyValues | FetchedRest, size_bytes: int) -> memoryview | None:
+        """Return memory beside the cache for values that come early; see `TableClient`."""
+        part = self._early.get(server)
+        if part is None:
+            part = self._early[server] = EarlyPart(fresh_buffer(self.cache.part_bytes(server)))
+        if isinstance(message, EarlyValues):
+            return part.place(message.clock, message.at, size_bytes)
+        return part.place(message.fetched.clock - 1, message.num_early, size_bytes)
+
+    def early_body(self, server: int, message: FetchedRest) -> memoryview | None:
+        """Return all values of a server's part; None, and ask for them again, if some have not come."""
+        fetched, part = message.fetched, self._early.get(server)
+        body = None if part is None else part.whole(fetched.clock - 1)
+        pull = self._core_reads.unanswered_pull(server, fetched.request)
+        if body is None and pull is not None:
+            self.send_pull(server, pull)
+        return body
+
     def note_received(self, server: int, message: Fetched) -> None:
         """Note that values were stored or dropped: the server may reuse their memory."""
         self._received[server] = max(message.request, self._received.get(server, -1))
@@ -348,7 +396,9 @@ class DenseClient:
         raise PeerError(f"table '{self.name}' is dense, and has no ids")
 
     def on_reconnected(self, server: int) -> None:
-        """Change nothing: frames do not depend on earlier ones."""
+        """Drop the values that have come early; other frames do not depend on earlier ones."""
+        if server in self._early:
+            self._early[server].forget()
 
     # -- pushes under way, and the end -------------------------------------------------------------------------------
 
@@ -372,4 +422,5 @@ class DenseClient:
     def close(self) -> None:
         """Release the memory of cache and pushes, except what the user still uses."""
         self.cache = TableCache(self.cache.spec, self.cache.spans, reads_own_writes=False, live=True)
+        self._early.clear()
         self.pushes.close()

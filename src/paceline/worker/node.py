@@ -16,13 +16,13 @@ from paceline.core.messages import Clock, Fetched, Pull, Push, Ticked, WholeStep
 from paceline.core.settings import WorkerSettings
 from paceline.core.worker import WorkerCore, WorkerEvent
 from paceline.errors import PeerError, Refused, ServerLost, UsageError
-from paceline.transport.base import EMPTY, Frame, Transport
+from paceline.transport.base import EMPTY, Frame, LeavesMachine, Transport
 from paceline.update.placement import RowSharding
 from paceline.update.rows.ops import row_ops
 from paceline.wire.bounds import MAX_JOINED_BYTES
 from paceline.wire.connection import ReconnectingConnection
 from paceline.wire.malformed import REQUEST_ERRORS, describe_error
-from paceline.wire.messages import Hello, KeysWanted, StepFrame, decode, encode, joined
+from paceline.wire.messages import EarlyValues, FetchedRest, Hello, KeysWanted, StepFrame, decode, encode, joined
 from paceline.wire.requests import RequestDone, RequestFailed
 from paceline.wire.send_queue import SendHold
 from paceline.worker.lock import WorkerLock, WorkerOptions
@@ -71,6 +71,14 @@ class FrameHandler:
             self.lock.changed.notify_all()
 
     def _process(self, message: object, frame: Frame) -> None:
+        body = frame.body
+        if isinstance(message, EarlyValues):
+            return  # they lie where `place` has said
+        if isinstance(message, FetchedRest):
+            whole = self.tables[message.fetched.table].early_body(self.server, message)
+            if whole is None:
+                return
+            message, body = message.fetched, whole
         if isinstance(message, RequestDone):
             self.rpc.finish_call(message.number, frame.body)
         elif isinstance(message, RequestFailed):
@@ -78,7 +86,7 @@ class FrameHandler:
         elif isinstance(message, KeysWanted):
             self.tables[message.table].on_keys_wanted(self.server, message)
         elif not self.lock.failure:
-            self.handle(Arrived(self.server, message), frame.body)
+            self.handle(Arrived(self.server, message), body)
         if isinstance(message, Fetched):
             if message.table in self.tables:
                 self.tables[message.table].note_received(self.server, message)
@@ -92,6 +100,9 @@ class FrameHandler:
         """Return memory for the body of a frame, without the lock: see `TableClient.receive_buffer`."""
         message = decode(header)
         self._placed = header, message
+        if isinstance(message, EarlyValues | FetchedRest):
+            table = self.tables.get(message.table if isinstance(message, EarlyValues) else message.fetched.table)
+            return None if table is None else table.place_early(self.server, message, size_bytes)
         if isinstance(message, Fetched) and message.table in self.tables:
             return self.tables[message.table].receive_buffer(self.server, message, size_bytes)
         return None
@@ -160,6 +171,7 @@ class WorkerNode:
             self.options,
             RowSharding(row_ops(), len(self.addresses), self.settings.shares),
             self._throttle,
+            self._distant,
         )
         # Retry intervals double, so a quarter of the first one is fine enough.
         self._periodic = PeriodicThread(min(self.settings.retry_s / 4, PERIOD_S), self._run_due)
@@ -213,6 +225,13 @@ class WorkerNode:
             self._handle(WantJoin())
             self._lock.wait(lambda: self._joined, "all servers to let this worker take part")
             return self._core.clock
+
+    def _distant(self) -> frozenset[int]:
+        """Return the servers on other machines."""
+        transport = self.transport
+        if not isinstance(transport, LeavesMachine):
+            return frozenset()
+        return frozenset(s for s, address in enumerate(self.addresses) if transport.leaves_machine(address))
 
     def _add_table(self, name: str, client: TableClient, consistency: Consistency) -> None:
         # Elsewhere, what comes while no thread waits may be what other workers wait for.
@@ -410,5 +429,16 @@ class WorkerNode:
             is_urgent = is_urgent and not table.holds_ticks()
         self._send_frame(server, tick, urgent=is_urgent)
 
-    def _send_frame(self, server: int, message: object, body: memoryview = EMPTY, *, urgent: bool = False) -> None:
-        self._connections[server].send(encode(message), body, urgent=urgent)
+    def _send_frame(
+        self,
+        server: int,
+        message: object,
+        body: memoryview = EMPTY,
+        *,
+        urgent: bool = False,
+        last_of: object | None = None,
+    ) -> None:
+        if last_of is None:
+            self._connections[server].send(encode(message), body, urgent=urgent)
+        else:
+            self._connections[server].send(encode(message), body, urgent=urgent, last_of=encode(last_of))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from torch import Tensor
 
@@ -23,6 +23,10 @@ from paceline.update.table import TableSpec
 from paceline.wire.messages import PushFrame
 
 T = TypeVar("T")
+
+_PAGE_BYTES: Final = 4096
+_LEAST_PIECE_BYTES: Final = 128 << 10
+_MOST_PIECES: Final = 32
 
 NONFINITE_ADVICE = (
     "See whether the loss is finite, lower the learning rate, clip gradients, or declare nonfinite='zero'."
@@ -96,6 +100,16 @@ class PushBuffer:
     gradient: Tensor
 
 
+def piece_bytes(size_bytes: int) -> int:
+    """Return how long the pieces of a push are: a few dozen, but none so short that its frame costs more than it.
+
+    >>> piece_bytes(1 << 20) >> 10, piece_bytes(100_000_000) >> 10
+    (128, 3052)
+    """
+    pages = -(-size_bytes // (_MOST_PIECES * _PAGE_BYTES))
+    return max(_LEAST_PIECE_BYTES, pages * _PAGE_BYTES)
+
+
 def allocate(transport: Transport, spec: TableSpec) -> PushBuffer:
     """Return new memory for pushes of a table."""
     dtype = torch_dtype(spec)
@@ -111,6 +125,7 @@ class Outgoing:
     buffer: PushBuffer
     bodies: dict[int, memoryview]  # by server, parts of the buffer. Invariant: exactly those that have not answered
     future: Future[PushOutcome]
+    in_pieces: set[int]  # servers that are sent their part in pieces, and have not been sent it yet
     answers: Answers = field(default_factory=Answers)
 
 
@@ -247,11 +262,18 @@ class Pushes:
         """Count the pushes that are applied when this clock is finished."""
         return self._counts.of_clock(clock) if self.held else 0
 
-    def prepare(self, buffer: PushBuffer, bodies: dict[int, memoryview], frame: PushFrame) -> Future[PushOutcome]:
-        """Add a push that is about to be sent."""
-        made = self._under_way[frame.push.id] = Outgoing(frame, buffer, bodies, pending_future(PushOutcome))
+    def prepare(
+        self,
+        buffer: PushBuffer,
+        bodies: dict[int, memoryview],
+        frame: PushFrame,
+        in_pieces: Collection[int] = (),
+    ) -> Future[PushOutcome]:
+        """Add a push that is about to be sent, in pieces to some servers."""
+        future = pending_future(PushOutcome)
+        self._under_way[frame.push.id] = Outgoing(frame, buffer, bodies, future, set(in_pieces))
         self._counts.add(frame.push)
-        return made.future
+        return future
 
     def outgoing(self, push: Push) -> Outgoing | None:
         """Return a push in flight; None if it is answered or abandoned."""

@@ -17,7 +17,7 @@ from paceline.core.worker import WorkerCore, WorkerEvent
 from paceline.errors import PacelineError
 from paceline.transport.base import EMPTY, Transport
 from paceline.update.placement import RowSharding
-from paceline.wire.messages import KeysWanted, PullFrame, PushFrame
+from paceline.wire.messages import EarlyValues, FetchedRest, KeysWanted, PullFrame, PushFrame
 from paceline.worker.lock import WorkerLock, WorkerOptions
 from paceline.worker.rows.throttle import Throttle
 from paceline.worker.rpc import Rpc
@@ -26,8 +26,16 @@ from paceline.worker.rpc import Rpc
 class SendFrame(Protocol):
     """Sends a server a message with its body; an urgent one may overtake others. Called under the worker's lock."""
 
-    def __call__(self, server: int, message: object, body: memoryview = EMPTY, *, urgent: bool = False) -> None:
-        """Send; does not block for long."""
+    def __call__(
+        self,
+        server: int,
+        message: object,
+        body: memoryview = EMPTY,
+        *,
+        urgent: bool = False,
+        last_of: object | None = None,
+    ) -> None:
+        """Send; does not block for long. `last_of`: the message whose last piece it is, see `SendQueue.send`."""
         ...
 
 
@@ -45,6 +53,7 @@ class ClientContext:
         transport: allocates memory that servers may map.
         row_sharding: which server has which rows, the same for all row tables.
         throttle: sends the rows of all tables with a budget.
+        distant: returns the servers on other machines.
     """
 
     core: WorkerCore
@@ -57,6 +66,7 @@ class ClientContext:
     options: WorkerOptions
     row_sharding: RowSharding
     throttle: Throttle
+    distant: Callable[[], frozenset[int]] = frozenset
 
 
 class TableClient(Protocol):
@@ -104,6 +114,14 @@ class TableClient(Protocol):
 
     def receive_buffer(self, server: int, message: Fetched, size_bytes: int) -> memoryview | None:
         """Return memory for the values of a message, None for any. Called without the lock, by the server's reader."""
+        ...
+
+    def place_early(self, server: int, message: EarlyValues | FetchedRest, size_bytes: int) -> memoryview | None:
+        """Return memory for values that come before their clock is complete; called as `receive_buffer` is."""
+        ...
+
+    def early_body(self, server: int, message: FetchedRest) -> memoryview | None:
+        """Return the values of which only the rest came with a message; None if it does not count."""
         ...
 
     def note_received(self, server: int, message: Fetched) -> None:

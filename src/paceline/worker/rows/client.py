@@ -15,7 +15,7 @@ from paceline.core.effects import Forget, Install, ReadDone, Release
 from paceline.core.events import Opened, WantPush
 from paceline.core.messages import Fetched, Pull, Push
 from paceline.core.table_reads import TableReads
-from paceline.errors import PacelineError, ProtocolBug, UsageError
+from paceline.errors import PacelineError, PeerError, ProtocolBug, UsageError
 from paceline.transport.base import EMPTY
 from paceline.update.filters.pipeline import FilteredPush
 from paceline.update.filters.traffic import RowTraffic, WireBytes
@@ -25,7 +25,16 @@ from paceline.update.rows.pending import PendingRows
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.table import Hyper
 from paceline.wire.bounds import MAX_IDS
-from paceline.wire.messages import KeysWanted, PullFrame, PushFrame, RowPullFrame, RowsUsed, Unsubscribe
+from paceline.wire.messages import (
+    EarlyValues,
+    FetchedRest,
+    KeysWanted,
+    PullFrame,
+    PushFrame,
+    RowPullFrame,
+    RowsUsed,
+    Unsubscribe,
+)
 from paceline.wire.requests import DeclareRows
 from paceline.wire.row_codec import ID_BYTES, ids_body
 from paceline.worker.pushes import PushOutcome, finished_push, may_push
@@ -286,6 +295,14 @@ class RowClient:
     def receive_buffer(self, server: int, message: Fetched, size_bytes: int) -> memoryview | None:
         """Return None: rows are copied to their places."""
         return None
+
+    def place_early(self, server: int, message: EarlyValues | FetchedRest, size_bytes: int) -> memoryview | None:
+        """Raise PeerError: rows come when they are asked for."""
+        raise PeerError(f"table '{self.name}' has rows, of which server {server} sends no {type(message).__name__}")
+
+    def early_body(self, server: int, message: FetchedRest) -> memoryview | None:
+        """Raise PeerError: rows come when they are asked for."""
+        raise PeerError(f"table '{self.name}' has rows, of which server {server} sends no {type(message).__name__}")
 
     def note_received(self, server: int, message: Fetched) -> None:
         """Change nothing: servers do not lend memory for rows."""
