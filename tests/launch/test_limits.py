@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline import cli
+from paceline.api.join import start
 from paceline.errors import PacelineError, UsageError
 from paceline.launch import limits, local
 from paceline.launch.limits import check_limits, explain
@@ -78,6 +79,15 @@ def test_a_script_that_no_worker_could_begin_is_refused_once(tmp_path: Path, con
     script.write_bytes(content)
     with pytest.raises(UsageError, match=words):
         check_script(script)
+
+
+def test_a_worker_that_may_start_no_threads_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("paceline.api.join._embed", fail)
+    with pytest.raises(PacelineError, match=r"this process cannot join: can't start new thread: .*`ulimit -u`"):
+        start()
 
 
 def test_without_a_temporary_folder_a_run_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

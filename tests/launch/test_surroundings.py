@@ -1,5 +1,6 @@
 """Where a run is started: folders that are gone or closed, Python told by options, no /proc."""
 
+import cProfile
 import json
 import os
 import pwd
@@ -57,6 +58,9 @@ def test_workers_of_a_script_that_sets_variables_import_torch_themselves(tmp_pat
         assert not server.is_fresh
         fresh.append(worker.is_fresh)
     assert fresh == [False, True]
+    told = (str(tmp_path / "script.py"), "none.py")
+    profiled = LocalRun(script=Path(cProfile.__file__), module="cProfile", args=told, num_workers=1)
+    assert plan_launches(profiled, DEFAULT_PROGRAMS, tmp_path, child_environment(1, 1, {}))[1].is_fresh
 
 
 def test_a_working_folder_that_is_gone_is_said(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +17,7 @@ from paceline.core.consistency import Consistency
 from paceline.core.messages import Sender
 from paceline.core.settings import WorkerSettings
 from paceline.data.sources.reader import SessionReaders
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
 from paceline.job.addresses import data_addresses, how_server_ended
 from paceline.job.carriers import make_transport, tell_user
 from paceline.job.credentials.holders import Holder
@@ -35,6 +36,7 @@ from paceline.job.environment import (
 )
 from paceline.job.spec import ClusterSpec, wait_spec
 from paceline.job.strategy import Distribution
+from paceline.launch.limits import explain, is_shortage
 from paceline.launch.rendezvous.detect import detect
 from paceline.launch.signals import ABORT_MARKER_NAME, PreemptionNotice
 from paceline.observe.trace import trace_path
@@ -48,6 +50,9 @@ if TYPE_CHECKING:
     from paceline.data.sources.declared import BatchRecipe
     from paceline.data.sources.reader import Reader
     from paceline.launch.rendezvous.join import JoinedJob
+
+
+SPEC_TIMEOUT_S: Final = 300.0  # longer than a launcher waits for servers, which knows better why one is late
 
 
 @dataclass(slots=True)
@@ -96,19 +101,29 @@ def start(*, transport: Transport | None = None, place: Place | None = None, ser
     stay = _join_started_job(servers) if place is None and owner is None else None
     place = place if stay is None else stay.place
     if place is None:
-        return _noted(_embed())
-    with ExitStack() as undo:
+        with _explained():
+            return _noted(_embed())
+    with _explained(), ExitStack() as undo:
         if stay is not None:
             undo.callback(stay.close, politely=False)
-        from paceline.launch.rendezvous.roster import START_TIMEOUT_S
-
-        spec = wait_spec(place.spec_path, START_TIMEOUT_S)
+        spec = wait_spec(place.spec_path, SPEC_TIMEOUT_S)
         session = join(spec, place, transport or make_transport(spec, Holder("worker", place.rank)))
         undo.pop_all()
     session.server = stay
     claim_place()
     _process.has_joined = True
     return _noted(session)
+
+
+@contextmanager
+def _explained() -> Generator[None]:
+    """Say in one sentence that this process may start no more threads."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_shortage(error):
+            raise
+        raise PacelineError(f"this process cannot join: {explain(error)}") from error
 
 
 def _join_started_job(servers: str | None) -> JoinedJob | None:

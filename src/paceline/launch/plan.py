@@ -85,6 +85,12 @@ class LocalRun:
         """Where modules are looked for first: beside the script, or where the run was started."""
         return self.script.absolute().parent if self.module is None else Path.cwd()
 
+    @property
+    def scripts(self) -> list[tuple[Path, Path]]:
+        """What is run, each with the folder of its own modules: a module may run a script itself, as cProfile does."""
+        named = [Path(word) for word in self.args if self.module is not None and word.endswith(".py")]
+        return [(self.script, self.folder), *((script, script.absolute().parent) for script in named)]
+
     def validate(self) -> None:
         """Raise UsageError for numbers that make no run."""
         for what, number, least in (
@@ -124,7 +130,7 @@ def plan_launches(run: LocalRun, programs: Programs, run_dir: Path, environment:
     data_servers = [
         _plan_serving("data", rank, programs.data_server, run_dir, importing) for rank in range(run.num_data_servers)
     ]
-    cores, is_fresh = cores_here(), sets_variables(run.script.absolute(), run.folder)
+    cores, is_fresh = cores_here(), any(sets_variables(script.absolute(), folder) for script, folder in run.scripts)
     workers = [
         Launch(
             role="worker",
