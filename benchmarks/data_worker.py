@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import torch
 from data_records import Decoded
-from reassignment_worker import Pretence, step
+from reassignment_worker import SimulatedCompute, step
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -83,13 +83,13 @@ def _with_processes(num_samples: int, num_workers: int) -> Batches:
 
 
 def _with_pretended_steps(batches: Batches, step_s: float) -> dict[str, float]:
-    pretence, num_steps, waited_s = Pretence(step_s / DECODE_BATCH), 0, 0.0
+    compute, num_steps, waited_s = SimulatedCompute(step_s / DECODE_BATCH), 0, 0.0
     used_s, start = time.thread_time(), time.perf_counter()
     before = start
     for inputs, _ in batches:
         came = time.perf_counter()
         waited_s += came - before
-        pretence.finish(time.monotonic(), len(inputs))
+        compute.finish(time.monotonic(), len(inputs))
         num_steps, before = num_steps + 1, time.perf_counter()
     seconds = time.perf_counter() - start
     return {
@@ -117,14 +117,14 @@ def numbers(num_samples: int) -> TensorDataset:
 def _train_paced(ps: Session, batches: Iterable[Any], sample_s: float, name: str) -> tuple[float, int]:
     model = nn.Linear(8, 1)
     optimizer = paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.01), consistency="bsp", name=name)
-    pretence, num_samples = Pretence(sample_s * (2 if ps.rank == SLOW else 1)), 0
+    compute, num_samples = SimulatedCompute(sample_s * (2 if ps.rank == SLOW else 1)), 0
     ps.barrier()
     start = time.monotonic()
     for (inputs,) in batches:
         began = time.monotonic()
         optimizer.zero_grad()
         model(inputs).square().mean().backward()
-        pretence.finish(began, len(inputs))
+        compute.finish(began, len(inputs))
         step(ps, optimizer)
         num_samples += len(inputs)
     ps.barrier()

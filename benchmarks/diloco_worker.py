@@ -53,7 +53,7 @@ class CountedConnection:
 
     @property
     def peer(self) -> str:
-        """Who is at the other end."""
+        """The process at the other end."""
         return self.inner.peer
 
     @property

@@ -23,7 +23,7 @@ from measuring import machine, print_json, progress
 from paceline.update.named_rules import SGD, Adagrad
 from paceline.update.rules import RuleSpec
 
-CROWDS: Final = (1, 2, 4, 8, 16, 32, 64)
+NUMS_WORKERS: Final = (1, 2, 4, 8, 16, 32, 64)
 RULES: Final[Mapping[str, tuple[Callable[[float], RuleSpec], tuple[float, ...]]]] = {
     "fixed rate": (SGD, (0.05, 0.1, 0.2, 0.4, 0.8)),
     "Adagrad": (Adagrad, (0.025, 0.05, 0.1, 0.2, 0.4)),
@@ -43,16 +43,16 @@ class Trial:
     @property
     def num_borne(self) -> int:
         """The most workers with which all seeds came to the target; 0 if not even one did."""
-        return max((crowd for crowd in self.runs if self.samples(crowd) is not None), default=0)
+        return max((num for num in self.runs if self.samples(num) is not None), default=0)
 
-    def samples(self, crowd: int) -> float | None:
+    def samples(self, num: int) -> float | None:
         """Return how many samples were needed, the median of the seeds; None where one failed."""
-        found = [run.samples for run in self.runs.get(crowd, ()) if run.samples is not None]
-        return median(found) if found and len(found) == len(self.runs[crowd]) else None
+        found = [run.samples for run in self.runs.get(num, ()) if run.samples is not None]
+        return median(found) if found and len(found) == len(self.runs[num]) else None
 
-    def seconds(self, crowd: int) -> float:
+    def seconds(self, num: int) -> float:
         """Return the virtual time that was needed, the median of the seeds."""
-        return median(run.seconds for run in self.runs[crowd])
+        return median(run.seconds for run in self.runs[num])
 
 
 @app.default
@@ -106,10 +106,10 @@ def tried(digits: Digits, name: str, warm_epochs: int, num_seeds: int) -> Iterat
     for rate in rates:
         runs: dict[int, tuple[Outcome, ...]] = {}
         trial = Trial(rate, runs)
-        for crowd in CROWDS:
-            progress(f"{name} {rate:g}, {crowd} workers")
-            runs[crowd] = tuple(race(digits, make(rate), crowd, warm_updates, seed) for seed in range(num_seeds))
-            if trial.samples(crowd) is None:
+        for num in NUMS_WORKERS:
+            progress(f"{name} {rate:g}, {num} workers")
+            runs[num] = tuple(race(digits, make(rate), num, warm_updates, seed) for seed in range(num_seeds))
+            if trial.samples(num) is None:
                 break
         yield trial
 
@@ -122,10 +122,12 @@ def most_at_any_rate(trials: list[Trial]) -> int:
 def tell(trials: Mapping[str, list[Trial]], chosen: Mapping[str, Trial]) -> None:
     """Print what was found."""
     print(f"samples to a training loss of 0.1, simulated time; {machine()}")
-    print(f"{'':18}{'rate':>7}" + "".join(f"{crowd:>8}" for crowd in CROWDS) + "  workers; - where not all seeds came")
+    print(
+        f"{'':18}{'rate':>7}" + "".join(f"{num:>8}" for num in NUMS_WORKERS) + "  workers; - where not all seeds came"
+    )
     for name, own in trials.items():
         for trial in own:
-            cells = "".join(f"{_cell(trial, crowd):>8}" for crowd in CROWDS)
+            cells = "".join(f"{_cell(trial, num):>8}" for num in NUMS_WORKERS)
             print(f"  {name:16}{trial.rate:7g}{cells}{'  <- least with one worker' if trial is chosen[name] else ''}")
     for name, trial in chosen.items():
         last = max(trial.runs)
@@ -143,8 +145,8 @@ def draw(path: Path, trials: Mapping[str, list[Trial]], chosen: Mapping[str, Tri
     figure = Figure(figsize=(9.0, 3.8), dpi=150, facecolor="white", layout="constrained")
     left, right = figure.subplots(1, 2)
     for name, trial in chosen.items():
-        borne, colour = [crowd for crowd in CROWDS if crowd <= trial.num_borne], COLOURS[name]
-        seconds = [trial.seconds(crowd) for crowd in borne]
+        borne, colour = [num for num in NUMS_WORKERS if num <= trial.num_borne], COLOURS[name]
+        seconds = [trial.seconds(num) for num in borne]
         left.plot(borne, seconds, marker="o", color=colour, label=f"{name} {trial.rate:g}")
         if max(trial.runs) > trial.num_borne:
             left.plot(max(trial.runs), seconds[-1], marker="x", markersize=9, color=colour)
@@ -153,11 +155,11 @@ def draw(path: Path, trials: Mapping[str, list[Trial]], chosen: Mapping[str, Tri
         right.plot(trial.rate, trial.num_borne, marker="o", markersize=12, fillstyle="none", color=colour)
     left.set(title="Time to the target, at the rate that is best alone", xscale="log", ylim=(0, None))
     left.set(xlabel="asynchronous workers; \N{MULTIPLICATION SIGN}: not all runs came", ylabel="virtual seconds")
-    left.set_xticks(CROWDS, map(str, CROWDS))
+    left.set_xticks(NUMS_WORKERS, map(str, NUMS_WORKERS))
     right.set(title="Workers borne at each rate", xscale="log", xlabel="rate; ringed: best alone")
     right.set_yscale("symlog", base=2, linthresh=1)
     right.set(ylim=(-0.3, 90), ylabel="asynchronous workers")
-    right.set_yticks((0, *CROWDS), map(str, (0, *CROWDS)))
+    right.set_yticks((0, *NUMS_WORKERS), map(str, (0, *NUMS_WORKERS)))
     rates = sorted({rate for _, own in RULES.values() for rate in own})
     right.set_xticks(rates, [f"{rate:g}" for rate in rates])
     left.legend(frameon=False)
@@ -168,9 +170,9 @@ def draw(path: Path, trials: Mapping[str, list[Trial]], chosen: Mapping[str, Tri
     figure.savefig(path)
 
 
-def _cell(trial: Trial, crowd: int) -> str:
-    samples = trial.samples(crowd)
-    return f"{samples:.0f}" if samples is not None else "-" if crowd in trial.runs else ""
+def _cell(trial: Trial, num: int) -> str:
+    samples = trial.samples(num)
+    return f"{samples:.0f}" if samples is not None else "-" if num in trial.runs else ""
 
 
 def _key(name: str) -> str:

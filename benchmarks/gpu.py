@@ -26,7 +26,7 @@ app = App(name="gpu.py", help="Measure training on a CUDA device.", help_format=
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """Who takes turns: one worker of Paceline, several of it, and as many of a peer."""
+    """The sides that take turns: one worker of Paceline, several of it, and as many of a peer."""
 
     one: Side
     ours: Side

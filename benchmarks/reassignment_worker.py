@@ -25,7 +25,7 @@ def run(ps: Session, policy: str, clocks: int, slices: int, sample_s: float, nam
     model = nn.Linear(8, 1)
     optimizer = paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.01), consistency=policy, name=name)
     data = TensorDataset(torch.randn(BATCH_SIZE * ps.size * clocks, 8))
-    pretence = Pretence(sample_s * (2 if ps.rank == STRAGGLER else 1))
+    compute = SimulatedCompute(sample_s * (2 if ps.rank == STRAGGLER else 1))
     ends: list[float] = []
     asking: list[float] = []
     num_samples = 0
@@ -35,7 +35,7 @@ def run(ps: Session, policy: str, clocks: int, slices: int, sample_s: float, nam
         began = time.monotonic()
         optimizer.zero_grad()
         model(batch).square().mean().backward()
-        pretence.finish(began, len(batch))
+        compute.finish(began, len(batch))
         step_s, finished = step(ps, optimizer)
         num_samples += len(batch)
         if finished:
@@ -57,7 +57,7 @@ def run(ps: Session, policy: str, clocks: int, slices: int, sample_s: float, nam
 
 
 @dataclass
-class Pretence:
+class SimulatedCompute:
     """Makes computing take so long for each sample; a sleep that lasts too long shortens those after it."""
 
     sample_s: float

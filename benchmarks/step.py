@@ -24,7 +24,7 @@ app = App(name="step.py", help="Measure what communication adds to a training st
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """Who takes turns."""
+    """The sides that take turns."""
 
     ours: Side
     ddp: Side

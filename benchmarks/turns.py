@@ -184,9 +184,9 @@ class Stage:
             PlayFailed: it ended, or not all its players came in time.
         """
         path, log = self.folder / f"{name}.sock", self.folder / f"{name}.log"
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door, log.open("wb") as output:
-            door.bind(str(path))
-            door.listen(num_players)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening, log.open("wb") as output:
+            listening.bind(str(path))
+            listening.listen(num_players)
             process = subprocess.Popen(
                 [str(path) if word == "{stage}" else word for word in command],
                 stdin=subprocess.DEVNULL,
@@ -197,11 +197,11 @@ class Stage:
             )
             side = Side(name, process, log)
             self._sides.append(side)
-            self._admit(side, door, num_players)
+            self._admit(side, listening, num_players)
         return side
 
-    def _admit(self, side: Side, door: socket.socket, num_players: int) -> None:
-        door.settimeout(POLL_S)
+    def _admit(self, side: Side, listening: socket.socket, num_players: int) -> None:
+        listening.settimeout(POLL_S)
         deadline_s = time.monotonic() + START_TIMEOUT_S
         came: dict[int, tuple[int, Line]] = {}
         while len(came) < num_players:
@@ -210,7 +210,7 @@ class Stage:
             if time.monotonic() > deadline_s:
                 raise side.failure(f"only players {sorted(came)} of {num_players} came in {START_TIMEOUT_S:g} s")
             try:
-                sock, _ = door.accept()
+                sock, _ = listening.accept()
             except TimeoutError:
                 continue
             line = Line(sock)

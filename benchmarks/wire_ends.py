@@ -121,7 +121,7 @@ class CarrierEnd:
 
 
 @final
-class Door:
+class EndListener:
     """Where the ends of one kind are accepted."""
 
     def __init__(self, kind: Kind, folder: Path) -> None:
@@ -155,15 +155,15 @@ class Door:
 
     def close(self) -> None:
         """Stop listening."""
-        door = self._raw or self._listener
-        assert door is not None
-        door.close()
+        listening = self._raw or self._listener
+        assert listening is not None
+        listening.close()
         if self._kind == "raw unix":
             Path(self.address).unlink()
 
 
 def connect(kind: Kind, address: str, folder: Path, size_bytes: int) -> End:
-    """Connect to a door of another process."""
+    """Connect to a listener of another process."""
     if kind == "raw tcp":
         return RawEnd(socket.create_connection(("127.0.0.1", int(address)), TIMEOUT_S), size_bytes)
     if kind == "raw unix":

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final, NotRequired, TypedDict
 
 from turns import play
-from wire_ends import TIMEOUT_S, Door, End, Kind
+from wire_ends import TIMEOUT_S, End, EndListener, Kind
 
 MAX_CONNECTIONS: Final = 64
 
@@ -25,20 +25,20 @@ class Receiver:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._doors: dict[Kind, Door] = {}
+        self._listeners: dict[Kind, EndListener] = {}
         self._ends: dict[Kind, list[End]] = {}
         self._threads = ThreadPoolExecutor(MAX_CONNECTIONS)
 
     def listen(self, kind: Kind) -> str:
-        """Open a door; return its address."""
-        self._doors[kind] = Door(kind, self._folder)
-        return self._doors[kind].address
+        """Listen for ends of a kind; return the address."""
+        self._listeners[kind] = EndListener(kind, self._folder)
+        return self._listeners[kind].address
 
     def accept(self, asked: Asked) -> None:
         """Take in the connections of the other process, and listen no longer."""
-        kind, door = asked["kind"], self._doors.pop(asked["kind"])
-        self._ends[kind] = [door.accept(asked["size_bytes"]) for _ in range(asked["num"])]
-        door.close()
+        kind, listener = asked["kind"], self._listeners.pop(asked["kind"])
+        self._ends[kind] = [listener.accept(asked["size_bytes"]) for _ in range(asked["num"])]
+        listener.close()
 
     def take(self, asked: Asked) -> None:
         """Take some large bodies on every connection."""

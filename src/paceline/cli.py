@@ -8,13 +8,14 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, get_args
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, ArgumentCollection, CycloptsError
 
 from paceline import __version__
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.limits import explain, is_shortage
+from paceline.launch.output import occupy_closed_streams
 from paceline.tools.run import run, take_config
 
 TRACEBACK_FLAG: Final = "--traceback"
@@ -48,11 +49,35 @@ app.command("paceline.serve.command:serve", name="serve", help="Serve jobs that 
 app.command("paceline.tools.plan.command:plan", name="plan", help="Say what fits where, and how to distribute.")
 
 
-app.config = (take_config,)
+def check_values(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Raise UsageError for a fraction where a whole number is expected, which cyclopts would round, and for no text."""
+    for argument in arguments:
+        kinds = (argument.hint, *get_args(argument.hint))
+        for token in argument.tokens:
+            if "\0" in token.value:
+                raise UsageError(f"{argument.name} is {token.value[:40]!r}, expected a text without zero bytes")
+            if int in kinds and float not in kinds and is_fraction(token.value):
+                raise UsageError(f"{argument.name} is {token.value[:40]}, expected a whole number")
+
+
+def is_fraction(text: str) -> bool:
+    """Return whether a text is a number, but not a whole one.
+
+    >>> is_fraction("1.5"), is_fraction("2.0"), is_fraction("x")
+    (True, False, False)
+    """
+    try:
+        return not float(text).is_integer()
+    except ValueError:
+        return False
+
+
+app.config = (take_config, check_values)
 
 
 def main() -> None:
     """Run the command line and exit: 0, 2 for a usage error, 1 for another failure, or the job's exit code."""
+    occupy_closed_streams()
     sys.exit(answer(sys.argv[1:]))
 
 

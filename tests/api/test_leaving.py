@@ -34,7 +34,7 @@ def test_an_error_while_it_is_left_frees_all(step: str, monkeypatch: pytest.Monk
         del session
 
 
-def test_who_is_not_let_in_keeps_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_that_is_not_admitted_keeps_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: object) -> None:
         raise Unreachable
 

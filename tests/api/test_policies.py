@@ -1,4 +1,4 @@
-"""Each way of being consistent as a script sees it: who waits, who sees what, and who comes too late."""
+"""Each way of being consistent as a script sees it: which worker waits, sees what, and comes too late."""
 
 import threading
 import time
@@ -62,7 +62,7 @@ def test_essp_values_come_by_themselves(tmp_path: Path) -> None:
     assert run_job(tmp_path, work, workers=2, servers=2, carrier="shm") == [{"delivery"}] * 2
 
 
-def test_asynchronous_reads_wait_for_nobody(tmp_path: Path) -> None:
+def test_asynchronous_reads_wait_for_no_worker(tmp_path: Path) -> None:
     with job(tmp_path, workers=2, servers=2) as started:
         worker = started.join(0)  # worker 1 never comes
         with worker as ps:
@@ -172,7 +172,7 @@ def test_the_others_are_told_when_a_worker_dies_and_go_on(tmp_path: Path) -> Non
     assert seen == [[2.0, 4.0, 6.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0]]
 
 
-def test_futures_end_when_the_worker_leaves_in_anger(tmp_path: Path) -> None:
+def test_futures_end_when_the_worker_leaves_after_an_error(tmp_path: Path) -> None:
     with job(tmp_path, workers=2) as started:
         ps = started.join(0)  # worker 1 never comes, so bsp never completes a clock
         w = ps.table("w", shape=(2,), update=ADD)

@@ -31,7 +31,7 @@ def _at_the_barrier(started: Job) -> bool:
     return bool(started.servers[0]._request_handler.at_barriers())
 
 
-def test_a_barrier_that_the_others_cannot_reach_names_who_is_where(tmp_path: Path) -> None:
+def test_a_barrier_that_the_others_cannot_reach_names_where_each_is(tmp_path: Path) -> None:
     with job(tmp_path, workers=2) as started:
 
         def work(ps: Session) -> None:

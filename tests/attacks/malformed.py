@@ -95,7 +95,7 @@ def seeds() -> list[tuple[object, bytes]]:
     return said
 
 
-class Mill:
+class FrameSource:
     """Makes malformed frames without end, the same ones from the same seed."""
 
     def __init__(self, seed: int) -> None:

@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from tests.attacks.papers import Papers
+from tests.attacks.certificates import Certificates
 from tests.transport.carriers import CREDENTIALS, full_listener
 
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
@@ -17,13 +17,13 @@ from paceline.transport import TcpTransport, TlsSettings
 
 PLAIN = TcpTransport(CREDENTIALS)
 # Set aside for documents: no machine has it.
-NOBODYS = "203.0.113.7"
+UNUSED_ADDRESS = "203.0.113.7"
 
 
 @pytest.fixture(scope="module")
 def tls(tmp_path_factory: pytest.TempPathFactory) -> TlsSettings:
-    folder: Path = tmp_path_factory.mktemp("papers")
-    return Papers(folder).of(Holder("worker", 0))
+    folder: Path = tmp_path_factory.mktemp("certificates")
+    return Certificates(folder).of(Holder("worker", 0))
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_an_address_of_the_other_family_leads_nowhere() -> None:
             PLAIN.connect(f"[::1]:{port}", b"", timeout_s=30)
 
 
-def test_a_port_is_taken_by_somebody_with_a_number() -> None:
+def test_a_port_that_is_taken_is_told_with_the_process() -> None:
     with closing(PLAIN.listen("127.0.0.1:0")) as listener:
         taken = r"port \d+ of 127.0.0.1 is taken( by process \d+)?: choose another port, or 0"
         with pytest.raises(UsageError, match=taken):
@@ -56,11 +56,11 @@ def test_a_port_is_taken_by_somebody_with_a_number() -> None:
 
 
 def test_an_address_of_another_machine_cannot_be_listened_at(tls: TlsSettings) -> None:
-    with pytest.raises(UsageError, match=f"this machine has no address {NOBODYS}"):
-        TcpTransport(CREDENTIALS, tls=tls).listen(f"{NOBODYS}:0")
+    with pytest.raises(UsageError, match=f"this machine has no address {UNUSED_ADDRESS}"):
+        TcpTransport(CREDENTIALS, tls=tls).listen(f"{UNUSED_ADDRESS}:0")
 
 
-@pytest.mark.parametrize("place", [f"{NOBODYS}:1", "0.0.0.0:0", "[::]:0", "[2001:db8::7]:1"])
+@pytest.mark.parametrize("place", [f"{UNUSED_ADDRESS}:1", "0.0.0.0:0", "[::]:0", "[2001:db8::7]:1"])
 def test_beyond_this_machine_nothing_travels_in_the_clear(place: str) -> None:
     for act in (lambda: PLAIN.listen(place), lambda: PLAIN.connect(place, b"", timeout_s=30)):
         with pytest.raises(UsageError, match=r"is not a loopback address: .*TLS.*paceline keys make"):

@@ -144,7 +144,7 @@ def test_lists_of_more_ids_than_a_worker_sends_end_the_connection(kind: str, vic
         assert rogue.hear() == ["cut"]
 
 
-def test_epochs_and_rounds_that_nobody_finishes_are_bounded(victim: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_epochs_and_rounds_that_are_not_finished_are_bounded(victim: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work_host, "MAX_OPEN_ROUNDS", 10)
     with rogue_in(victim.servers, 1) as rogue:
         for number in range(work_host.MAX_EPOCHS + 2):
@@ -168,7 +168,7 @@ def test_a_refusal_quotes_little_of_what_was_said(victim: Target) -> None:
             assert len(refused.reason) < 500
 
 
-def test_a_client_is_told_at_the_reception_in_few_words() -> None:
+def test_a_refusal_at_the_gateway_is_short() -> None:
     class Full:
         def admit(self, *_: object) -> None:
             raise Refused("x" * 2_000_000)
@@ -223,7 +223,7 @@ def test_what_a_function_returns_is_bounded_before_it_is_made(monkeypatch: pytes
 # -- a client that is slow to read what it asked for ------------------------------------------------------------------
 
 
-def test_a_peer_that_takes_nothing_in_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_takes_nothing_in_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(post, "_MOST_WAITING_BYTES", 2 * LARGE)
     gate, broken = Gate(), threading.Event()
     gate.num_expected = 3

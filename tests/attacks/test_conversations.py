@@ -16,7 +16,7 @@ from tests.attacks.target import serving
 from tests.attacks.test_malformed import server_process
 from tests.data.service.feeders import ask, feeders, is_right
 from tests.data.service.speaking import caller
-from tests.serve.house import house
+from tests.serve.daemon import daemon
 
 from paceline.core.messages import Sender
 from paceline.errors import PeerError
@@ -34,7 +34,7 @@ GROWTH_BYTES = 1 << 30  # of memory in use, at any time
 
 def undisturbed(num_steps: int) -> Honest:
     """Let an honest worker make so many steps on a server of its own."""
-    with serving() as servers, closing(door(servers.transport, servers.addresses[0])(hello(HONEST))) as line:
+    with serving() as servers, closing(entry_of(servers.transport, servers.addresses[0])(hello(HONEST))) as line:
         honest = Honest(line, HONEST)
         for _ in range(num_steps):
             honest.step()
@@ -45,8 +45,8 @@ def hello(me: Sender) -> Hello:
     return Hello("worker", me.worker, me.incarnation, me.generation)
 
 
-def door(transport: Transport, address: str) -> Enter:
-    return lambda who: transport.connect(address, encode(who), timeout_s=30)
+def entry_of(transport: Transport, address: str) -> Enter:
+    return lambda own: transport.connect(address, encode(own), timeout_s=30)
 
 
 def lives() -> Iterator[Sender]:
@@ -79,20 +79,20 @@ def judge(honest: Honest) -> None:
 
 
 def attack_served(folder: Path, num_messages: int, seed: int) -> None:
-    """Attack the namespace of an honest client of `paceline serve`, by lives that its reception has let in."""
-    with house(folder / "state") as served:
+    """Attack the namespace of an honest client of `paceline serve`, by lives that its gateway has admitted."""
+    with daemon(folder / "state") as served:
         location = ServeUrl.parse(served.address("shared"))
         access = server_access("127.0.0.1", served.state, None)
         lines: dict[tuple[int, int], NamespaceTransport] = {}
 
         def let_in(rank: int) -> Sender:
-            entrance = enter_namespace(location, access, rank, None)
-            admitted = entrance.admitted
-            lines[rank, admitted.incarnation] = entrance.transport
+            entry = enter_namespace(location, access, rank, None)
+            admitted = entry.admitted
+            lines[rank, admitted.incarnation] = entry.transport
             return Sender(admitted.generation, rank, admitted.incarnation)
 
-        def connect(who: Hello) -> Connection:
-            return lines[who.rank, who.incarnation].connect(str(location), encode(who), timeout_s=30)
+        def connect(own: Hello) -> Connection:
+            return lines[own.rank, own.incarnation].connect(str(location), encode(own), timeout_s=30)
 
         def others() -> Iterator[Sender]:
             while True:
@@ -110,7 +110,7 @@ def attack_served(folder: Path, num_messages: int, seed: int) -> None:
 
 def attack_server(folder: Path, num_messages: int, seed: int) -> None:
     with server_process(folder) as (servers, process):
-        enter = door(servers.transport, servers.addresses[0])
+        enter = entry_of(servers.transport, servers.addresses[0])
         with closing(enter(hello(HONEST))) as line:
             honest = Honest(line, HONEST, lambda: sum(process.cpu_times()[:2]))
             honest.step()

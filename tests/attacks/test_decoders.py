@@ -144,7 +144,7 @@ def test_traces(tmp_path: Path, data: bytes) -> None:
 
 @given(any_bytes(b"worker-3\n0A1B\n"))
 @IN_A_FOLDER
-def test_lists_of_who_was_revoked(tmp_path: Path, data: bytes) -> None:
+def test_lists_of_revoked_names(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "revoked").write_bytes(data)
     is_read_or_refused(lambda: read_revoked(tmp_path / "revoked"), UsageError)
 

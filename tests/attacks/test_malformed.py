@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from tests.attacks.malformed import RANK, Frame, Mill
+from tests.attacks.malformed import RANK, Frame, FrameSource
 from tests.attacks.rogue import row_table
 from tests.attacks.target import serving
 from tests.faults.running import SOURCES
@@ -125,7 +125,7 @@ def bombard(folder: Path, num_frames: int, seed: int) -> None:
         learner, read = Learner(peer), list[bytes]()
         rss_bytes = 0
         join = encode(Join(Sender(1, RANK, 0)))
-        for number, train in enumerate(Mill(seed).trains(num_frames, TRAIN)):
+        for number, train in enumerate(FrameSource(seed).trains(num_frames, TRAIN)):
             attack(servers.addresses[0], [Frame(join, b"").raw, *(frame.raw for frame in train)], number)
             if number % max(1, num_trains // NUM_STEPS) == 0 and len(read) < NUM_STEPS:
                 read.append(learner.step())

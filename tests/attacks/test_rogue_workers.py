@@ -334,7 +334,7 @@ def test_another_generation_takes_no_part(victim: Target) -> None:
 
 
 @pytest.mark.parametrize("clock", [-1, 2**63, MOST])
-def test_a_leap_of_the_clock_takes_nobody_along(clock: int, victim: Target) -> None:
+def test_a_leap_of_the_clock_takes_no_other_worker_along(clock: int, victim: Target) -> None:
     assert outcome(victim, lambda rogue: rogue.say(Clock(rogue.sender, clock))) == [Ticked(max(0, clock))]
 
 
@@ -377,7 +377,7 @@ def test_a_push_that_is_repeated_counts_once() -> None:
         assert victim.read() == bytes_of(torch.ones(4))
 
 
-def test_who_waits_for_too_much_is_told(victim: Target) -> None:
+def test_a_client_that_waits_for_too_much_is_told(victim: Target) -> None:
     def flood(rogue: Rogue) -> None:
         for number in range(1, 1100):
             rogue.say(Barrier(number, f"place {number}"))

@@ -1,4 +1,4 @@
-"""Who does not belong to the job gets a closed connection at once, no word, and changes nothing."""
+"""A client that does not belong to the job gets a closed connection at once, no word, and changes nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
-from tests.attacks.papers import Papers
+from tests.attacks.certificates import Certificates
 from tests.attacks.target import Target, target
 from tests.nodes.client import client, member
 from tests.transport.carriers import CREDENTIALS
@@ -167,7 +167,7 @@ def prefix(header_bytes: int, body_bytes: int) -> bytes:
     return fields + struct.pack("<I", zlib.crc32(fields))
 
 
-def test_the_one_who_is_robbed_is_told_which_token_was_asked_for(plain: Target) -> None:
+def test_the_owner_of_a_token_is_told_which_token_was_asked_for(plain: Target) -> None:
     other = TcpTransport(Credentials(os.urandom(32), CREDENTIALS.job))
     with pytest.raises(AuthenticationFailed, match="the token or the job 'contract' is not the one"):
         other.connect(plain.address, IDENTITY, timeout_s=30)
@@ -177,24 +177,24 @@ def test_the_one_who_is_robbed_is_told_which_token_was_asked_for(plain: Target) 
 
 
 @pytest.fixture(scope="module")
-def peer_identity(tmp_path_factory: pytest.TempPathFactory) -> Papers:
-    return Papers(tmp_path_factory.mktemp("papers"))
+def peer_identity(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture(scope="module")
-def member_peer_identity(peer_identity: Papers) -> TlsSettings:
+def member_peer_identity(peer_identity: Certificates) -> TlsSettings:
     return peer_identity.of(Holder("worker", 0))
 
 
 @pytest.fixture(scope="module")
-def encrypted(peer_identity: Papers, member_peer_identity: TlsSettings) -> Iterator[Target]:
+def encrypted(peer_identity: Certificates, member_peer_identity: TlsSettings) -> Iterator[Target]:
     tls = peer_identity.of(Holder("server", 0))
     with target(tls=tls, client_tls=member_peer_identity, limits=PATIENT) as victim:
         yield victim
 
 
 def try_to_join(why: str, tls: TlsSettings | None, credentials: Credentials = CREDENTIALS) -> Attack:
-    """Return the attack of a whole Paceline that has the wrong papers; its own user is told why it fails."""
+    """Return the attack of a whole Paceline that has the wrong certificates; its own user is told why it fails."""
 
     def attack(address: str) -> bytes:
         with pytest.raises(PeerError, match=why):
@@ -246,7 +246,7 @@ def record_and_replay(settings: TlsSettings) -> Attack:
     return attack
 
 
-def wrong_identity(peer_identity: Papers, member_peer_identity: TlsSettings) -> dict[str, Attack]:
+def wrong_identity(peer_identity: Certificates, member_peer_identity: TlsSettings) -> dict[str, Attack]:
     expired, too_new = peer_identity.of_time("expired", -YEAR, -DAY), peer_identity.of_time("tomorrow", DAY, YEAR)
     return {
         "no TLS": try_to_join("closed the connection during the handshake", None),
@@ -265,8 +265,8 @@ def wrong_identity(peer_identity: Papers, member_peer_identity: TlsSettings) -> 
     }
 
 
-def test_wrong_papers_are_turned_away(
-    peer_identity: Papers, member_peer_identity: TlsSettings, encrypted: Target
+def test_wrong_certificates_are_turned_away(
+    peer_identity: Certificates, member_peer_identity: TlsSettings, encrypted: Target
 ) -> None:
     for name, attack in wrong_identity(peer_identity, member_peer_identity).items():
         try:
@@ -275,7 +275,7 @@ def test_wrong_papers_are_turned_away(
             raise AssertionError(f"{name}: {error}") from error
 
 
-def test_a_certificate_is_for_nobody_else(peer_identity: Papers, encrypted: Target) -> None:
+def test_a_certificate_is_for_its_holder_alone(peer_identity: Certificates, encrypted: Target) -> None:
     before = encrypted.picture()
     own = peer_identity.of(Holder("worker", 1))
     for said in (Hello("worker", 0, 0, 1, 9), Hello("server", 0, 0, 1), Hello("worker", 2, 0, 1)):
@@ -292,14 +292,14 @@ def test_a_certificate_is_for_nobody_else(peer_identity: Papers, encrypted: Targ
 # -- crowds ----------------------------------------------------------------------------------------------------------
 
 
-def test_who_drips_bytes_is_shown_out_when_its_time_is_over(plain: Target) -> None:
-    with target(limits=Limits(handshake_timeout_s=1.0)) as victim, open_raw(victim.address) as loris:
-        loris.settimeout(0.05)  # for each byte: to say all of them takes longer than a handshake may
+def test_a_client_that_drips_bytes_is_cut_off_at_its_deadline(plain: Target) -> None:
+    with target(limits=Limits(handshake_timeout_s=1.0)) as victim, open_raw(victim.address) as dripping:
+        dripping.settimeout(0.05)  # for each byte: to say all of them takes longer than a handshake may
         with suppress(OSError):
             for byte in hello(IDENTITY):
-                loris.sendall(bytes((byte,)))
+                dripping.sendall(bytes((byte,)))
                 with suppress(TimeoutError):
-                    if not loris.recv(1 << 10):
+                    if not dripping.recv(1 << 10):
                         break
             else:
                 pytest.fail("it was not shown out")
@@ -307,22 +307,22 @@ def test_who_drips_bytes_is_shown_out_when_its_time_is_over(plain: Target) -> No
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True], ids=["plain", "encrypted"])
-def test_a_hundred_who_say_nothing_keep_no_worker_out(
-    is_encrypted: bool, plain: Target, encrypted: Target, peer_identity: Papers
+def test_a_hundred_silent_clients_keep_no_worker_out(
+    is_encrypted: bool, plain: Target, encrypted: Target, peer_identity: Certificates
 ) -> None:
     victim = encrypted if is_encrypted else plain
     servers = victim.servers
     if is_encrypted:
         servers = replace(servers, transport=TcpTransport(CREDENTIALS, tls=peer_identity.of(Holder("worker", 7))))
-    with ExitStack() as crowd:
+    with ExitStack() as clients:
         for _ in range(100):
-            crowd.enter_context(open_raw(victim.address))
+            clients.enter_context(open_raw(victim.address))
         with member(servers, 7):
             assert victim.read() == bytes(16)
 
 
-def test_a_server_that_is_out_of_threads_turns_away_who_comes_and_goes_on(
-    encrypted: Target, peer_identity: Papers, monkeypatch: pytest.MonkeyPatch
+def test_a_server_that_is_out_of_threads_turns_clients_away_and_goes_on(
+    encrypted: Target, peer_identity: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transport = TcpTransport(CREDENTIALS, tls=peer_identity.of(Holder("worker", 8)))
     servers = replace(encrypted.servers, transport=transport)

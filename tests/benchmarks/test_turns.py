@@ -53,7 +53,7 @@ def test_all_players_do_what_is_asked_and_end(command: list[str]) -> None:
     assert not stage.folder.exists()
 
 
-def test_trouble_of_a_player_is_told_and_nobody_is_left(command: list[str]) -> None:
+def test_trouble_of_a_player_is_told_and_no_process_is_left(command: list[str]) -> None:
     with Stage() as stage:
         side = stage.start("pair", command, 2)
         known = processes(side)

@@ -11,7 +11,7 @@ from paceline.api.session import Session
 from paceline.errors import DeadlineExceeded, Refused, UsageError
 
 
-def test_pushes_of_all_workers_add_up_whoever_comes_first(tmp_path: Path) -> None:
+def test_pushes_of_all_workers_add_up_in_any_order(tmp_path: Path) -> None:
     def work(worker: Session) -> list[float]:
         if worker.rank != 1:  # one that only reads waits until it is made
             for _ in range(3):
@@ -48,7 +48,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
     run_job(tmp_path, work, workers=2)
 
 
-def test_a_name_that_nobody_pushes_to_is_waited_for_until_the_deadline(tmp_path: Path) -> None:
+def test_a_name_without_a_push_is_waited_for_until_the_deadline(tmp_path: Path) -> None:
     slow = pytest.raises(DeadlineExceeded, match="the first push to 'nothing'")
     with job(tmp_path) as started, started.join(0) as worker, slow:
         worker.node.waits.set_timeout(0.3)

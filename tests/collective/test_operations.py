@@ -38,8 +38,8 @@ def same(found: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 4])
 def test_dense_patterns_give_what_they_are_defined_to_give(tmp_path: Path, num_workers: int) -> None:
-    everyone = [tensor_of(rank) for rank in range(num_workers)]
-    stacked = torch.stack(everyone)
+    given = [tensor_of(rank) for rank in range(num_workers)]
+    stacked = torch.stack(given)
     reductions = {
         "sum": stacked.sum(0),
         "mean": stacked.mean(0),
@@ -50,16 +50,16 @@ def test_dense_patterns_give_what_they_are_defined_to_give(tmp_path: Path, num_w
 
     def work(worker: Session) -> None:
         mine, last = tensor_of(worker.rank), num_workers - 1
-        same(paceline.broadcast(mine, root=last), everyone[last])
+        same(paceline.broadcast(mine, root=last), given[last])
         for op, expected in reductions.items():
             same(paceline.all_reduce(mine, op=op), expected)
             at_root = paceline.reduce(mine, root=last, op=op)
             assert (at_root is None) == (worker.rank != last)
             if at_root is not None:
                 same(at_root, expected)
-        for found, expected in zip(paceline.all_gather(mine), everyone, strict=True):
+        for found, expected in zip(paceline.all_gather(mine), given, strict=True):
             same(found, expected)
-        same(mine, everyone[worker.rank])  # what is given stays as it is
+        same(mine, given[worker.rank])  # what is given stays as it is
 
     run_job(tmp_path, work, workers=num_workers)
 
@@ -94,8 +94,8 @@ def test_half_precision_is_added_as_float32_and_rounded_once(tmp_path: Path) -> 
 
 
 def test_sparse_patterns_give_what_they_are_defined_to_give(tmp_path: Path) -> None:
-    everyone = [sparse_of(rank).to_dense() for rank in range(3)]
-    total = torch.stack(everyone).sum(0)
+    given = [sparse_of(rank).to_dense() for rank in range(3)]
+    total = torch.stack(given).sum(0)
 
     def work(worker: Session) -> None:
         mine = sparse_of(worker.rank)
@@ -106,8 +106,8 @@ def test_sparse_patterns_give_what_they_are_defined_to_give(tmp_path: Path) -> N
             same(found.to_dense(), expected)
         at_root = paceline.reduce(mine, root=1)
         assert (at_root is None) == (worker.rank != 1)
-        same(paceline.broadcast(mine, root=2).to_dense(), everyone[2])
-        for found, expected in zip(paceline.all_gather(mine), everyone, strict=True):
+        same(paceline.broadcast(mine, root=2).to_dense(), given[2])
+        for found, expected in zip(paceline.all_gather(mine), given, strict=True):
             same(found.to_dense(), expected)
         half = paceline.all_reduce(sparse_of(worker.rank, torch.float16))
         assert half.dtype == torch.float16
@@ -154,13 +154,13 @@ def test_what_makes_no_sense_is_refused_before_anything_is_sent(tmp_path, call, 
 def test_views_of_other_values_come_through_as_what_they_show(tmp_path: Path) -> None:
     def work(worker: Session) -> None:
         whole = [torch.tensor([complex(1, rank + 1)]).conj() for rank in range(2)]  # torch conjugates when it is read
-        for everyone in (whole, [one.imag for one in whole], [torch.arange(2.0)[rank::2] for rank in range(2)]):
-            mine = everyone[worker.rank]
-            same(paceline.all_gather(mine)[1], everyone[1].clone())
-            same(paceline.broadcast(mine, root=1), everyone[1].clone())
-            same(paceline.all_reduce(mine), everyone[0] + everyone[1])
+        for given in (whole, [one.imag for one in whole], [torch.arange(2.0)[rank::2] for rank in range(2)]):
+            mine = given[worker.rank]
+            same(paceline.all_gather(mine)[1], given[1].clone())
+            same(paceline.broadcast(mine, root=1), given[1].clone())
+            same(paceline.all_reduce(mine), given[0] + given[1])
             sent = paceline.send(mine, to=1 - worker.rank, later=True)
-            same(paceline.receive(1 - worker.rank), everyone[1 - worker.rank].clone())
+            same(paceline.receive(1 - worker.rank), given[1 - worker.rank].clone())
             paceline.wait(sent)
 
     run_job(tmp_path, work, workers=2)

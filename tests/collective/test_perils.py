@@ -1,4 +1,4 @@
-"""Workers that do not come, leave, fail or come back: the others are told who, in time, and nothing is left behind."""
+"""Workers that do not come, leave, fail or come back: the others are told which in time, nothing is left behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ScriptFailed(Exception):
     """A mistake in a user's script."""
 
 
-def test_who_does_not_come_is_named_at_the_deadline(tmp_path: Path) -> None:
+def test_a_worker_that_does_not_come_is_named_at_the_deadline(tmp_path: Path) -> None:
     together, gave_up = threading.Barrier(2), threading.Barrier(3)
 
     def work(worker: Session) -> str:
@@ -45,7 +45,7 @@ def test_who_does_not_come_is_named_at_the_deadline(tmp_path: Path) -> None:
     assert all("worker 1" in words for words in (first, third))
 
 
-def test_who_does_not_even_come_to_the_first_call_is_named(tmp_path: Path) -> None:
+def test_a_worker_that_does_not_even_come_to_the_first_call_is_named(tmp_path: Path) -> None:
     asked = threading.Barrier(2)
 
     def work(worker: Session) -> None:
@@ -57,7 +57,7 @@ def test_who_does_not_even_come_to_the_first_call_is_named(tmp_path: Path) -> No
     run_job(tmp_path, work, workers=2)
 
 
-def test_who_has_left_is_named(tmp_path: Path) -> None:
+def test_a_worker_that_has_left_is_named(tmp_path: Path) -> None:
     told: dict[int, str] = {}
 
     def work(worker: Session) -> None:

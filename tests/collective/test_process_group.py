@@ -144,29 +144,29 @@ def test_all_workers_get_the_same_bits(backend: str, num_workers: int) -> None:
 @pytest.mark.parametrize("num_workers", [1, 3])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_other_patterns_give_what_they_are_defined_to_give(backend: str, num_workers: int, size: int) -> None:
-    everyone = [numbers(rank, size) for rank in range(num_workers)]
-    root, total = num_workers - 1, torch.stack(everyone).sum(0)
+    inputs = [numbers(rank, size) for rank in range(num_workers)]
+    root, total = num_workers - 1, torch.stack(inputs).sum(0)
 
     def work(group: Any, rank: int) -> None:
         mine = numbers(rank, size)
         told = mine.clone()
         group.broadcast([told], options(BroadcastOptions, rootRank=root)).wait()
-        same(told, everyone[root])
-        found = [torch.zeros(size) for _ in everyone]
+        same(told, inputs[root])
+        found = [torch.zeros(size) for _ in inputs]
         group.allgather([found], [mine], AllgatherOptions()).wait()
-        same(torch.stack(found), torch.stack(everyone))
+        same(torch.stack(found), torch.stack(inputs))
         summed = mine.clone()
         group.reduce([summed], options(ReduceOptions, rootRank=root)).wait()
         if rank == root:
             same(summed, total)
-        found = [torch.zeros(size) for _ in everyone] if rank == root else []
+        found = [torch.zeros(size) for _ in inputs] if rank == root else []
         group.gather([found] if found else [], [mine], options(GatherOptions, rootRank=root)).wait()
         if rank == root:
-            same(torch.stack(found), torch.stack(everyone))
+            same(torch.stack(found), torch.stack(inputs))
         part = torch.zeros(size)
-        given = [[one + 1 for one in everyone]] if rank == root else []
+        given = [[one + 1 for one in inputs]] if rank == root else []
         group.scatter([part], given, options(ScatterOptions, rootRank=root)).wait()
-        same(part, everyone[rank] + 1)
+        same(part, inputs[rank] + 1)
         group.reduce_scatter([part], [[mine + other for other in range(num_workers)]], ReduceScatterOptions()).wait()
         same(part, total + num_workers * rank)
         group.barrier(BarrierOptions()).wait()

@@ -266,8 +266,8 @@ def _message(message: Any) -> str:
         case Follow():
             return f"who completes clock {message.clock}?"
         case Closed():
-            who = " + ".join(f"w{worker}.{incarnation}" for worker, incarnation in message.contributors)
-            return f"clock {message.clock} is complete with {who or 'no worker'}"
+            contributors = " + ".join(f"w{worker}.{incarnation}" for worker, incarnation in message.contributors)
+            return f"clock {message.clock} is complete with {contributors or 'no worker'}"
         case _:
             raise TypeError(message)
 

@@ -27,7 +27,7 @@ Rows = dict[int, Row]
 
 @dataclass
 class RowServer:
-    """A server core and its store: who is subscribed to which rows, and which have changed since."""
+    """A server core and its store: which readers are subscribed to which rows, and which have changed since."""
 
     core: ServerCore
     rows: dict[int, set[PushId]] = field(default_factory=lambda: defaultdict(set))

@@ -50,7 +50,7 @@ def test_the_clock_stays_when_the_last_member_leaves() -> None:
     assert one.add(1) == 6
 
 
-def test_past_lists_who_has_finished_a_clock_in_rank_order() -> None:
+def test_past_lists_the_workers_past_a_clock_in_rank_order() -> None:
     three = clocks(2, 1, 3)
     assert three.past(0) == [0, 1, 2]
     assert three.past(1) == [0, 2]

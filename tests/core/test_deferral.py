@@ -17,7 +17,7 @@ from paceline.core.server import ServerCore
 from paceline.core.settings import ServerSettings, WorkerSettings
 from paceline.core.worker import WorkerCore
 
-Update = tuple[int, int, int]  # who made it, at which clock, and for which server
+Update = tuple[int, int, int]  # by which worker, at which clock, and for which server
 NUM_STEPS = 400
 
 

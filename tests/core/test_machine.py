@@ -1,7 +1,7 @@
 """One server and its workers, step by step in any order, against a model too simple to be wrong.
 
-The model knows no messages, ledgers or retries: only who takes part, which clock each has told the server, and which
-pushes have reached it.
+The model knows no messages, ledgers or retries: only which workers take part, which clock each has told the
+server, and which pushes have reached it.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class Cluster(RuleBasedStateMachine):
 
     @precondition(lambda self: all(not peer.outgoing for peer in self.peers.values()))
     @rule()
-    def everyone_is_heard(self) -> None:
+    def all_are_heard(self) -> None:
         """With nothing on its way, no reader that may be answered is left waiting."""
         for rank, peer in self.peers.items():
             while peer.incoming or peer.outgoing:

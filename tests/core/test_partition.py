@@ -1,4 +1,4 @@
-"""Who owns which elements: everything once, in order, balanced, cut where the vector loops allow it."""
+"""Which server owns which elements: everything once, in order, balanced, cut where the vector loops allow it."""
 
 from itertools import accumulate, pairwise
 
@@ -112,12 +112,12 @@ def test_shares_by_speed_are_shares(measured: list[tuple[int, Effort]]) -> None:
 
 
 @given(st.floats(0.1, 100), st.floats(1.1, 100))
-def test_who_was_busy_for_longer_with_as_much_gets_less(busy_s: float, longer: float) -> None:
+def test_a_server_that_was_busy_for_longer_with_as_much_gets_less(busy_s: float, longer: float) -> None:
     quick, slow = shares_by_speed((), [Effort(1e6, busy_s), Effort(1e6, longer * busy_s)])
     assert quick / slow == pytest.approx(longer)
 
 
-def test_who_had_nothing_to_do_keeps_its_share() -> None:
+def test_an_idle_server_keeps_its_share() -> None:
     assert shares_by_speed((), [Effort(0, 0.0), Effort(0, 0.0)]) == (0.5, 0.5)
     assert shares_by_speed((2, 1, 1), [Effort(0, 3.0), Effort(30, 1.0), Effort(10, 1.0)]) == (0.5, 0.375, 0.125)
     assert shares_by_speed((1, 0), [Effort(5, 1.0), Effort(0, 0.0)]) == (1.0, 0.0)

@@ -116,12 +116,12 @@ def test_t21_a_clock_closes_in_rank_order_whatever_the_order_of_arrival() -> Non
     commit = ClockCommit(num_followers=0)
     for worker in (2, 0, 1):
         commit.hold(push_id(worker, 0), 0)
-    everyone = CommitDecision(((0, 0), (1, 0), (2, 0)))
-    assert commit.close(everyone) == ([push_id(0, 0), push_id(1, 0), push_id(2, 0)], [], [])
+    all_contribute = CommitDecision(((0, 0), (1, 0), (2, 0)))
+    assert commit.close(all_contribute) == ([push_id(0, 0), push_id(1, 0), push_id(2, 0)], [], [])
     assert commit.clock == 1
 
 
-def test_t33_who_does_not_contribute_is_refused_also_a_former_life() -> None:
+def test_t33_a_worker_that_does_not_contribute_is_refused_also_a_former_life() -> None:
     commit = ClockCommit(num_followers=0)
     commit.hold(push_id(0, 0), 0)
     commit.hold(push_id(1, 0, incarnation=0), 0)
@@ -168,7 +168,7 @@ def test_the_lead_keeps_a_decision_until_every_follower_has_applied_it() -> None
     assert commit.follow(2, 0) is None  # a late copy; the decision is not needed any more
 
 
-def test_a_clock_from_before_the_table_had_nobody() -> None:
+def test_a_clock_from_before_the_table_has_no_contributors() -> None:
     assert ClockCommit(num_followers=1, clock=3).follow(1, 1) == CommitDecision(())
 
 
@@ -260,7 +260,7 @@ def test_k5_another_generation_may_not_act() -> None:
     assert "belongs to generation 1 of the job, this is generation 2" in lives.objection(sender(0, 0, generation=1))
 
 
-def test_who_left_by_itself_is_told_apart() -> None:
+def test_a_worker_that_left_by_itself_is_told_apart() -> None:
     lives = WorkerLives(generation=1)
     lives.start_life(sender(0), clock=0)
     lives.end_life(0, left=True)

@@ -52,7 +52,7 @@ def test_a_copy_of_a_pull_that_waits_is_answered_once() -> None:
     assert requests(core.handle(tick(1, 1), 0.0)) == [(0, 1)]
 
 
-def test_who_died_is_answered_no_more() -> None:
+def test_a_dead_worker_is_answered_no_more() -> None:
     core = server(ssp(0), workers=(0, 1, 2))
     core.handle(pull(0, 1, 1, 1, table="r"), 0.0)
     core.handle(Died(0, 0, "killed"), 0.0)
@@ -97,7 +97,7 @@ def test_a_delivery_after_a_new_connection_says_that_some_may_be_lost() -> None:
     assert deliveries(core, 3) == [(3, 2)]
 
 
-def test_nobody_is_delivered_to_before_its_first_answer() -> None:
+def test_no_reader_is_delivered_to_before_its_first_answer() -> None:
     core = server(essp(0), workers=(0, 1))
     core.handle(pull(0, 1, 1, 1, table="r"), 0.0)
     core.handle(push(0, 0, 0, table="r"), 0.0)

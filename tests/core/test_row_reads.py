@@ -1,4 +1,4 @@
-"""A worker core and its reads of rows: who is asked, what ends a read, and what deliveries may be relied upon for."""
+"""A worker core and its reads of rows: which servers are asked, what ends a read, and how far deliveries count."""
 
 from tests.core.cores import of, said, sender
 
@@ -58,7 +58,7 @@ def test_several_reads_at_once_each_end_with_their_own_answer() -> None:
         assert of(core.handle(Arrived(0, fetched(request, 1)), 0.0), ReadDone) == [ReadDone(request, "r", 1, "fetch")]
 
 
-def test_a_second_copy_of_an_answer_and_one_that_nobody_asked_for_change_nothing() -> None:
+def test_a_second_copy_of_an_answer_and_an_unasked_one_change_nothing() -> None:
     core = worker(ssp(1))
     core.handle(WantRows("r", 0, (0,)), 0.0)
     core.handle(Arrived(0, fetched(1, 0)), 0.0)

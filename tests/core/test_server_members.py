@@ -1,4 +1,4 @@
-"""A server core and its members: who comes, goes, dies and comes back, and what that does to the others."""
+"""A server core and its members, which come, go, die and come back, and what that does to the others."""
 
 from tests.core.cores import make_server, of, pull, push, push_id, said, sender, tick
 
@@ -164,7 +164,7 @@ def test_m2_a_join_that_arrives_after_the_notice_of_death_is_refused() -> None:
     assert said(core.handle(Join(sender(2, 1)), 0.0), Joined) == [Joined(0)]
 
 
-def test_who_has_left_is_answered_once_more_and_its_late_copies_are_ignored() -> None:
+def test_a_worker_that_left_is_answered_once_more_and_its_late_copies_are_ignored() -> None:
     core = make_server(ssp(0))
     effects = core.handle(Leave(sender(1)), 0.0)
     assert of(effects, MembershipChanged) == [MembershipChanged(1, 0, "left")]

@@ -63,7 +63,7 @@ def test_clocks_that_not_all_close_together_pass_no_table_by(policy: Consistency
         assert Advanced("w", clock) in core.handle(tick(0, clock), 0.0)
 
 
-def test_t3_a_server_nobody_writes_to_advances_by_ticks_alone() -> None:
+def test_t3_a_server_without_pushes_advances_by_ticks_alone() -> None:
     core = make_server(bsp())
     core.handle(tick(0, 1), 0.0)
     effects = core.handle(tick(1, 1), 0.0)
@@ -91,7 +91,7 @@ def test_t4_a_multi_clock_tick_releases_waiters_of_the_skipped_clocks() -> None:
     assert [effect.worker for effect in of(effects, Serve)] == [1, 2]
 
 
-def test_t6_the_leave_of_the_slowest_releases_who_waits_for_it() -> None:
+def test_t6_the_leave_of_the_slowest_releases_its_waiting_readers() -> None:
     core = make_server(ssp(0))
     core.handle(tick(0, 1), 0.0)
     core.handle(pull(0, 1, 1, needs=1), 0.0)
@@ -189,7 +189,7 @@ def test_a_stranger_is_served_nothing() -> None:
     assert core.clock_of("w") == 0
 
 
-def test_the_number_of_a_push_does_not_depend_on_who_else_pushes() -> None:
+def test_the_number_of_a_push_does_not_depend_on_other_workers() -> None:
     core = make_server(ssp(1))
     core.handle(push(0, 0, 0), 0.0)
     assert said(core.handle(push(1, 0, 0), 0.0), Applied) == [Applied(push_id(1, 0))]

@@ -22,7 +22,7 @@ def taken(work_queue: WorkQueue, rank: int, place: WorkRound, sizes: tuple[int, 
     return (answer.home, answer.index) if answer.word == "piece" else answer.word
 
 
-def test_a_worker_takes_its_own_pieces_and_then_of_whoever_lags_most_from_behind() -> None:
+def test_a_worker_takes_its_own_pieces_and_then_those_of_the_slowest_from_behind() -> None:
     work_queue, sizes = WorkQueue(), (2, 3, 4)
     assert [taken(work_queue, 0, FIRST, sizes) for _ in range(6)] == [(0, 0), (0, 1), (2, 3), (1, 2), (2, 2), (1, 1)]
     work_queue.settle((0, 0))  # it is through
@@ -30,7 +30,7 @@ def test_a_worker_takes_its_own_pieces_and_then_of_whoever_lags_most_from_behind
     assert [taken(work_queue, rank, FIRST, sizes) for rank in range(3)] == ["rest"] * 3
 
 
-def test_a_round_is_not_opened_again_for_those_who_come_late() -> None:
+def test_a_round_is_not_opened_again_for_late_workers() -> None:
     work_queue = WorkQueue()
     assert [taken(work_queue, 0, FIRST, (1, 1)) for _ in range(3)] == [(0, 0), (1, 0), "rest"]
     assert taken(work_queue, 0, SECOND, (1, 1)) == (0, 0)
@@ -62,7 +62,7 @@ def test_to_go_on_settles_the_rounds_before_and_not_the_one_that_is_gone_on_to()
     assert work_queue.end_life((0, 0)) == [WorkPiece(SECOND, 0, 0)]
 
 
-def test_whoever_leaves_an_epoch_before_its_end_has_ended_it_for_all() -> None:
+def test_a_worker_that_leaves_an_epoch_before_its_end_has_ended_it_for_all() -> None:
     work_queue, sizes, later = WorkQueue(), (2, 2), WorkRound(1, 0)
     assert [taken(work_queue, rank, FIRST, sizes) for rank in (0, 1)] == [(0, 0), (1, 0)]
     assert taken(work_queue, 0, later, sizes) == (0, 0)
@@ -118,7 +118,7 @@ def test_a_worker_that_was_started_again_begins_in_the_round_of_the_clock_at_whi
 def seconds(slices: int, num_rounds: int, speeds: tuple[float, ...], *, barrier: bool) -> float:
     """How long workers of such speeds take; with a barrier a round begins when all have finished the one before."""
     work_queue, sizes = WorkQueue(), (slices,) * len(speeds)
-    waking = [(0.0, rank, 0) for rank in range(len(speeds))]  # when, who, in which round
+    waking = [(0.0, rank, 0) for rank in range(len(speeds))]  # when, which worker, in which round
     waiting: list[tuple[float, int, int]] = []
     ends: list[float] = []
     while waking:
@@ -202,7 +202,7 @@ def test_whatever_happens_every_piece_is_done_exactly_once(data: st.DataObject) 
     shares = st.lists(st.integers(0, 3), min_size=num_workers, max_size=num_workers).map(tuple)
     rounds = data.draw(st.lists(shares, min_size=1, max_size=3))
     work_queue, done = WorkQueue(), Counter[WorkPiece]()
-    clocks = dict[WorkRound, int]()  # that those have begun who are in a round
+    clocks = dict[WorkRound, int]()  # that the workers of a round have begun
     walkers = [Walker((rank, 0)) for rank in range(num_workers)]
     deaths = data.draw(st.lists(st.integers(0, 40), max_size=num_workers - 1))
     for step in range(1000):
@@ -222,7 +222,7 @@ def test_whatever_happens_every_piece_is_done_exactly_once(data: st.DataObject) 
         chosen.has_come = True
         walk(chosen, work_queue, rounds, num_epochs, done)
         if not chosen.has_finished:
-            assert clocks.setdefault(chosen.place, chosen.clock) == chosen.clock, "all who are in a round are in step"
+            assert clocks.setdefault(chosen.place, chosen.clock) == chosen.clock, "all workers of a round are in step"
     else:
         pytest.fail(f"no worker comes to the end: {walkers}, {work_queue}")
     assert deaths or all(walker.num_rounds == [len(rounds)] * num_epochs for walker in walkers), "a clock more"

@@ -115,7 +115,7 @@ def test_a_delivery_that_is_not_fresh_enough_does_not_wake_the_reader() -> None:
     assert of(core.handle(Arrived(0, delivered(1)), 0.0), ReadDone) == []
 
 
-def test_a_read_after_a_delivery_asks_nobody() -> None:
+def test_a_read_after_a_delivery_asks_no_server() -> None:
     core = make_worker(essp(1))
     core.handle(Arrived(0, delivered(4)), 0.0)
     core.handle(WantClock(), 0.0)

@@ -66,7 +66,7 @@ def test_the_rest_of_an_epoch_is_the_same_for_any_number_of_workers(
         seen += in_global_order(owned)
         state = parts[0].state_dict()
         last = [part.state_dict() for part, own in zip(parts, owned, strict=True) if len(own) == turns]
-        assert last == [state] * len(last), "who is in the same turn says the same"
+        assert last == [state] * len(last), "workers in the same turn say the same"
         assert (state["epoch"], state["num_done"]) == (0, len(seen))
     assert seen == first[: len(seen)]
     parts, recorders = sharded(loader, after)

@@ -78,7 +78,7 @@ def test_nothing_and_what_is_no_path_are_refused() -> None:
         files("a", [7])  # pyright: ignore[reportArgumentType]
 
 
-# -- who gets which --------------------------------------------------------------------------------------------------
+# -- which worker gets which -----------------------------------------------------------------------------------------
 
 
 def named(sizes: list[int]) -> Files:
@@ -108,7 +108,7 @@ def test_each_file_is_one_workers(sizes: list[int], size: int, partition: None, 
             assert all(list(part) == sorted(part) for part in parts)
 
 
-def test_the_largest_goes_first_and_to_whoever_has_least() -> None:
+def test_the_largest_goes_first_and_to_the_worker_with_least() -> None:
     assert balance(named([5, 9, 3, 4]), 2) == [1, 0, 0, 1]
     assert balance(named([2, 2, 2, 2]), 2) == [0, 1, 0, 1], "in the order of their names"
     assert balance(named([0, 0, 0]), 3) == [0, 1, 2], "files of nothing are shared out too"

@@ -114,7 +114,7 @@ class Lagging:
 
 @pytest.mark.parametrize("make", [sgd, adam])
 @pytest.mark.parametrize("num_samples", [36, 47], ids=["even", "uneven"])
-def test_values_equal_those_without_slices_whoever_took_them(
+def test_values_equal_those_without_slices_whichever_worker_took_them(
     tmp_path_factory: pytest.TempPathFactory, num_samples: int, make: MakeOptimizer
 ) -> None:
     plain = Training(num_samples, num_epochs=2, make=make, shuffle=True)
@@ -128,7 +128,7 @@ def test_values_equal_those_without_slices_whoever_took_them(
     assert len(sliced.counted[0]) < len(plain.counted[0]), "no worker has helped"
 
 
-def test_whoever_lags_is_helped_and_nobody_runs_ahead(tmp_path: Path) -> None:
+def test_a_slow_worker_is_helped_and_none_runs_ahead(tmp_path: Path) -> None:
     training = Training(72, slices=6, consistency="ssp:10", before=Lagging(72, 6))
     found = run_job(tmp_path, training, workers=3)
     assert len(training.counted[0]) <= 2 * 4, training.counted
@@ -216,7 +216,7 @@ def test_what_comes_back_when_the_others_are_through_counts_in_their_next_clock(
 
 @pytest.mark.parametrize(("num_samples", "clock"), [(36, 0), (36, 1), (47, 1), (47, 2)])
 @pytest.mark.parametrize(("is_fed", "slices"), [(False, 3), (True, 1)])
-def test_each_sample_weighs_as_much_as_if_nobody_had_died(
+def test_each_sample_weighs_as_much_as_without_a_death(
     num_samples: int, clock: int, is_fed: bool, slices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the dead worker had counts in the next clock of the others, or in one more behind the last."""

@@ -85,7 +85,7 @@ def test_fed_and_partitioned_runs_have_the_same_bits(
 
 
 @pytest.mark.parametrize(("data_servers", "slices"), [(0, 3), (2, 3), (2, 1)])
-def test_whoever_lags_is_helped_and_values_are_the_same_to_rounding(
+def test_a_slow_worker_is_helped_and_values_are_the_same_to_rounding(
     data_servers: int, slices: int, plain: dict[int, Results], tmp_path: Path
 ) -> None:
     source = write_numbers(tmp_path, 47)

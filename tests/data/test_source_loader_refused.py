@@ -69,11 +69,11 @@ def test_leases_need_an_optimizer_that_can_add_up(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"needs an optimizer .* Or give paceline.feed leases=False"):
             next(iter(loader))
         model = mlp().double()
-        everyone = paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.1), strategy="all-reduce", model=model)
+        combined = paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.1), strategy="all-reduce", model=model)
         with pytest.raises(UsageError, match=r"does not go with all-reduce.* leases=False"):
             next(iter(loader))
         assert sum(1 for _ in paceline.feed(source, batch_size=3, leases=False)) == 4
-        del everyone
+        del combined
 
     run_job(tmp_path, work)
 

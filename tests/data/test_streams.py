@@ -1,4 +1,4 @@
-"""Iterables are read by everyone, each item is one worker's, and reading goes on where it was left."""
+"""Iterables are read by every worker, each item is one worker's, and reading goes on where it was left."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_what_is_no_file_of_ratings_is_said(tmp_path: Path, content: str, said: 
         load(tmp_path / "missing", seed=0)
 
 
-def test_numbers_and_picture_tell_who_diverges(tmp_path: Path) -> None:
+def test_numbers_and_picture_tell_what_diverges(tmp_path: Path) -> None:
     from matrix_factorization_figure import Outcome, table
     from matrix_factorization_picture import draw
 

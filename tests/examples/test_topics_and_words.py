@@ -105,7 +105,7 @@ def test_perplexity_is_that_of_the_words_where_all_are_alike() -> None:
 
 
 @pytest.mark.usefixtures("_examples")
-def test_the_standard_library_has_documents_for_everybody() -> None:
+def test_the_standard_library_has_documents_for_every_example() -> None:
     from lda_documents import read_corpus
 
     corpus = read_corpus(None)

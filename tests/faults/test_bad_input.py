@@ -133,7 +133,7 @@ def test_gradients_that_are_not_finite_never_reach_the_values(mistaken: Run) -> 
     assert len(mistaken.saying("zeroed True")) == 2
 
 
-def test_a_mistake_nobody_catches_ends_the_job_without_a_traceback(tmp_path: Path) -> None:
+def test_a_mistake_that_is_not_caught_ends_the_job_without_a_traceback(tmp_path: Path) -> None:
     code, run = run_script(tmp_path, f"{OPEN}\nif ps.rank == 1:\n    table(size=-1)\nps.barrier()", "-n", "2")
 
     assert code == 1
@@ -231,7 +231,7 @@ def test_a_script_that_fails_on_one_rank_may_be_gone_on_without(tmp_path: Path) 
     assert run.told() == went_on_without("worker 1", "ended with exit code 7")
 
 
-def test_a_worker_that_never_takes_part_or_ends_without_leave_holds_up_nobody(tmp_path: Path) -> None:
+def test_a_worker_that_never_takes_part_or_ends_without_leave_holds_up_no_other(tmp_path: Path) -> None:
     text = """
 import os, sys
 from paceline.launch.policy import EXIT_LOST

@@ -41,7 +41,7 @@ def test_a_worker_and_then_all_are_told_to_leave(tmp_path: Path) -> None:
         run.wait_for("[worker 2] saved")
         assert wait_gone({pids[1], pids[2]}, LEFT_WITHIN_S) == set()
 
-        for pid in run.family():  # as Slurm, systemd and a container's runtime do it: everybody is told
+        for pid in run.family():  # as Slurm, systemd and a container's runtime do it: every process is told
             tell(pid)
         run.process.send_signal(signal.SIGTERM)
 

@@ -49,7 +49,7 @@ def test_how_long_waits_may_take_is_asked_for_by_a_number_above_0() -> None:
         wait_timeout_s({"PACELINE_TIMEOUT_S": "0"})
 
 
-def test_nobody_launched_us() -> None:
+def test_a_process_without_a_launcher() -> None:
     assert find_place({"PACELINE_RANK": "0"}) is None
     assert find_launcher({}) is None
 

@@ -42,7 +42,7 @@ def test_addresses_are_those_that_others_could_reach(address: str) -> None:
     assert not {"127.0.0.1", "::1"} & set(own_addresses())
 
 
-def test_a_name_that_nobody_knows_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_not_known_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"no address is known for the host 'node-9\.invalid'"):
         look_up("node-9.invalid")
 

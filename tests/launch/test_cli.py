@@ -85,6 +85,11 @@ def test_where_the_script_begins(tokens: list[str], split: tuple[list[str], list
         ("run --consistency ssp:-1 train.py", "bound is -1, expected 0 or more"),
         ("run --strategy ring train.py", "strategy 'ring': 'ring' is not known"),
         ("run -n two train.py", 'unable to convert "two" into int'),
+        ("run -n 1.5 train.py", "--workers is 1.5, expected a whole number"),
+        ("plan --parameters 1e6 --devices 2.5", "--devices is 2.5, expected a whole number"),
+        ("plan --parameters 1e6 --devices 99999999999", "--devices is 99999999999, expected 1 to 1000000"),
+        ("keys make k --days 99999999999", "99999999999 days are of no use: expected 1 to 36500"),
+        ("run --run-dir a\0b train.py", r"--run-dir is 'a\x00b', expected a text without zero bytes"),
         ("run -n 0 train.py", "--workers must be at least 1, got 0"),
         ("run --servers 0 train.py", "--servers must be at least 1, got 0"),
         ("run --server-threads 0 train.py", "--server-threads must be at least 1, got 0"),
@@ -106,7 +111,7 @@ def test_bad_input_is_one_clear_line(line: str, message: str, capsys: pytest.Cap
     assert "Traceback" not in captured.err
 
 
-def test_a_traceback_is_shown_to_those_who_ask(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_traceback_is_shown_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.answer(["run", "--traceback", "/nowhere/train.py"]) == 2
 
     assert "Traceback (most recent call last)" in capsys.readouterr().err

@@ -23,7 +23,7 @@ from paceline.observe.runs import read_run
 PAUSE = "print('ready'); signal.pause()\n"
 
 
-def test_output_carries_the_name_of_who_wrote_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_carries_the_name_of_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # the environment of the tests may have it
     script = write_script(tmp_path, "print('out', sys.argv[1:]); print('err', place.rank, file=sys.stderr)")
 

@@ -1,11 +1,13 @@
 """What the launcher writes: bytes as they came, to readers that are slow, gone or were never there."""
 
+import ast
 import fcntl
 import io
 import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -118,6 +120,21 @@ def test_a_closed_standard_output_ends_no_run(tmp_path: Path) -> None:
     assert done.returncode == 3
     assert done.stdout == b""
     assert b"Traceback" not in done.stderr
+
+
+OPENS = """
+import os, sys
+from paceline.launch.output import occupy_closed_streams
+occupy_closed_streams()
+os.write(os.open(sys.argv[1], os.O_WRONLY), str(os.pipe()).encode())
+"""
+
+
+def test_no_file_gets_the_number_of_a_stream_that_was_closed(tmp_path: Path) -> None:
+    (tmp_path / "told").touch()
+    words = ["sh", "-c", 'exec "$0" "$@" <&- >&- 2>&-', sys.executable, "-c", OPENS, str(tmp_path / "told")]
+    subprocess.run(words, check=True, timeout=TIMEOUT_S)
+    assert min(ast.literal_eval((tmp_path / "told").read_text())) > 2
 
 
 FLOOD = """

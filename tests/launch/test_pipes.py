@@ -56,7 +56,7 @@ def test_the_pump_reads_what_is_there_and_forgets_a_closed_pipe() -> None:
     os.close(wakeup_writer)
 
 
-def test_one_who_fled_with_the_pipe_cannot_hold_us(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_kept_the_pipe_cannot_hold_us(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     pipe = Pipe(os.fdopen(reader, "rb", buffering=0), lambda _: None)
     chunks: list[int] = []

@@ -40,7 +40,7 @@ def test_a_signal_is_noted_and_heeded_where_a_step_ends(number: signal.Signals) 
     assert not left(notice)
 
     signal.raise_signal(number)
-    signal.raise_signal(signal.SIGTERM)  # who stops a whole group tells everybody, and the launcher tells once more
+    signal.raise_signal(signal.SIGTERM)  # a whole group is told at once, and the launcher tells once more
 
     assert left(notice)
 
@@ -55,7 +55,7 @@ def test_a_script_that_asks_sees_to_it_itself() -> None:
     assert notice.check_preempted()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel says who has handlers")
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel says which processes have handlers")
 @pytest.mark.usefixtures("before")
 def test_a_handler_that_dumps_stacks_stays(tmp_path: Path) -> None:
     with (tmp_path / "stacks").open("w+") as stacks:
@@ -86,7 +86,7 @@ def test_handlers_of_the_script_stay_and_ours_go() -> None:
 
 
 @pytest.mark.usefixtures("before")
-def test_who_was_told_is_not_cut_short_while_it_ends() -> None:
+def test_a_process_that_was_told_is_not_cut_short_while_it_ends() -> None:
     notice = PreemptionNotice()
     notice.listen()
     signal.raise_signal(signal.SIGTERM)

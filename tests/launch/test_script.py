@@ -55,4 +55,30 @@ def test_a_script_that_sets_variables_is_known(text: str, sets: bool, tmp_path: 
     script = tmp_path / "script.py"
     script.write_text(text)
 
-    assert sets_variables(script) is sets
+    assert sets_variables(script, tmp_path) is sets
+
+
+@pytest.mark.parametrize(
+    "file", ["settings.py", "package/__init__.py", "package/inner.py", "package/sibling.py", "package/deep/__init__.py"]
+)
+def test_a_module_beside_the_script_that_sets_variables_is_known(file: str, tmp_path: Path) -> None:
+    files = {
+        "script.py": "import settings, torch\nfrom package import inner",
+        "settings.py": "import script",  # and back again
+        "package/__init__.py": "",
+        "package/inner.py": "from . import sibling\nfrom .deep import *",
+        "package/sibling.py": "from ....... import above",
+        "package/deep/__init__.py": "",
+        "unused.py": "import os\nos.environ['A'] = '1'",
+    }
+    (tmp_path / "package" / "deep").mkdir(parents=True)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert not sets_variables(tmp_path / "script.py", tmp_path)
+    assert not sets_variables(tmp_path / "package" / "sibling.py", tmp_path)
+
+    (tmp_path / file).write_text("from dotenv import load_dotenv\nload_dotenv()")
+    assert sets_variables(tmp_path / "script.py", tmp_path)
+    assert sets_variables(tmp_path / "package" / "deep" / "__init__.py", tmp_path) is (
+        file in ("package/__init__.py", "package/deep/__init__.py")
+    )

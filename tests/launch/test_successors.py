@@ -1,5 +1,6 @@
 """When another process goes on in the place of a server, and when it is given up."""
 
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -7,8 +8,10 @@ import pytest
 from paceline.core.events import Timeout
 from paceline.launch.child import Launch
 from paceline.launch.successors import MAX_FRUITLESS, NUM_ENTRIES, Successors
-from paceline.server.journal import Journal
+from paceline.server.journal import LISTENER, Journal
 from paceline.transport.lasting_memory import LastingMemory
+
+TIMEOUT_S = 60.0
 
 
 @pytest.fixture
@@ -50,7 +53,7 @@ def test_a_server_that_dies_again_and_again_before_it_has_done_anything_is_given
     assert "5 times in a row before it had done anything more" in successors.objection(0)
 
 
-def test_a_life_that_serves_pardons_those_before(successors: Successors) -> None:
+def test_a_life_that_serves_clears_the_failures_before(successors: Successors) -> None:
     live(successors, 0, NUM_ENTRIES)
     for _ in range(3):
         for _ in range(MAX_FRUITLESS - 1):
@@ -65,6 +68,22 @@ def test_a_server_that_cannot_be_kept_says_why_and_one_that_never_served_is_lost
     live(successors, 0, NUM_ENTRIES, cold="table 'w' has a rule with a state of its own")
     assert successors.objection(0) == "table 'w' has a rule with a state of its own"
     assert successors.objection(1) == "it had not begun to serve"
+
+
+def test_clients_that_wait_for_a_server_that_is_given_up_are_told_at_once(successors: Successors) -> None:
+    with socket.socket() as listening, socket.socket() as client:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        memory = LastingMemory.connect(successors._holders[0].theirs)
+        memory.keep(LISTENER, listening.fileno())
+        address = listening.getsockname()
+        del memory  # as if its process had died
+        listening.close()
+        client.settimeout(TIMEOUT_S)
+        client.connect(address)
+        assert successors.objection(0) == "it had not begun to serve"
+        with pytest.raises(ConnectionResetError):
+            client.recv(1)
 
 
 def test_every_server_reaches_memory_of_its_own_and_workers_none(successors: Successors) -> None:

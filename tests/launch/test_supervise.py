@@ -11,7 +11,9 @@ from typing import Literal
 import pytest
 
 from paceline.launch.child import Launch
+from paceline.launch.local import make_spec
 from paceline.launch.output import Console
+from paceline.launch.plan import LocalRun
 from paceline.launch.policy import EXIT_LOST, Policy
 from paceline.launch.signals import Signals
 from paceline.launch.supervise import Exits, SupervisionConfig, Supervisor
@@ -62,8 +64,9 @@ class Machine:
     now_s: float = 1000.0
     members: list[Member] = field(default_factory=list[Member])
     worker_code: int = 0
-    dying: list[str] = field(default_factory=list[str])  # who is killed once, when all have met
+    dying: list[str] = field(default_factory=list[str])  # killed once, when all have met
     has_met: bool = False
+    released_at: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])  # after how many starts
     objection_of: Callable[[int], str] | None = None  # why a server has no successor
 
     def objection(self, rank: int) -> str:
@@ -87,7 +90,8 @@ class Machine:
     def wait(self, timeout_s: float) -> None:
         self.now_s += self.waits_s.popleft() if self.waits_s else timeout_s
 
-    def release(self, member: object) -> None: ...
+    def release(self, member: Member) -> None:
+        self.released_at.append((member.name, len(self.members)))
 
     def close(self) -> None: ...
 
@@ -122,6 +126,25 @@ def test_servers_have_a_time_to_start(tmp_path: Path, capsys: pytest.CaptureFixt
     assert last.endswith("server 0 did not say where it listens within 30 s (missing: server 0)")
 
 
+def test_servers_that_still_start_when_the_run_ends_are_killed_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = Machine(deque([0.25] * 200))
+
+    assert run(machine, tmp_path) == 1
+
+    server = next(member for member in machine.members if member.name == "server 0")
+    assert server.is_killed
+    assert "server 0 had not ended" not in capsys.readouterr().err
+
+
+def test_a_worker_that_prepares_its_data_before_it_joins_is_waited_for_as_in_any_wait(tmp_path: Path) -> None:
+    def join_timeout_s(timeout_s: float | None) -> float:
+        return make_spec(LocalRun(script=tmp_path / "script.py", timeout_s=timeout_s), tmp_path).join_timeout_s
+
+    assert [join_timeout_s(given) for given in (None, 1800.0, 5.0)] == [600.0, 1800.0, 60.0]
+
+
 def test_the_last_line_of_a_run_whose_worker_wrote_nothing_says_what_happened(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,6 +167,14 @@ def test_a_successor_of_a_server_is_told_of_the_workers_that_ended_before(tmp_pa
     [first, second] = [member for member in machine.members if member.name == "server 0"]
     assert first.lines == ["ended 1 0"]  # which it may not have read any more
     assert second.lines == ["ended 1 0", "ended 0 0", "stop"]
+
+
+def test_a_successor_of_a_server_starts_before_what_the_server_has_left_is_cleared_away(tmp_path: Path) -> None:
+    machine = Machine(deque(), dying=["server 0"], objection_of=lambda _: "")
+
+    assert run(machine, tmp_path) == 0
+
+    assert machine.released_at == [("server 0", 3), ("worker 0", 3), ("server 0", 3)]
 
 
 def test_a_server_without_a_successor_ends_the_run_and_says_why(

@@ -1,6 +1,8 @@
 """Where a run is started: folders that are gone or closed, Python told by options, no /proc."""
 
 import json
+import os
+import pwd
 import subprocess
 import sys
 from pathlib import Path
@@ -10,15 +12,19 @@ import pytest
 from paceline import cli
 from paceline.errors import UsageError
 from paceline.job.environment import child_environment
+from paceline.job.folders import require_text
 from paceline.launch.forkserver import child as title
-from paceline.launch.local import prepare_run_dir
+from paceline.launch.local import guarded_folder, prepare_run_dir
 from paceline.launch.plan import DEFAULT_PROGRAMS, LocalRun, plan_launches
+from paceline.launch.rendezvous.detect import Detected
+from paceline.launch.rendezvous.store import TorchRendezvous, open_store
 from paceline.launch.script import check_script
 from paceline.observe import resources
 
 ASK = """
 import json, sys
 from paceline.job.environment import child_environment
+from paceline.job.folders import require_text
 print(json.dumps({name: text for name, text in child_environment(1, 1, {}).items() if name.startswith("PYTHON")}))
 """
 
@@ -75,6 +81,44 @@ def test_without_a_folder_for_temporary_files_the_user_is_told_what_to_do(monkey
         UsageError, match=r"cannot make a temporary folder .*No usable temporary directory found. Point TMPDIR"
     ):
         prepare_run_dir(None)
+
+
+def test_a_folder_whose_name_is_no_text_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_text(tmp_path / "Ordner mit Ü und 空格")
+    latin = Path(os.fsdecode(os.fsencode(tmp_path) + b"/Ord\xe9r"))
+    with pytest.raises(UsageError, match=r"the name of the folder .*Ord.udce9r' is no text .*name another folder"):
+        prepare_run_dir(latin)
+    assert not any(tmp_path.iterdir())
+    monkeypatch.setattr("tempfile.tempdir", str(latin))
+    with pytest.raises(UsageError, match="is no text"):
+        prepare_run_dir(None)
+
+
+def test_of_two_launchers_that_find_a_run_directory_empty_one_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with guarded_folder(tmp_path):
+        (tmp_path / "token").touch()
+        monkeypatch.setattr("paceline.launch.local.prepare_run_dir", lambda wanted: wanted)  # it has looked before
+        with pytest.raises(UsageError, match="is not empty"), guarded_folder(tmp_path):
+            pass
+        assert (tmp_path / "token").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"trace"}
+
+
+def test_a_user_without_a_home_needs_one_for_jobs_without_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    def getpwuid(number: int) -> None:
+        raise KeyError(f"uid not found: {number}")
+
+    monkeypatch.setattr(pwd, "getpwuid", getpwuid)
+    for name in ("HOME", "XDG_CACHE_HOME", "PACELINE_RUN_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    found = Detected(launcher="torchrun", job="job", rank=0, size=1, master=("127.0.0.1", 1), has_store=True)
+    assert isinstance(open_store(found), TorchRendezvous)
+    with pytest.raises(UsageError, match=r"has no home, .*: set HOME, or name another folder, PACELINE_RUN_DIR"):
+        open_store(Detected(launcher="Slurm", job="job", rank=0, size=1))
 
 
 def test_a_script_that_cannot_be_read_is_refused_before_processes_start(

@@ -18,7 +18,7 @@ from paceline.launch.policy import EXIT_LOST
 SCRIPT = Path(__file__).with_name("scripts") / "fsdp.py"
 
 
-def test_the_launcher_can_say_fsdp_learning_is_that_of_one_process_and_who_dies_is_named(tmp_path: Path) -> None:
+def test_the_launcher_can_say_fsdp_learning_is_that_of_one_process_and_a_dead_worker_is_named(tmp_path: Path) -> None:
     code, run = run_to_end(tmp_path / "run", SCRIPT, options=("-n", "2", "--strategy", "fsdp"))
 
     assert code == EXIT_LOST, run.output

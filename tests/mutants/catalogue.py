@@ -204,7 +204,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "self._held.pop(self.clock, [])",
     ),
     Mutant(
-        "every server decides who contributes",
+        "every server decides which workers contribute",
         SERVER,
         "while not self._follows and table.is_complete(self._clocks):",
         "while table.is_complete(self._clocks):",

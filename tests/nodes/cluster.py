@@ -74,7 +74,7 @@ class Cluster:
             node.close()
 
     def run(self, num_workers: int, work: Work) -> None:
-        """Run `work` as each of the workers at once, who then leave; raises what went wrong first."""
+        """Run `work` as each of the workers at once, which then leave; raises what went wrong first."""
 
         def live(rank: int) -> None:
             try:

@@ -79,7 +79,7 @@ class Actor:
 
 @dataclass
 class Stage:
-    """The threads, and who goes on."""
+    """The threads, and which goes on."""
 
     seed: int
     actors: list[Actor] = field(default_factory=list)
@@ -180,7 +180,7 @@ class StagedCondition:
 
 
 @dataclass
-class Lane:
+class OneWay:
     """Frames on their way in one direction: of each its header, its size, and as much of its body as has come."""
 
     frames: deque[tuple[bytes, int, list[bytes | memoryview]]] = field(default_factory=deque)
@@ -191,7 +191,7 @@ class Lane:
 class StagedConnection:
     """One end of two lanes. Bodies go by in two halves, or as the sender's own memory where the transport maps it."""
 
-    def __init__(self, transport: StagedTransport, peer: str, identity: bytes, out: Lane, into: Lane) -> None:
+    def __init__(self, transport: StagedTransport, peer: str, identity: bytes, out: OneWay, into: OneWay) -> None:
         self.peer, self.identity, self.peer_identity = peer, identity, NO_IDENTITY
         self._transport, self._stage = transport, transport.stage
         self._out, self._in = out, into
@@ -286,14 +286,14 @@ class StagedTransport:
         return self._listeners.setdefault(address, StagedListener(address, self.stage))
 
     def connect(self, address: str, identity: bytes, *, timeout_s: float) -> StagedConnection:
-        there, back = Lane(), Lane()
+        there, back = OneWay(), OneWay()
         if address not in self._listeners:
             raise PeerError(f"no listener at {address}")
         self._listeners[address].waiting.append(StagedConnection(self, "client", identity, back, there))
         return StagedConnection(self, address, identity, there, back)
 
 
-class NoTimekeeper:
+class NoTimer:
     """Nothing is lost on stage, so nothing is repeated."""
 
     def __init__(self, *_: object) -> None:
@@ -325,7 +325,7 @@ def staged(seed: int) -> Iterator[Stage]:
         for module in ("wire.send_queue", "wire.connection", "server.connections"):
             patch.setattr(f"paceline.{module}.threading", threads)
         patch.setattr("paceline.server.node.time", SimpleNamespace(monotonic=lambda: stage.now_s))
-        patch.setattr("paceline.worker.node.PeriodicThread", NoTimekeeper)
+        patch.setattr("paceline.worker.node.PeriodicThread", NoTimer)
         patch.setattr("paceline.server.buffers.MIN_MAPPED_BYTES", 1)
         patch.setattr(Acceptor, "get", get)
         for owner, attribute in ((WorkerLock, "changed"), (SendQueue, "_changed")):

@@ -25,7 +25,7 @@ def push_one(node: WorkerNode) -> int:
     return reserved.gradient.data_ptr()
 
 
-def test_who_waits_for_each_push_is_given_the_same_memory(tmp_path: Path) -> None:
+def test_a_script_that_waits_for_each_push_is_given_the_same_memory(tmp_path: Path) -> None:
     with cluster("shm", tmp_path, num_workers=1) as servers, servers.joined(0) as node:
         open_table(node, table("w", 4, "bsp"))
         values, places = torch.empty(4), set()
@@ -68,7 +68,7 @@ def test_there_is_no_more_while_two_pushes_are_under_way(tmp_path: Path) -> None
         assert servers.values("w").tolist() == [3.0] * 4
 
 
-def test_who_waits_too_long_for_memory_is_told_what_for(tmp_path: Path) -> None:
+def test_a_wait_for_memory_that_takes_too_long_says_what_for(tmp_path: Path) -> None:
     with cluster("memory", tmp_path, num_workers=2) as servers, servers.joined(0) as node:
         open_table(node, table("w", 4, "bsp"))
         for _ in range(2):

@@ -125,11 +125,11 @@ def test_a_push_that_makes_no_sense_is_refused_with_the_reason(
 
 
 def test_e8_over_tcp_no_worker_is_believed_that_it_has_looked_for_nan(tmp_path: Path) -> None:
-    with cluster("tcp", tmp_path, num_servers=1) as servers, member(servers, 1) as liar:
-        serve_table(liar)
+    with cluster("tcp", tmp_path, num_servers=1) as servers, member(servers, 1) as faulty:
+        serve_table(faulty)
         invalid = as_body(torch.tensor([1.0, math.nan, 1.0, 1.0]))
-        liar.say(replace(push(0), screened=True), invalid)
-        refused, _ = liar.hear(PushRefused)
+        faulty.say(replace(push(0), screened=True), invalid)
+        refused, _ = faulty.hear(PushRefused)
         assert "1 of its 4 elements on server 0 are NaN or infinite" in refused.reason
         assert servers.values("w").isfinite().all()
 
@@ -243,7 +243,7 @@ def test_values_under_way_are_not_overwritten_by_what_is_sent_again(tmp_path: Pa
         assert torch.frombuffer(first, dtype=torch.float32)[0] == 2.0, "the third answer uses the memory of the first"
 
 
-def test_a_reader_that_does_not_read_is_dropped_and_holds_up_nobody(
+def test_a_reader_that_does_not_read_is_dropped_and_holds_up_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.wire.send_queue._TIMEOUT_S", 0.3)

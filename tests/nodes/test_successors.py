@@ -65,7 +65,7 @@ class Fate:
             raise Killed
 
 
-class MortalServer(ServerNode):
+class KillableServer(ServerNode):
     fate: Fate
 
     def _write_down(self, written: Any, now: float) -> None:
@@ -87,7 +87,7 @@ class MortalServer(ServerNode):
 
 
 @dataclass
-class Seat:
+class ServerPlace:
     """The place of one server, whose processes come and go."""
 
     rank: int
@@ -108,7 +108,7 @@ class Seat:
             settings = ServerSettings(
                 self.rank, self.num_servers, workers=tuple(range(self.num_workers)), lease_s=PATIENCE_S, retry_s=0.05
             )
-            server = MortalServer(
+            server = KillableServer(
                 settings,
                 self.transport.listen(self.address),
                 self.transport,
@@ -138,7 +138,7 @@ class Seat:
 
 
 @contextmanager
-def mortal_cluster(kind: str, directory: Path, strides: tuple[int, ...]) -> Iterator[tuple[Cluster, list[Seat]]]:
+def killable(kind: str, directory: Path, strides: tuple[int, ...]) -> Iterator[tuple[Cluster, list[ServerPlace]]]:
     """Run a server for each stride, which is killed at every so many points; 0: at none."""
     transport = make_transport(kind, directory)
     listeners = [transport.listen(address_of(kind, directory, rank)) for rank in range(len(strides))]
@@ -146,8 +146,8 @@ def mortal_cluster(kind: str, directory: Path, strides: tuple[int, ...]) -> Iter
     for listener in listeners:
         listener.close()
     with ExitStack() as stack:
-        seats = [
-            Seat(
+        places = [
+            ServerPlace(
                 rank,
                 len(strides),
                 transport,
@@ -158,23 +158,23 @@ def mortal_cluster(kind: str, directory: Path, strides: tuple[int, ...]) -> Iter
             )
             for rank, stride in enumerate(strides)
         ]
-        threads = [threading.Thread(target=seat.run, daemon=True) for seat in seats]
-        for seat, thread in zip(seats, threads, strict=True):
-            seat.holder.start()
+        threads = [threading.Thread(target=place.run, daemon=True) for place in places]
+        for place, thread in zip(places, threads, strict=True):
+            place.holder.start()
             thread.start()
         try:
-            yield MortalCluster(transport, [], addresses, PATIENCE_S), seats
+            yield KillableCluster(transport, [], addresses, PATIENCE_S), places
         finally:
-            for seat in seats:
-                seat.fate.stride = 0
-                seat.stop()
+            for place in places:
+                place.fate.stride = 0
+                place.stop()
             for thread in threads:
                 thread.join(timeout=PATIENCE_S)
             assert not any(thread.is_alive() for thread in threads), "a server hangs"
-            assert not any(seat.errors for seat in seats), [seat.errors for seat in seats]
+            assert not any(place.errors for place in places), [place.errors for place in places]
 
 
-class MortalCluster(Cluster):
+class KillableCluster(Cluster):
     def worker(self, rank: int, incarnation: int = 0, wait_timeout_s: float = PATIENCE_S) -> WorkerNode:
         node = super().worker(rank, incarnation, wait_timeout_s)
         options = WorkerOptions(wait_timeout_s, reconnect_timeout_s=PATIENCE_S, checks_memory=True)
@@ -233,18 +233,18 @@ class Trained:
         return table
 
 
-def trained(kind: str, policy: str, directory: Path, strides: tuple[int, ...]) -> tuple[Trained, list[Seat]]:
+def trained(kind: str, policy: str, directory: Path, strides: tuple[int, ...]) -> tuple[Trained, list[ServerPlace]]:
     directory.mkdir(mode=0o700)
     job = Trained(Ledger(policy))
-    with mortal_cluster(kind, directory, strides) as (servers, seats):
+    with killable(kind, directory, strides) as (servers, places):
         servers.run(NUM_WORKERS, job.work)
-    return job, seats
+    return job, places
 
 
 def check(kind: str, policy: str, directory: Path, strides: tuple[int, ...]) -> None:
     """Kill at every so many points, and compare with what is promised."""
-    job, seats = trained(kind, policy, directory / "killed", strides)
-    assert all(seat.fate.num_kills > 1 for seat in seats)
+    job, places = trained(kind, policy, directory / "killed", strides)
+    assert all(place.fate.num_kills > 1 for place in places)
     outcomes = job.ledger.expected()
     if not job.ledger.consistency.backups:
         assert sorted(job.claimed) == [(home, index) for home, size in enumerate(SIZES) for index in range(size)]

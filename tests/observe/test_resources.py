@@ -45,7 +45,7 @@ def test_unix_sockets_and_files_count_nothing_and_stay_open() -> None:
         assert used().sent_bytes == before.sent_bytes
 
 
-def test_who_can_open_nothing_more_looks_another_time() -> None:
+def test_a_process_that_can_open_nothing_more_looks_another_time() -> None:
     usage = ResourceUsage()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     probe = os.dup(0)

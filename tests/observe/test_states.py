@@ -61,7 +61,7 @@ def test_a_rate_of_long_steps_waits_as_long(stage: Stage) -> None:
     assert [stage.rows(now)[0].samples_per_s for now in (0.0, 59.0, 181.0)] == [10.0, 10.0, 0.0]
 
 
-def test_who_waits_is_told_with_what_for(stage: Stage) -> None:
+def test_a_worker_that_waits_is_told_with_what_for(stage: Stage) -> None:
     stage.step(0, 4)
     stage.step(1, 3)
     assert stage.states(100.0) == ["", ""]
@@ -80,7 +80,7 @@ def test_of_one_clock_those_that_compute_are_waited_for(stage: Stage) -> None:
     assert stage.states(100.0) == ["waiting for worker 1 for 3 s", ""]
 
 
-def test_who_is_in_a_barrier_waits_for_those_that_have_not_come(stage: Stage) -> None:
+def test_a_worker_in_a_barrier_waits_for_those_that_have_not_come(stage: Stage) -> None:
     stage.step(0, 2)
     stage.step(1, 7)
     stage.states(100.0)
@@ -92,7 +92,7 @@ def test_who_is_in_a_barrier_waits_for_those_that_have_not_come(stage: Stage) ->
     assert stage.states(101.0)[0] == ""
 
 
-def test_who_says_nothing_is_hung(stage: Stage) -> None:
+def test_a_silent_process_is_hung(stage: Stage) -> None:
     stage.step(0, 0)
     stage.step(1, 0)
     stage.states(100.0)

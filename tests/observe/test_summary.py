@@ -85,7 +85,7 @@ def test_the_lead_is_between_workers_that_compute_at_the_same_time() -> None:
     assert summarize(gather(records)).max_lead == 2
 
 
-def test_a_dead_worker_holds_nobody_back() -> None:
+def test_a_dead_worker_holds_no_other_back() -> None:
     died = MembershipRecord(1.5, 0, 1, 0, "died")
     records: list[Record] = [read(1, 0, 0, 0), read(1, 1, 0, 0), died, step(2, 0, 0), read(3, 0, 9, 9)]
     assert summarize(gather(records)).max_lead == 0

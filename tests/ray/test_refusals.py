@@ -28,7 +28,7 @@ def test_without_ray_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("options", "complaint"),
+    ("options", "message"),
     [
         (RayOptions(address="ray://head:10001"), "expected auto or HOST:PORT"),
         (RayOptions(worker_cpus=0), "--worker-cpus must be more than 0"),
@@ -45,25 +45,25 @@ def test_without_ray_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) 
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_is_refused(options: RayOptions, complaint: str) -> None:
-    with pytest.raises(UsageError, match=complaint):
+def test_what_cannot_be_is_refused(options: RayOptions, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         options.validate(RUN)
 
 
 @pytest.mark.parametrize(
-    ("settings", "complaint"),
+    ("settings", "message"),
     [
         ({"transport": "memory"}, "memory is one process, and Ray starts many"),
         ({"pin": True}, "--pin is for one machine"),
     ],
 )
-def test_what_is_for_one_machine_is_refused(settings: dict[str, object], complaint: str) -> None:
-    with pytest.raises(UsageError, match=complaint):
+def test_what_is_for_one_machine_is_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         RayOptions().validate(LocalRun(script=RUN.script, **settings))  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
-    ("given", "complaint"),
+    ("given", "message"),
     [
         ({"worker_resources": ["TPU"]}, r"worker_resources is \['TPU'\], expected a dict with an amount for each name"),
         ({"env": "A=1"}, "env is 'A=1', expected a dict with a text for each name"),
@@ -72,8 +72,8 @@ def test_what_is_for_one_machine_is_refused(settings: dict[str, object], complai
         ({"worker_gpus": "1"}, "worker_gpus is '1', expected a number"),
     ],
 )
-def test_an_argument_of_another_type_is_refused(given: dict[str, object], complaint: str) -> None:
-    with pytest.raises(UsageError, match=complaint):
+def test_an_argument_of_another_type_is_refused(given: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         paceline.ray.run("train.py", **given)  # type: ignore[arg-type]
 
 
@@ -83,7 +83,7 @@ def test_an_option_of_ray_needs_the_engine(capsys: pytest.CaptureFixture[str]) -
     assert "--worker-gpus is for --engine ray, and the engine is local" in capsys.readouterr().err
 
 
-def test_a_dashboard_for_everybody_needs_authentication() -> None:
+def test_a_dashboard_beyond_the_machine_needs_authentication() -> None:
     with pytest.raises(UsageError, match="RAY_AUTH_MODE=token"):
         check_dashboard("0.0.0.0", authenticates=False)
     check_dashboard("0.0.0.0", authenticates=True)

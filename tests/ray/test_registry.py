@@ -64,7 +64,7 @@ def test_on_another_node_all_share_the_folder_of_server_0(tmp_path: Path) -> Non
     assert "token" not in repr(orders)
 
 
-def test_on_several_nodes_each_has_a_certificate_that_says_who_it_is(tmp_path: Path) -> None:
+def test_on_several_nodes_each_has_a_certificate_that_names_it(tmp_path: Path) -> None:
     registry = registry_of(tmp_path / "run", "abbab")
 
     orders = orders_of(registry, tmp_path / "apart")

@@ -45,7 +45,7 @@ def test_every_read_is_within_the_bound(finished: Finished) -> None:
     assert [read for read in finished.run.reads if read.staleness > STALENESS] == []
 
 
-def test_nobody_runs_further_ahead_than_the_bound(finished: Finished) -> None:
+def test_no_worker_runs_further_ahead_than_the_bound(finished: Finished) -> None:
     assert [worker.num_clocks for worker in finished.summary.workers] == [NUM_CLOCKS] * 4
     assert finished.summary.max_lead <= STALENESS
 

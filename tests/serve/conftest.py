@@ -1,5 +1,5 @@
 """What holds for all tests of a server of its own."""
 
-from tests.serve.house import served
+from tests.serve.daemon import served
 
 __all__ = ["served"]

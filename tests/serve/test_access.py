@@ -1,4 +1,4 @@
-"""Who gets in to a server of its own, and what the others are told: where, and what to do."""
+"""Which clients a server of its own admits, and what the others are told: where, and what to do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from tests.serve.house import House, house
+from tests.serve.daemon import Daemon, daemon
 
 import paceline
 from paceline.errors import (
@@ -42,7 +42,7 @@ def told_in_time(error: type[Exception], match: str) -> Iterator[None]:
     assert time.monotonic() - began < 20.0  # 5 s, and a machine that is busy
 
 
-def test_a_token_is_needed_and_the_right_one(served: House) -> None:
+def test_a_token_is_needed_and_the_right_one(served: Daemon) -> None:
     with told_in_time(AuthenticationFailed, rf"{served.address('x')} does not let this client in.*the file `token`"):
         served.connect("x", token=TOKEN)
     with told_in_time(UsageError, "refuses clients without its token: give token="):
@@ -57,7 +57,7 @@ def test_a_token_is_needed_and_the_right_one(served: House) -> None:
     assert (served.state / "token").stat().st_mode & 0o777 == 0o600
 
 
-def test_nobody_there_is_told_with_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_server_is_told_with_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.serve.client.CONNECT_TIMEOUT_S", 0.3)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -71,13 +71,13 @@ def test_nobody_there_is_told_with_the_address(monkeypatch: pytest.MonkeyPatch) 
             paceline.connect(f"paceline://127.0.0.1:{port}/a", token=TOKEN)
 
 
-def test_a_fault_at_the_reception_is_told_on_both_sides(
+def test_a_fault_at_the_gateway_is_told_on_both_sides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("a fault of ours")
 
-    with house(tmp_path / "state") as served:
+    with daemon(tmp_path / "state") as served:
         monkeypatch.setattr("paceline.serve.gateway.encode", fail)
         with told_in_time(ConnectionLost, rf"{served.address('a')} has not said whether it lets this client in: "):
             served.connect("a")
@@ -90,7 +90,7 @@ def talk(connection: Connection, header: bytes, body: memoryview) -> None:
         connection.receive(timeout_s=30)
 
 
-def test_who_talks_nonsense_is_cut_off_and_others_are_served(served: House) -> None:
+def test_a_client_that_sends_rubbish_is_cut_off_and_others_are_served(served: Daemon) -> None:
     transport = (
         ClientCredentials(token=served.state / "token").access(ServeUrl.parse(served.address()), None).transport()
     )
@@ -111,17 +111,17 @@ def test_who_talks_nonsense_is_cut_off_and_others_are_served(served: House) -> N
     assert served.told.lines == []
 
 
-def test_silent_holders_of_the_token_keep_no_client_waiting(served: House) -> None:
+def test_silent_holders_of_the_token_keep_no_client_waiting(served: Daemon) -> None:
     transport = (
         ClientCredentials(token=served.state / "token").access(ServeUrl.parse(served.address()), None).transport()
     )
-    with ExitStack() as crowd:
+    with ExitStack() as clients:
         for number in range(80):
             visit = (
                 EnterFrame("default") if number % 2 else EnterFrame("default", ask=EnterRequest(None, 3, __version__))
             )
             silent = transport.connect(f"tcp://127.0.0.1:{served.port}", encode(visit), timeout_s=30)
-            crowd.enter_context(closing(silent))
+            clients.enter_context(closing(silent))
         began = time.monotonic()
         with served.connect("other") as ps:
             assert ps.rank == 0
@@ -132,7 +132,7 @@ def test_a_client_whose_certificate_is_revoked_after_its_handshake_is_not_admitt
     keys, third = tmp_path / "keys", tmp_path / "third"
     make_keys(keys)
     issue_keys(keys, Holder("worker", 3), third)
-    with house(tmp_path / "state", keys) as served:
+    with daemon(tmp_path / "state", keys) as served:
         served.namespaces.expel({"worker-3"})  # no file says so to the handshake
         with told_in_time(PeerError, r"its certificate \(worker-3, [0-9A-F]+\) was revoked"):
             served.connect(token=None, keys=third)
@@ -201,7 +201,7 @@ def test_where_other_machines_come_certificates_are_demanded_and_say_which_worke
     make_keys(foreign)
     issue_keys(keys, Holder("worker", 3), third)
     token = keys / "token"
-    with house(tmp_path / "state", keys) as served:
+    with daemon(tmp_path / "state", keys) as served:
         with served.connect(token=None, keys=keys) as ps:
             assert ps.rank == 0
             with served.connect(keys=third, token=None) as other:
@@ -264,7 +264,7 @@ def test_what_is_wrong_with_a_certificate_is_not_blamed_on_the_token(tmp_path: P
     keys, foreign = tmp_path / "keys", tmp_path / "foreign"
     make_keys(keys)
     make_keys(foreign)
-    with house(tmp_path / "state", keys) as served:
+    with daemon(tmp_path / "state", keys) as served:
         with pytest.raises(CertificateRefused) as caught:
             served.connect(token=keys / "token", keys=foreign)
         assert "token" not in str(caught.value)

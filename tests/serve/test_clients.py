@@ -1,4 +1,4 @@
-"""Clients of a server of its own: who they are there, what they share, and what is kept of it."""
+"""Clients of a server of its own: which workers they are there, what they share, and what is kept of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.serve.house import House, house
+from tests.serve.daemon import Daemon, daemon
 
 import paceline
 from paceline.api.session import Session
@@ -50,7 +50,7 @@ def together(*calls: Callable[[], None]) -> None:
         raise failures[0]
 
 
-def test_clients_that_are_counted_train_as_workers_of_a_job_do(served: House) -> None:
+def test_clients_that_are_counted_train_as_workers_of_a_job_do(served: Daemon) -> None:
     found: dict[int, torch.Tensor] = {}
 
     def work() -> None:
@@ -71,7 +71,7 @@ def test_clients_that_are_counted_train_as_workers_of_a_job_do(served: House) ->
     assert torch.equal(found[1], value)
 
 
-def test_a_namespace_goes_on_where_its_last_client_left_it(served: House) -> None:
+def test_a_namespace_goes_on_where_its_last_client_left_it(served: Daemon) -> None:
     adagrad = paceline.update.Adagrad(lr=0.5)
     with served.connect("job") as ps:
         first = train(ps, 2)
@@ -100,7 +100,7 @@ def test_an_optimizer_goes_on_as_if_it_had_never_been_away(tmp_path: Path) -> No
         optimizer.step()
 
     for _ in range(2):  # each time another server process, as it were
-        with house(tmp_path / "state") as served, paceline.init(served.connect()):
+        with daemon(tmp_path / "state") as served, paceline.init(served.connect()):
             optimizer = paceline.distributed(torch.optim.Adam(model.parameters(), lr=0.1))
             for _ in range(2):
                 step(model, optimizer)
@@ -115,7 +115,7 @@ def test_an_optimizer_goes_on_as_if_it_had_never_been_away(tmp_path: Path) -> No
         torch.testing.assert_close(ours, theirs.detach())
 
 
-def test_ranks_are_the_first_free_ones_or_those_that_were_asked_for(served: House) -> None:
+def test_ranks_are_the_first_free_ones_or_those_that_were_asked_for(served: Daemon) -> None:
     with served.connect() as zero, served.connect(rank=2) as two, served.connect() as one:
         assert [zero.rank, one.rank, two.rank] == [0, 1, 2]
         assert [zero.size, two.size, one.size] == [1, 3, 3]
@@ -133,7 +133,7 @@ def test_ranks_are_the_first_free_ones_or_those_that_were_asked_for(served: Hous
             assert open_weights(again, "asynchronous").push(torch.ones(3)).result(30.0).applied
 
 
-def test_clients_that_are_counted_must_agree_on_how_many(served: House) -> None:
+def test_clients_that_are_counted_must_agree_on_how_many(served: Daemon) -> None:
     with served.connect("two", workers=2), served.connect("two", workers=2):
         with pytest.raises(Refused, match="workers=3 in namespace 'two', where others are with workers=2"):
             served.connect("two", workers=3)
@@ -143,8 +143,8 @@ def test_clients_that_are_counted_must_agree_on_how_many(served: House) -> None:
             served.connect("two", workers=2)
 
 
-def test_who_is_killed_holds_nobody_up_and_the_last_one_leaves_all_on_disk(tmp_path: Path) -> None:
-    with house(tmp_path / "state", lease_s=0.2) as served:
+def test_a_killed_client_holds_up_no_other_and_the_last_one_leaves_all_on_disk(tmp_path: Path) -> None:
+    with daemon(tmp_path / "state", lease_s=0.2) as served:
         zero, one = served.connect(), served.connect()
         weights = open_weights(zero)
         open_weights(one).push(torch.ones(3))
@@ -159,7 +159,7 @@ def test_who_is_killed_holds_nobody_up_and_the_last_one_leaves_all_on_disk(tmp_p
             assert torch.equal(open_weights(ps).pull(), values)
 
 
-def test_a_script_that_fails_leaves_at_once(served: House, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_that_fails_leaves_at_once(served: Daemon, capsys: pytest.CaptureFixture[str]) -> None:
     zero, one = (served.connect("job", rank=rank, workers=2) for rank in range(2))
     open_weights(zero)
     held = open_weights(one).push(torch.ones(3))
@@ -173,7 +173,7 @@ def test_a_script_that_fails_leaves_at_once(served: House, capsys: pytest.Captur
 
 def test_a_fault_in_one_namespace_ends_that_one_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda _: None)  # the fault is ours
-    with house(tmp_path / "state", num_unsaved=1) as served, served.connect("good") as good:
+    with daemon(tmp_path / "state", num_unsaved=1) as served, served.connect("good") as good:
         with served.connect("bad") as bad:
             values = train(bad, 1)
         served.wait_empty("bad")
@@ -191,7 +191,7 @@ def test_a_fault_in_one_namespace_ends_that_one_alone(tmp_path: Path, monkeypatc
             assert torch.equal(open_weights(again).pull(), values)
 
 
-def test_namespaces_have_plain_names_and_are_not_without_number(served: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_namespaces_have_plain_names_and_are_limited(served: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("..", "a/b", "-x", "n" * 65):
         with pytest.raises(UsageError, match="cannot be the name of a namespace"):
             served.connect(name)
@@ -201,7 +201,7 @@ def test_namespaces_have_plain_names_and_are_not_without_number(served: House, m
         served.connect("c")
 
 
-def test_clients_are_no_group_that_calls_each_other(served: House) -> None:
+def test_clients_are_no_group_that_calls_each_other(served: Daemon) -> None:
     with served.connect() as ps:
         future = ps.exchange.all_reduce(torch.ones(2), "sum", None)
         with pytest.raises(UsageError, match="clients of a server of its own know the server alone"):
@@ -209,7 +209,7 @@ def test_clients_are_no_group_that_calls_each_other(served: House) -> None:
 
 
 def test_code_and_folders_that_the_server_was_not_told_of_are_left_alone(tmp_path: Path) -> None:
-    with house(tmp_path / "state") as served, served.connect() as ps:
+    with daemon(tmp_path / "state") as served, served.connect() as ps:
         weights = open_weights(ps)
         with pytest.raises(Refused, match="own_functions"):
             weights.call("tests.nodes.own_functions:increment")
@@ -218,7 +218,7 @@ def test_code_and_folders_that_the_server_was_not_told_of_are_left_alone(tmp_pat
             ps.table("users", rows=2, update=paceline.update.Add(), life=life)
 
 
-def test_what_is_not_saved_in_time_when_the_server_ends_is_told(served: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_saved_in_time_at_the_end_is_told(served: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.serve.namespace.SAVE_TIMEOUT_S", 0.1)
     monkeypatch.setattr("paceline.serve.namespace._END_TIMEOUT_S", 0.1)
     busy = threading.Event()
@@ -246,7 +246,7 @@ def test_what_the_disk_does_not_take_is_told_and_tried_again(tmp_path: Path, mon
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("paceline.serve.namespace.sync", fail)
-    with house(tmp_path / "state", save_every_s=0.01) as served:
+    with daemon(tmp_path / "state", save_every_s=0.01) as served:
         with served.connect() as ps:
             values = train(ps, 1)
         served.told.wait("could not be saved, the save before it counts: [Errno 28] No space left")
@@ -254,7 +254,7 @@ def test_what_the_disk_does_not_take_is_told_and_tried_again(tmp_path: Path, mon
             assert torch.equal(open_weights(ps).pull(), values)
         full.clear()
         served.wait_empty()
-    with house(tmp_path / "state") as served, served.connect() as ps:
+    with daemon(tmp_path / "state") as served, served.connect() as ps:
         assert torch.equal(open_weights(ps).pull(), values)
 
 
@@ -269,7 +269,7 @@ def test_a_namespace_without_clients_that_the_disk_does_not_take_is_not_tried_at
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("paceline.serve.namespace.sync", fail)
-    with house(tmp_path / "state", save_every_s=3600.0) as served:
+    with daemon(tmp_path / "state", save_every_s=3600.0) as served:
         with served.connect("job") as ps:
             train(ps, 1)
         served.told.wait("No space left")

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.leaks import nothing_left_behind
-from tests.serve.house import house
+from tests.serve.daemon import daemon
 
 import paceline
 from paceline.api.session import Session
@@ -102,24 +102,24 @@ def test_a_server_that_is_killed_loses_one_interval_and_one_that_is_told_to_end_
             assert (process.returncode, stdout, stderr) == (0, "", "paceline: saving, and ending\n")
             ps.close(politely=False)
     wait_saved(state, found + 1.0)
-    with house(state) as served, served.connect("job") as ps:
+    with daemon(state) as served, served.connect("job") as ps:
         assert float(open_sum(ps).pull()[0]) == found + 1.0
 
 
 def test_what_cannot_be_served_is_told_and_nothing_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def complaint(*options: str, state: Path = tmp_path / "other") -> str:
+    def refusal(*options: str, state: Path = tmp_path / "other") -> str:
         assert answer(["serve", "--state", str(state), *options]) != 0
         return capsys.readouterr().err
 
-    with house(tmp_path / "state") as served, nothing_left_behind():
+    with daemon(tmp_path / "state") as served, nothing_left_behind():
         taken = f"127.0.0.1:{served.port}"
-        assert f"port {served.port} of 127.0.0.1 is taken by process {os.getpid()}" in complaint("--listen", taken)
-        assert "another server keeps its state in" in complaint(state=served.state)
-        assert "paceline keys make KEYS" in complaint("--listen", "0.0.0.0:0")
-        assert "is not HOST:PORT" in complaint("--listen", "7700")
-        assert "cannot read the job's token" in complaint("--keys", str(tmp_path / "nowhere"))
-        assert "--save-every is 0, expected more than 0 seconds" in complaint("--save-every", "0")
-        assert "--save-every is nan, expected" in complaint("--save-every", "nan")
+        assert f"port {served.port} of 127.0.0.1 is taken by process {os.getpid()}" in refusal("--listen", taken)
+        assert "another server keeps its state in" in refusal(state=served.state)
+        assert "paceline keys make KEYS" in refusal("--listen", "0.0.0.0:0")
+        assert "is not HOST:PORT" in refusal("--listen", "7700")
+        assert "cannot read the job's token" in refusal("--keys", str(tmp_path / "nowhere"))
+        assert "--save-every is 0, expected more than 0 seconds" in refusal("--save-every", "0")
+        assert "--save-every is nan, expected" in refusal("--save-every", "nan")
 
 
 def test_a_damaged_namespace_is_told_and_the_others_are_served(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def client(made: Acceptor, transport: Transport, name: bytes) -> Iterator[Connec
 
 
 def heard(made: Acceptor) -> tuple[bytes, bytes]:
-    """Who has sent the next frame, and its header."""
+    """The sender of the next frame, and its header."""
     item = made.get(PATIENCE_S)
     assert isinstance(item, Incoming)
     assert item.frame is not None, item.problem

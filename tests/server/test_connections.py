@@ -20,7 +20,7 @@ NUM = 40
 BODY = memoryview(bytes(64 << 10))  # more than sockets hold, all of them together
 
 
-class House:
+class Endpoints:
     """A server's connections, and a listener in the place of all others."""
 
     def __init__(self, kind: str, directory: Path) -> None:
@@ -48,8 +48,8 @@ class House:
 
 
 @pytest.fixture(params=["memory", "tcp", "shm"])
-def house(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[House]:
-    with closing(House(request.param, tmp_path)) as made:
+def endpoints(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Endpoints]:
+    with closing(Endpoints(request.param, tmp_path)) as made:
         yield made
 
 
@@ -57,39 +57,39 @@ def messages(end: Connection, num: int) -> list[object]:
     return [decode(end.receive(timeout_s=TIMEOUT_S).header) for _ in range(num)]
 
 
-def test_a_worker_that_does_not_read_delays_no_other(house: House) -> None:
-    slow, ready = house.member(0), house.member(1)
+def test_a_worker_that_does_not_read_delays_no_other(endpoints: Endpoints) -> None:
+    slow, ready = endpoints.member(0), endpoints.member(1)
     for number in range(NUM):
-        house.peers.send_worker(0, 0, RequestDone(number), BODY)
-    house.peers.send_worker(1, 0, Ticked(1))
+        endpoints.peers.send_worker(0, 0, RequestDone(number), BODY)
+    endpoints.peers.send_worker(1, 0, Ticked(1))
     assert messages(ready, 1) == [Ticked(1)]
     assert messages(slow, NUM) == [RequestDone(number) for number in range(NUM)]
 
 
 def test_mapped_memory_that_waits_is_not_copied(tmp_path: Path) -> None:
-    with closing(House("shm", tmp_path)) as house:
-        slow = house.member(0)
-        shared = house.transport.allocate(1 << 20)
+    with closing(Endpoints("shm", tmp_path)) as endpoints:
+        slow = endpoints.member(0)
+        shared = endpoints.transport.allocate(1 << 20)
         assert slow.has_room(shared)
         for number in range(NUM):
-            house.peers.send_worker(0, 0, RequestDone(number), BODY)
-        house.peers.send_worker(0, 0, RequestDone(NUM), shared)
+            endpoints.peers.send_worker(0, 0, RequestDone(number), BODY)
+        endpoints.peers.send_worker(0, 0, RequestDone(NUM), shared)
         messages(slow, NUM)
         body = slow.receive(timeout_s=TIMEOUT_S).body
         shared[:5] = b"later"
         assert bytes(body[:5]) == b"later"
 
 
-def test_a_server_that_does_not_read_delays_no_worker(house: House) -> None:
+def test_a_server_that_does_not_read_delays_no_worker(endpoints: Endpoints) -> None:
     said = [Follow(1, 0, "w" * 10_000, clock) for clock in range(200)]
     for message in said:
-        house.peers.send_server(1, message)
-    assert messages(house.accept(), len(said)) == said
+        endpoints.peers.send_server(1, message)
+    assert messages(endpoints.accept(), len(said)) == said
 
 
-def test_a_server_that_came_back_is_reached_again(house: House) -> None:
-    house.peers.send_server(1, Follow(1, 0, "w", 0))
-    house.accept().close()
+def test_a_server_that_came_back_is_reached_again(endpoints: Endpoints) -> None:
+    endpoints.peers.send_server(1, Follow(1, 0, "w", 0))
+    endpoints.accept().close()
     for clock in range(1, 100):  # the first may be lost: the end of the connection is not noticed before
-        house.peers.send_server(1, Follow(1, 0, "w", clock))
-    assert isinstance(messages(house.accept(), 1)[0], Follow)
+        endpoints.peers.send_server(1, Follow(1, 0, "w", clock))
+    assert isinstance(messages(endpoints.accept(), 1)[0], Follow)

@@ -18,6 +18,8 @@ from paceline.server.journal import (
     COLD,
     COLD_BYTES,
     JOURNAL,
+    JOURNAL_BYTES,
+    SNAPSHOT_AFTER_BYTES,
     SNAPSHOTS,
     START_BYTES,
     Asked,
@@ -139,6 +141,17 @@ def test_a_snapshot_is_due_before_room_is_short_and_what_has_none_is_refused() -
         journal.append(EVENTS[0], 0.0)
     with pytest.raises(JournalFull, match="have no room"):
         journal.append(Died(1, 0, "x" * 4096), 0.0)
+
+
+@pytest.mark.parametrize(("state_bytes", "least"), [(0, SNAPSHOT_AFTER_BYTES), (1 << 14, 1 << 17)])
+def test_a_snapshot_is_due_before_a_successor_would_have_much_to_replay(state_bytes: int, least: int) -> None:
+    journal = Journal(Room(room=1 << 24), JOURNAL_BYTES)
+    journal.write_snapshot(bytes(state_bytes))
+    size_bytes = 0
+    while not journal.wants_snapshot:
+        journal.append(Died(1, 0, "x" * 1000), 0.0)
+        size_bytes += 1000
+    assert 0.9 * least < size_bytes <= least < JOURNAL_BYTES // 2
 
 
 def test_without_memory_for_a_snapshot_the_older_one_stays() -> None:

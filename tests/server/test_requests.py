@@ -83,7 +83,7 @@ def test_what_one_of_a_meeting_has_to_tell_is_told_to_all_however_often_they_ask
         assert (other.hear(RequestDone)[0].number, third.hear(RequestDone)[0].number) == (11, 11)
 
 
-def test_a_meeting_goes_on_without_those_who_are_gone(tmp_path: Path) -> None:
+def test_a_meeting_goes_on_without_the_workers_that_are_gone(tmp_path: Path) -> None:
     with (
         cluster("memory", tmp_path, num_workers=3, num_servers=1) as servers,
         member(servers, 0) as one,

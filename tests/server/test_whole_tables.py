@@ -1,4 +1,4 @@
-"""Functions of yours over tables of both kinds, as a script calls them: what they get, change, and who sees it."""
+"""Functions of yours over tables of both kinds: what they get and change, and which reads see it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -218,7 +218,7 @@ def test_what_a_call_changes_counts_as_an_update_of_its_clock(kind: str, consist
         ps.barrier()
         if ps.rank == 0:
             kept.call(f"{HERE}:increment" + "_rows" * (kind == "rows"), by=2.0)
-            assert read() == [2.0] * 6, "who called sees it at once"
+            assert read() == [2.0] * 6, "the caller sees it at once"
         ps.barrier()
         for _ in range(1 + bound):
             ps.clock()

@@ -47,7 +47,7 @@ def test_a_copy_of_a_request_gets_the_same_answer_and_takes_nothing() -> None:
     assert table.ask(ONE, 1) == piece(0, 0)
 
 
-def test_who_waits_for_the_end_is_told_when_the_last_update_is_applied() -> None:
+def test_a_wait_for_the_end_ends_when_the_last_update_is_applied() -> None:
     table = Table()
     assert [table.ask(OTHER, number) for number in (1, 2, 3)] == [piece(1, 0, 2), piece(1, 1, 1), piece(0, 0)]
     assert [table.ask(ONE, 1), table.ask(ONE, 2, 1, ())] == [WorkAnswer("rest", WorkRound(0, 0)), None]
@@ -56,7 +56,7 @@ def test_who_waits_for_the_end_is_told_when_the_last_update_is_applied() -> None
     assert table.ask(ONE, 2, 1, ()) == WorkAnswer("over", WorkRound(0, 1)), "a copy"
 
 
-def test_who_is_given_up_gives_back_and_is_dealt_no_more() -> None:
+def test_a_dead_worker_gives_back_and_is_dealt_no_more() -> None:
     table = Table()
     assert table.ask(OTHER, 1, sizes=(0, 1)) == piece(1, 0)
     assert table.ask(ONE, 1, 1, ()) is None
@@ -66,7 +66,7 @@ def test_who_is_given_up_gives_back_and_is_dealt_no_more() -> None:
     assert table.ask(OTHER, 2) == RequestFailed(2, "worker 1 takes no part")
 
 
-def test_who_goes_to_another_work_keeps_nobody_waiting_in_the_one_before() -> None:
+def test_a_worker_that_goes_to_another_work_holds_up_no_other_in_the_one_before() -> None:
     table = Table()
     assert table.ask(OTHER, 1, sizes=(0, 1)) == piece(1, 0)
     assert table.ask(ONE, 1, 1, ()) is None
@@ -99,7 +99,7 @@ def test_all_begin_an_epoch_behind_the_same_batch_and_are_told_where() -> None:
     assert sent == [(0, WorkQueueEntry(piece(0, 0, 2), 4)), (1, WorkQueueEntry(piece(1, 0, 1), 4))]
 
 
-def test_who_is_started_again_is_told_where_the_others_began_before_it_is_given_anything() -> None:
+def test_a_restarted_worker_is_told_where_the_others_began_before_it_is_given_anything() -> None:
     sent: list[tuple[int, WorkQueueEntry]] = []
     work_host = WorkQueueHost(lambda rank, incarnation, message, body: sent.append((rank, read_answer(body))))
     again = (1, 1)
@@ -113,7 +113,7 @@ def test_who_is_started_again_is_told_where_the_others_began_before_it_is_given_
     assert sent[1:] == [(1, elsewhere), (1, WorkQueueEntry(piece(1, 0, 1), 4))]
 
 
-def test_who_is_started_again_says_nothing_about_where_later_epochs_begin() -> None:
+def test_a_restarted_worker_says_nothing_about_where_later_epochs_begin() -> None:
     sent: list[tuple[int, WorkQueueEntry]] = []
     work_host = WorkQueueHost(lambda rank, incarnation, message, body: sent.append((rank, read_answer(body))))
     work_host.claim(ONE, beginning(1, start=4))
@@ -125,7 +125,7 @@ def test_who_is_started_again_says_nothing_about_where_later_epochs_begin() -> N
     assert [dealing.start for _, dealing in sent] == [4, 0, 0]
 
 
-def test_who_is_started_again_before_anybody_begins_says_where_the_first_epoch_begins() -> None:
+def test_a_restarted_worker_that_comes_first_says_where_the_first_epoch_begins() -> None:
     sent: list[tuple[int, WorkQueueEntry]] = []
     work_host = WorkQueueHost(lambda rank, incarnation, message, body: sent.append((rank, read_answer(body))))
     work_host.claim((1, 1), beginning(1, start=6))
@@ -134,7 +134,7 @@ def test_who_is_started_again_before_anybody_begins_says_where_the_first_epoch_b
     assert [(rank, dealing.start) for rank, dealing in sent] == [(0, 6), (1, 6)]
 
 
-def test_who_waits_for_the_end_of_an_epoch_that_others_left_for_a_later_one_is_told() -> None:
+def test_a_wait_for_an_epoch_that_others_left_for_a_later_one_ends() -> None:
     sent: list[tuple[int, WorkQueueEntry]] = []
     work_host = WorkQueueHost(lambda rank, incarnation, message, body: sent.append((rank, read_answer(body))))
     work_host.claim(OTHER, beginning(1, start=4))

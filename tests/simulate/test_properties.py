@@ -93,7 +93,7 @@ def scenarios(
 
 @FEW
 @given(scenarios(others=FURTHER, rows=FURTHER, num_pushes=st.sampled_from([1, 3])))
-def test_whatever_happens_no_rule_is_broken_and_everybody_finishes(scenario: Scenario) -> None:
+def test_whatever_happens_no_rule_is_broken_and_all_workers_finish(scenario: Scenario) -> None:
     World(scenario).run()
 
 
@@ -115,8 +115,8 @@ def test_bsp4_under_bsp_a_rough_network_does_not_show_in_what_is_applied(scenari
     rough = World(replace(scenario, network=replace(scenario.network, cut=0.0, spoil=0.0))).run()
     clean = World(replace(scenario, network=Network())).run()
     assert applied(rough) == applied(clean)
-    everyone = list(range(scenario.num_workers))
-    assert applied(clean) == [[(clock, everyone) for clock in range(scenario.num_clocks)]] * scenario.num_servers
+    all_workers = list(range(scenario.num_workers))
+    assert applied(clean) == [[(clock, all_workers) for clock in range(scenario.num_clocks)]] * scenario.num_servers
 
 
 @FEW

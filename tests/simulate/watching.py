@@ -89,26 +89,26 @@ class WatchedWorld(World):
     _own: dict[str, int] = field(default_factory=dict[str, int])  # worker -> sequence number of its newest push
     _begun: Counter[tuple[str, str, int]] = field(default_factory=Counter[tuple[str, str, int]])  # reads of a clock
 
-    def record(self, who: str, event: Any, effects: Any) -> None:
+    def record(self, name: str, event: Any, effects: Any) -> None:
         """Look at one step of a core."""
-        super(WatchedWorld, self).record(who, event, effects)
-        if who.startswith("server"):
-            self._watch_server(who, event, effects)
+        super(WatchedWorld, self).record(name, event, effects)
+        if name.startswith("server"):
+            self._watch_server(name, event, effects)
         else:
-            self._watch_worker(who, event, effects)
+            self._watch_worker(name, event, effects)
 
     def cut(self, actor: Any, server: int) -> None:
         self.marks["a connection cut"] += 1
         super(WatchedWorld, self).cut(actor, server)
 
-    def _watch_server(self, who: str, event: Any, effects: list[Any]) -> None:
+    def _watch_server(self, name: str, event: Any, effects: list[Any]) -> None:
         if isinstance(event, Push):
-            self._watch_push(who, event, effects)
+            self._watch_push(name, event, effects)
         if isinstance(event, Clock) and event.withdrawn:
             self.marks["a part refused by one server withdrawn from the others"] += 1
             of_rows = any(self.histories[table].keyed for table, _, _ in event.withdrawn)
             self.marks["a push of rows refused by one server withdrawn from the others"] += of_rows
-        if isinstance(event, Follow) and who == "server 0" and event.table not in self._servers[0].core.tables:
+        if isinstance(event, Follow) and name == "server 0" and event.table not in self._servers[0].core.tables:
             self.marks["a question about a table that the lead had yet to hear of"] += 1
         self._watch_sums(effects)
         if isinstance(event, Pull) and not effects:
@@ -127,15 +127,15 @@ class WatchedWorld(World):
                 case Reply(message=PushRefused(reason=reason)) if "was completed without" in reason:
                     self.marks["a held push refused at the close of its clock"] += 1
                 case Advanced():
-                    jumped = effect.clock > self._advanced.get(who, 0) + 1
+                    jumped = effect.clock > self._advanced.get(name, 0) + 1
                     self.marks["the slowest clock jumped by more than one"] += jumped
-                    self._advanced[who] = effect.clock
+                    self._advanced[name] = effect.clock
                 case Serve(message=Fetched()):
                     self.marks["a waiter released by a death"] += isinstance(event, Died | Timeout)
                     self.marks["a waiter skipped by a jump released"] += jumped
                 case Serve(message=Delivered(table=table)):
                     life = (effect.worker, effect.incarnation)
-                    reader = self._servers[int(who.split()[1])].subscribed.get((table, life), Subscribed())
+                    reader = self._servers[int(name.split()[1])].subscribed.get((table, life), Subscribed())
                     self.marks["rows delivered because they had changed"] += bool(reader.changed & reader.rows)
                     self.marks["a change of rows that their reader had given up"] += bool(reader.changed - reader.rows)
                 case Tell(message=Follow()) if isinstance(event, Timeout):
@@ -165,8 +165,8 @@ class WatchedWorld(World):
         if actor is not None and actor.paused_until - self.now > self.scenario.lease_s:
             self.marks["a process stopped for longer than its lease, and its connections stayed"] += 1
 
-    def _watch_push(self, who: str, push: Push, effects: list[Any]) -> None:
-        copies = self._copies[who, push.id] = self._copies.get((who, push.id), 0) + 1
+    def _watch_push(self, name: str, push: Push, effects: list[Any]) -> None:
+        copies = self._copies[name, push.id] = self._copies.get((name, push.id), 0) + 1
         if copies > 1 and not effects:
             self.marks["a late copy of a settled push ignored"] += 1
         for effect in effects:
@@ -183,10 +183,10 @@ class WatchedWorld(World):
         self.marks["a lease ended"] += "did not come back" in effect.reason
         self.marks["a new incarnation replaced a life that seemed alive"] += "in its place" in effect.reason
 
-    def _watch_worker(self, who: str, event: Any, effects: list[Any]) -> None:
+    def _watch_worker(self, name: str, event: Any, effects: list[Any]) -> None:
         match event:
             case Arrived(message=Delivered(settled=settled, includes=includes)):
-                newest = self._own.get(who, -1)
+                newest = self._own.get(name, -1)
                 self.marks["a delivery crossed a push of its receiver"] += newest >= settled and newest not in includes
             case Arrived(message=Fetched(table=table)) if self.histories[table].keyed:
                 again = any(isinstance(effect, Send) and isinstance(effect.message, Pull) for effect in effects)
@@ -196,9 +196,9 @@ class WatchedWorld(World):
                 self.marks["a push of rows"] += 1
                 self.marks["a push of rows that several servers share"] += len(servers) > 1
             case WantRows(table=table):
-                actor = self.actors[int(who.split()[1].split(".")[0])]
-                self._begun[who, table, actor.asked_clock] += 1
-                num_begun = self._begun[who, table, actor.asked_clock]
+                actor = self.actors[int(name.split()[1].split(".")[0])]
+                self._begun[name, table, actor.asked_clock] += 1
+                num_begun = self._begun[name, table, actor.asked_clock]
                 self.marks["two reads of rows under way at once"] += num_begun == 2
                 self.marks["a read of rows begun anew"] += num_begun > 2
             case _:
@@ -208,21 +208,21 @@ class WatchedWorld(World):
                 case Send(message=Push(id=push_id, table=table), bare=bare):
                     late = table != TABLE and not self.histories[table].keyed
                     self.marks["a push of a table that was declared late"] += late
-                    self._own[who] = push_id.seq
+                    self._own[name] = push_id.seq
                     self.marks["a repeated push sent without its tensor"] += bare
                 case Forget():
                     self.marks["rows forgotten because a delivery was lost"] += 1
                 case ReadDone(table=table, source=source) if self.histories[table].keyed:
                     how = {"fetch": "fetched", "delivery": "served from a delivery", "cache": "served from the cache"}
                     self.marks[f"a read of rows {how[source]}"] += 1
-                    self.marks["rows read by a restarted worker"] += not who.endswith(".0")
+                    self.marks["rows read by a restarted worker"] += not name.endswith(".0")
                 case ReadDone(source="delivery"):
                     self.marks["a read served from a delivery"] += 1
                 case ReadDone(source="cache"):
                     self.marks["a read served from the cache"] += 1
                 case ReadDone(clock=clock):
                     self.marks["a read fetched"] += 1
-                    actor = self.actors[int(who.split()[1].split(".")[0])]
+                    actor = self.actors[int(name.split()[1].split(".")[0])]
                     late = self.scenario.consistency.backups and clock > actor.asked_clock
                     self.marks["a late worker jumped to the clock it read"] += bool(late)
                 case _:

@@ -1,17 +1,36 @@
-"""Every message that the page on troubleshooting quotes is one that the source can say."""
+"""The page on troubleshooting quotes what the source can say, and lists every message that a user can meet.
+
+A message counts as one that a user can meet if it is raised as an error of Paceline, or written as a notice. Not
+counted are errors that say that Paceline itself is wrong (`ProtocolBug`), those that only pass from one part of it to
+another, which tells them in other words (`INTERNAL`), and the simulator, which is for work on the protocol. A
+`UsageError` that says in itself what to do (`ADVICE`) is not listed: its cause stands before the advice.
+"""
 
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from tests.tidy.tree import ROOT, parsed, python_files
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
-ROW = re.compile(r"^\| (?:`` (.+?) ``|`(.+?)`) \|", re.MULTILINE)
+QUOTED = r"(?:`` .+? ``|`[^`]+`)"
+CELL = re.compile(rf"^\| ({QUOTED}(?:, {QUOTED})*) \|", re.MULTILINE)
 GAP = "…"  # stands for what differs, on the page and here
-LEAST = 12  # characters of a message beside its gaps: fewer prove nothing
+LEAST = 8  # characters of a message on the page beside its gaps: fewer prove nothing
+WRAPS = 12  # a message with fewer of its own only says where another one comes from
+INTERNAL = {"ProtocolBug", "UnfitRecord", "JournalFull", "DamagedRevocations"}
+CALLERS_MISTAKE = {"UsageError", "IdOutOfRange", "NoWeight", "WrongCall", "PacelineError"}
+TELLING = {"tell", "_tell", "tell_user", "tell_on_stderr", "announce"}
+VERBS = (
+    "add|ask|build|call|cd|change|check|chmod|choose|close|connect|convert|cut|declare|end|finish|freeze|give|install|"
+    "keep|leave|let|load|look|lower|make|materialise|name|open|pull|push|put|read|remove|restore|rotate|run|say|send|"
+    "set|shard|slice|start|step|take|train|untie|use|wait|write"
+)
+ADVICE = re.compile(rf"(?:[:;,.{GAP}] |\(|\bor )(?:then )?(?:{VERBS})\b", re.IGNORECASE)
 
 
 def as_text(node: ast.expr) -> str:
@@ -36,10 +55,46 @@ def pieces(message: str) -> list[str]:
     return [piece.strip(" .,:;'") for piece in message.split(GAP) if re.search(r"\w", piece)]
 
 
+def listed() -> list[str]:
+    """The messages on the page; a cell may have several of one cause."""
+    cells = CELL.findall(PAGE.read_text())
+    return [quoted.strip("` ") for cell in cells for quoted in re.findall(QUOTED, cell)]
+
+
+def called(node: ast.expr) -> str:
+    """The last name of what is called."""
+    return ast.unparse(node).rpartition(".")[2]
+
+
+def met() -> Iterator[tuple[str, str, str]]:
+    """Place, kind and text of each message that a user can meet, but not of those that only wrap another one."""
+    for path in python_files("src"):
+        if Path("src/paceline/simulate") in path.relative_to(ROOT).parents:
+            continue
+        for node in ast.walk(parsed(path)):
+            call = node.exc if isinstance(node, ast.Raise) else node
+            if not isinstance(call, ast.Call) or not call.args:
+                continue
+            kind, text = called(call.func), as_text(call.args[0])
+            told = kind in TELLING if call is node else not hasattr(builtins, kind) and kind not in INTERNAL
+            if told and sum(map(len, pieces(text))) >= WRAPS and " " in text.strip():
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", kind, text
+
+
 def test_every_message_on_the_page_is_in_the_source() -> None:
-    messages = ["".join(found) for found in ROW.findall(PAGE.read_text())]
     rows = [line for line in PAGE.read_text().splitlines() if re.match(r"\| [^|]*`", line)]
-    assert len(messages) == len(rows) > 60
+    assert len(CELL.findall(PAGE.read_text())) == len(rows) > 60
     said = "\n".join(sayings())
-    assert [text for text in messages if not all(piece in said for piece in pieces(text))] == []
-    assert [text for text in messages if sum(map(len, pieces(text))) < LEAST] == []
+    assert [text for text in listed() if not all(piece in said for piece in pieces(text))] == []
+    assert [text for text in listed() if sum(map(len, pieces(text))) < LEAST] == []
+
+
+def test_every_message_that_a_user_can_meet_is_on_the_page() -> None:
+    patterns = [re.compile(".*?".join(map(re.escape, pieces(text))), re.DOTALL) for text in listed()]
+    unlisted = [
+        (where, text)
+        for where, kind, text in met()
+        if not any(pattern.search(text) for pattern in patterns)
+        and not (kind in CALLERS_MISTAKE and ADVICE.search(text))
+    ]
+    assert unlisted == [], "list them in docs/troubleshooting.md, or let them say what to do"

@@ -228,7 +228,7 @@ def test_what_cannot_be_combined_is_refused_on_every_worker(tmp_path: Path) -> N
     run_job(tmp_path, work, workers=2)
 
 
-def test_gradients_that_are_not_finite_step_nobody(tmp_path: Path) -> None:
+def test_gradients_that_are_not_finite_step_no_worker(tmp_path: Path) -> None:
     def work(worker: Session) -> tuple[Tensor, int]:
         model = nn.Linear(2, 1, bias=False)
         nn.init.ones_(model.weight)

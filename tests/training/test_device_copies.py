@@ -44,7 +44,7 @@ class Log(list[str]):
         self.switched_to = "current"
 
     def Event(self, *, blocking: bool) -> Event:  # noqa: N802
-        assert blocking, "or who waits for it spins"
+        assert blocking, "or the thread that waits for it spins"
         return Event(self)
 
     def cudart(self) -> Log:

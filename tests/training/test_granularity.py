@@ -70,7 +70,7 @@ def test_what_a_class_looks_at_is_known_or_tried_out(optimizer: Any, expected: s
 
 
 @pytest.mark.parametrize("strategy", [ParameterServer(), AllReduce()], ids=["parameter-server", "all-reduce"])
-def test_parts_of_tensors_are_not_given_to_who_looks_at_whole_ones(strategy: Any) -> None:
+def test_parts_of_tensors_are_not_given_to_rules_for_whole_ones(strategy: Any) -> None:
     share = RankShare(cast("Any", None), 0, 2)
     model = nn.Sequential(
         ColumnLinear(nn.Linear(4, 4, bias=False), share, {}, None, "0"),

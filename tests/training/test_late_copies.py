@@ -115,7 +115,7 @@ class AllDeviceCopies:
 
 
 @pytest.fixture
-def couriers(monkeypatch: pytest.MonkeyPatch) -> AllDeviceCopies:
+def all_copies(monkeypatch: pytest.MonkeyPatch) -> AllDeviceCopies:
     made = AllDeviceCopies()
     monkeypatch.setattr("paceline.training.parameter_server.DeviceCopies", made)
     return made
@@ -170,9 +170,9 @@ def run(loop: Loop, model: nn.Module, optimizer: torch.optim.Optimizer, rank: in
 @pytest.mark.parametrize("serves", [everything, matrices])
 @pytest.mark.parametrize("loop", [plain, clipped, twice, replaced, absent_now_and_then])
 def test_gradients_are_there_before_they_are_sent(
-    tmp_path: Path, couriers: AllDeviceCopies, overlap: bool, serves: Callable[[Tensor], bool], loop: Loop
+    tmp_path: Path, all_copies: AllDeviceCopies, overlap: bool, serves: Callable[[Tensor], bool], loop: Loop
 ) -> None:
-    couriers.serves = serves
+    all_copies.serves = serves
 
     def work(worker: Session) -> Tensor:
         model = mlp()
@@ -190,7 +190,7 @@ def test_gradients_are_there_before_they_are_sent(
 @pytest.mark.parametrize("carrier", ["memory", "shm", "tcp"])
 @pytest.mark.parametrize("consistency", ["bsp", "essp:0", "bound=0,visible=on_clock,deliver=on_clock,backups=0"])
 def test_values_stay_while_devices_read_them(
-    tmp_path: Path, couriers: AllDeviceCopies, carrier: str, consistency: str
+    tmp_path: Path, all_copies: AllDeviceCopies, carrier: str, consistency: str
 ) -> None:
     def work(worker: Session) -> Tensor:
         model = mlp()
@@ -204,44 +204,44 @@ def test_values_stay_while_devices_read_them(
     found = run_job(tmp_path, work, workers=2, carrier=carrier)
     if consistency != "essp:0":
         assert torch.equal(found[0], train_alone(Recipe(optimizer=sgd, num_steps=6), 2)[0])
-    for device_copies in couriers.made:
+    for device_copies in all_copies.made:
         assert sum(reader.done for reader in device_copies.readers) >= 4 * 6, (
             "the thread that brought new values has waited"
         )
 
 
-def test_copies_begin_while_backward_runs_and_are_not_made_twice(tmp_path: Path, couriers: AllDeviceCopies) -> None:
+def test_copies_begin_while_backward_runs_and_are_not_made_twice(tmp_path: Path, all_copies: AllDeviceCopies) -> None:
     def work(worker: Session) -> list[int]:
         model = mlp()
         optimizer = paceline.distributed(sgd(model), overlap=True, model=model)
         with optimizer.accumulate():
             one_batch(model, worker.rank, 0)
-        nums = [couriers.made[0].num_begun]
+        nums = [all_copies.made[0].num_begun]
         loss_of(model, micro_batch(worker.rank, 1)).backward()
-        nums.append(couriers.made[0].num_begun)
+        nums.append(all_copies.made[0].num_begun)
         assert not optimizer._buckets[0]._sent, "nothing is sent before it is computed"
         optimizer.step()
-        return [*nums, couriers.made[0].num_begun]
+        return [*nums, all_copies.made[0].num_begun]
 
     assert run_job(tmp_path, work) == [[0, 4, 4]]
 
 
-def test_copies_that_block_are_not_begun_while_backward_runs(tmp_path: Path, couriers: AllDeviceCopies) -> None:
-    couriers.hides = False
+def test_copies_that_block_are_not_begun_while_backward_runs(tmp_path: Path, all_copies: AllDeviceCopies) -> None:
+    all_copies.hides = False
 
     def work(worker: Session) -> list[int]:
         model = mlp()
         optimizer = paceline.distributed(sgd(model), overlap=True, model=model)
         one_batch(model, worker.rank, 0)
-        before = couriers.made[0].num_begun
+        before = all_copies.made[0].num_begun
         optimizer.step()
-        return [before, couriers.made[0].num_begun]
+        return [before, all_copies.made[0].num_begun]
 
     assert run_job(tmp_path, work) == [[0, 4]]
 
 
 def test_without_overlap_nothing_is_copied_before_the_script_says_that_gradients_are_final(
-    tmp_path: Path, couriers: AllDeviceCopies
+    tmp_path: Path, all_copies: AllDeviceCopies
 ) -> None:
     """Torch does not notice every change: `GradScaler.unscale_` is one that it does not count."""
 
@@ -284,7 +284,7 @@ def test_another_gradient_in_the_same_place_is_copied_as_well() -> None:
     assert away.num_begun == 2
 
 
-def test_nothing_is_copied_into_memory_that_was_sent(tmp_path: Path, couriers: AllDeviceCopies) -> None:
+def test_nothing_is_copied_into_memory_that_was_sent(tmp_path: Path, all_copies: AllDeviceCopies) -> None:
     """As when a parameter is used by another module than its own, so that its values are not waited for."""
 
     def work(worker: Session) -> list[int]:
@@ -292,14 +292,14 @@ def test_nothing_is_copied_into_memory_that_was_sent(tmp_path: Path, couriers: A
         optimizer = paceline.distributed(sgd(model), overlap=True, model=model)
         one_batch(model, worker.rank, 0)
         optimizer.step()
-        before = couriers.made[0].num_begun
+        before = all_copies.made[0].num_begun
         functional.linear(torch.ones(9), model[0].weight).sum().backward()
-        return [couriers.made[0].num_begun - before]
+        return [all_copies.made[0].num_begun - before]
 
     assert run_job(tmp_path, work) == [[0]]
 
 
-def test_new_values_wait_for_who_reads_the_old() -> None:
+def test_new_values_wait_for_readers_of_the_old() -> None:
     spec = TableSpec("w", (Segment("w", (4,)),), "float32", Add(), "ssp:1", "sum", "reject")
     cache = TableCache(spec, (Range(0, 0, 4),), reads_own_writes=False)
     assert cache.memory is not None

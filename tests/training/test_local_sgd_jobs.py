@@ -94,7 +94,7 @@ def test_a_worker_that_joins_late_starts_from_what_is_there(tmp_path: Path) -> N
     assert results[0][1] == pytest.approx(-4 - (4 * 4 + 2 * 2) / 6 - 4, rel=1e-12)
 
 
-def test_one_that_leaves_stops_nobody(tmp_path: Path) -> None:
+def test_one_that_leaves_stops_no_other(tmp_path: Path) -> None:
     def work(worker: Session) -> float:
         model = slope()
         optimizer = attach(model, paceline.local_sgd(steps=4), lr=1.0 + worker.rank)

@@ -44,7 +44,7 @@ def train(
 
 
 def train_alone(num_workers: int) -> Tensor:
-    """Train on what no scaler refuses: those who overflow in a step have no part in its mean."""
+    """Train on what no scaler refuses: workers that overflow in a step have no part in its mean."""
     model = mlp()
     optimizer = sgd(model)
     for step in range(NUM_STEPS):

@@ -218,7 +218,7 @@ def test_memory_that_is_lent_anew_is_viewed_instead() -> None:
 # -- what stays as it is ---------------------------------------------------------------------------------------------
 
 
-def test_who_leaves_keeps_values_that_others_no_longer_change(tmp_path: Path) -> None:
+def test_a_worker_that_left_keeps_values_that_others_no_longer_change(tmp_path: Path) -> None:
     others_are_done = threading.Event()
 
     def work(worker: Session) -> tuple[Tensor, Tensor]:

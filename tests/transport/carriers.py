@@ -81,8 +81,8 @@ def full_listener() -> Iterator[str]:
         server.bind(("127.0.0.1", 0))
         server.listen(0)
         for _ in range(8):
-            crowd = stack.enter_context(socket.socket())
-            crowd.setblocking(False)
+            client = stack.enter_context(socket.socket())
+            client.setblocking(False)
             with suppress(BlockingIOError):
-                crowd.connect(server.getsockname())
+                client.connect(server.getsockname())
         yield f"127.0.0.1:{server.getsockname()[1]}"

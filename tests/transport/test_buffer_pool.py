@@ -1,4 +1,4 @@
-"""Lent memory has one owner, who gives it back once; what is free shows that it is."""
+"""Lent memory has one owner, which gives it back once; what is free shows that it is."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_poison_is_no_number(kind: str) -> None:
     assert all(math.isnan(number) for number in buffer.memory.cast(kind))
 
 
-def test_memory_stays_as_it_is_where_nobody_asked_for_poison() -> None:
+def test_memory_stays_as_it_is_unless_poison_is_asked_for() -> None:
     pool = BufferPool(ExactAllocator(fresh_buffer))
     buffer = pool.lend(4)
     buffer.memory[:] = b"abcd"

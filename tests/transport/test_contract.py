@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from tests.transport.carriers import Carrier, Pair, connect_pair, make_carrier
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
-from paceline.transport import EMPTY, Frame, Limits
-from paceline.transport.base import MAX_TOGETHER, receive_all
+from paceline.transport import EMPTY, Frame, Limits, Listener
+from paceline.transport.base import MAX_TOGETHER, HandsOver, SocketListener, receive_all
+
+TIMEOUT_S = 60.0
 
 
 def test_echo(pair: Pair) -> None:
@@ -174,7 +176,7 @@ def test_a_place_must_be_writable_and_of_the_size_of_the_body(pair: Pair, wanted
         pair.server.receive(timeout_s=30, place=lambda *_: wanted)
 
 
-def test_whoever_finds_no_place_may_end_the_connection(pair: Pair) -> None:
+def test_a_receiver_that_finds_no_place_may_end_the_connection(pair: Pair) -> None:
     def place(header: bytes, size_bytes: int) -> memoryview:
         raise PeerError(f"no reader wants {size_bytes} bytes of {header!r}")
 
@@ -228,7 +230,7 @@ def test_receive_ends_at_its_deadline_and_the_connection_lives_on(pair: Pair) ->
     assert pair.client.receive(timeout_s=30).header == b"late"
 
 
-def test_send_ends_at_its_deadline_when_nobody_receives(pair: Pair) -> None:
+def test_send_ends_at_its_deadline_without_a_receiver(pair: Pair) -> None:
     body = memoryview(bytes(1 << 16))
 
     def fill() -> None:
@@ -348,6 +350,34 @@ def test_an_address_taken_and_given_back(carrier: Carrier) -> None:
         carrier.transport.listen(first.address)
     first.close()
     carrier.transport.listen(first.address).close()
+
+
+def end_as_if_killed(listener: Listener) -> None:
+    """Close a listener, but leave the file of its socket as the process had it."""
+    path = Path(listener.address.removeprefix("shm://"))
+    if path.is_socket():
+        path.with_suffix(".kept").hardlink_to(path)
+    listener.close()
+    if path.with_suffix(".kept").exists():
+        path.with_suffix(".kept").rename(path)
+
+
+@pytest.mark.parametrize("carrier", ["tcp", "tls", "shm"], indirect=True)
+def test_clients_wait_while_another_process_comes_to_listen_in_the_place_of_one_that_was_killed(
+    carrier: Carrier,
+) -> None:
+    listener = carrier.transport.listen(carrier.address)
+    assert isinstance(listener, SocketListener)
+    assert isinstance(carrier.transport, HandsOver)
+    address, kept = listener.address, os.dup(listener.fileno())
+    with ThreadPoolExecutor(1) as elsewhere:
+        end_as_if_killed(listener)
+        waiting = elsewhere.submit(carrier.transport.connect, address, b"worker 3", timeout_s=TIMEOUT_S)
+        successor = carrier.transport.listen_again(address, kept)
+        server, client = successor.accept(timeout_s=TIMEOUT_S), waiting.result(TIMEOUT_S)
+    assert (successor.address, server.identity) == (address, b"worker 3")
+    for end in (client, server, successor):
+        end.close()
 
 
 def test_address_of_another_transport_is_refused(carrier: Carrier) -> None:
@@ -481,7 +511,7 @@ def test_nothing_is_sent_where_one_would_wait(pair: Pair) -> None:
     assert pair.server.receive(timeout_s=30).header == b"after"
 
 
-def test_a_closed_connection_says_so_to_those_who_try(pair: Pair) -> None:
+def test_a_closed_connection_refuses_to_be_used(pair: Pair) -> None:
     pair.client.close()
     with pytest.raises(ConnectionLost):
         pair.client.try_send([(b"a", EMPTY), (b"b", EMPTY)], timeout_s=30)

@@ -1,4 +1,4 @@
-"""Who holds the token gets in; everybody else gets a closed connection and no word."""
+"""A client with the token gets in; any other gets a closed connection and no word."""
 
 import os
 import socket
@@ -40,7 +40,7 @@ def listener(transport: TcpTransport) -> Iterator[Listener]:
         yield listener
 
 
-def nobody_was_let_in(listener: Listener) -> bool:
+def none_was_admitted(listener: Listener) -> bool:
     with pytest.raises(DeadlineExceeded):
         listener.accept(timeout_s=0)
     return True
@@ -61,7 +61,7 @@ def test_token_must_be_long_and_stays_secret() -> None:
 def test_other_token_or_job_is_refused_and_the_client_told(listener: Listener, other: Credentials) -> None:
     with pytest.raises(AuthenticationFailed, match="the token or the job"):
         TcpTransport(other).connect(listener.address, b"", timeout_s=30)
-    assert nobody_was_let_in(listener)
+    assert none_was_admitted(listener)
 
 
 def test_an_honest_client_by_the_book_is_let_in(listener: Listener) -> None:
@@ -76,7 +76,7 @@ def test_without_a_proof_nothing_is_learned_but_the_version_and_that_it_does_not
         client.sendall(hello() + bytes(32))
         said = read_to_end(client)
     assert (len(said), said[GREETING_BYTES:]) == (GREETING_BYTES + len(REFUSAL), REFUSAL)
-    assert nobody_was_let_in(listener)
+    assert none_was_admitted(listener)
 
 
 def test_garbage_gets_no_answer(listener: Listener) -> None:
@@ -93,7 +93,7 @@ def test_no_noise_gets_in(listener: Listener, noise: bytes) -> None:
         with suppress(OSError):  # refused already
             client.shutdown(socket.SHUT_WR)
         assert read_to_end(client)[GREETING_BYTES:] in (b"", REFUSAL)
-    assert nobody_was_let_in(listener)
+    assert none_was_admitted(listener)
 
 
 def test_replayed_handshake_fails(listener: Listener) -> None:
@@ -107,7 +107,7 @@ def test_replayed_handshake_fails(listener: Listener) -> None:
     with open_raw(listener.address) as replayer:
         replayer.sendall(hello(b"worker 3") + recorded)
         assert read_to_end(replayer)[GREETING_BYTES:] == REFUSAL
-    assert nobody_was_let_in(listener)
+    assert none_was_admitted(listener)
 
 
 def test_proof_does_not_pass_for_another_identity(listener: Listener) -> None:
@@ -116,7 +116,7 @@ def test_proof_does_not_pass_for_another_identity(listener: Listener) -> None:
         nonce = read_exactly(client, GREETING_BYTES)[-32:]
         client.sendall(proof(b"client", b"worker 3", NONCE, nonce))
         assert read_to_end(client) == REFUSAL
-    assert nobody_was_let_in(listener)
+    assert none_was_admitted(listener)
 
 
 def test_reflected_proof_fails(transport: TcpTransport) -> None:
@@ -158,7 +158,7 @@ def test_client_of_another_version_is_told_ours_and_closed(listener: Listener) -
     with open_raw(listener.address) as client:
         client.sendall(hello(version=9))
         assert read_to_end(client)[:6] == greeting()[:6]
-    assert nobody_was_let_in(listener)
+    assert none_was_admitted(listener)
 
 
 def test_server_of_another_kind_is_named(transport: TcpTransport) -> None:
@@ -217,12 +217,12 @@ def test_flood_of_silent_clients_does_not_block_an_honest_one() -> None:
 
 def test_silent_clients_take_no_place_from_a_slow_one() -> None:
     transport = TcpTransport(CREDENTIALS, Limits(max_half_open=1, handshake_timeout_s=60))
-    with ExitStack() as crowd, closing(transport.listen("127.0.0.1:0")) as listener:
-        slow = crowd.enter_context(open_raw(listener.address))
+    with ExitStack() as clients, closing(transport.listen("127.0.0.1:0")) as listener:
+        slow = clients.enter_context(open_raw(listener.address))
         slow.sendall(hello(b"slow"))
         nonce = read_exactly(slow, GREETING_BYTES)[-32:]
         for _ in range(40):
-            crowd.enter_context(open_raw(listener.address))
+            clients.enter_context(open_raw(listener.address))
         slow.settimeout(0.5)  # a round trip of this line: long enough to be in the way
         with pytest.raises(TimeoutError):
             slow.recv(1)
@@ -231,16 +231,16 @@ def test_silent_clients_take_no_place_from_a_slow_one() -> None:
             assert server.identity == b"slow"
 
 
-def test_a_crowd_of_one_address_gives_way_to_another_address() -> None:
+def test_many_clients_of_one_address_give_way_to_another_address() -> None:
     transport = TcpTransport(CREDENTIALS, Limits(max_half_open=4, handshake_timeout_s=60))
-    with ExitStack() as crowd, closing(transport.listen("127.0.0.1:0")) as listener:
+    with ExitStack() as clients, closing(transport.listen("127.0.0.1:0")) as listener:
         host, port = listener.address.removeprefix("tcp://").split(":")
         for number in range(200):
             talker = socket.create_connection((host, int(port)), timeout=5, source_address=("127.0.0.2", 0))
-            crowd.enter_context(talker).sendall(hello(b"talker"))
+            clients.enter_context(talker).sendall(hello(b"talker"))
             if number < 4:
                 read_exactly(talker, GREETING_BYTES)
-        honest = crowd.enter_context(closing(transport.connect(listener.address, b"honest", timeout_s=30)))
+        honest = clients.enter_context(closing(transport.connect(listener.address, b"honest", timeout_s=30)))
         with closing(listener.accept(timeout_s=30)) as server:
             assert server.identity == honest.identity == b"honest"
 
@@ -248,14 +248,14 @@ def test_a_crowd_of_one_address_gives_way_to_another_address() -> None:
 def test_silent_clients_are_bounded_and_the_oldest_go_first() -> None:
     told: list[str] = []
     transport = TcpTransport(CREDENTIALS, Limits(max_silent=8, handshake_timeout_s=60), notice=told.append)
-    with ExitStack() as crowd, closing(transport.listen("127.0.0.1:0")) as listener:
-        silent = [crowd.enter_context(open_raw(listener.address)) for _ in range(30)]
+    with ExitStack() as clients, closing(transport.listen("127.0.0.1:0")) as listener:
+        silent = [clients.enter_context(open_raw(listener.address)) for _ in range(30)]
         for early in silent[:22]:
             assert read_to_end(early) == b""
         for late in silent[22:]:
             late.setblocking(False)
             with pytest.raises(BlockingIOError):
                 late.recv(1)
-        crowd.enter_context(closing(transport.connect(listener.address, b"honest", timeout_s=30)))
-        crowd.enter_context(closing(listener.accept(timeout_s=30)))
+        clients.enter_context(closing(transport.connect(listener.address, b"honest", timeout_s=30)))
+        clients.enter_context(closing(listener.accept(timeout_s=30)))
     assert told[0].endswith("was turned away: it was one of too many that have yet to shake hands")

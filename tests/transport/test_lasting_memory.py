@@ -47,6 +47,18 @@ def test_a_killed_process_leaves_its_memory_to_its_successor(holder: MemoryHolde
     assert (holder.read("values", 4), holder.read("gone", 4)) == (b"1234", b"")
 
 
+def test_what_is_no_memory_is_kept_like_it(holder: MemoryHolder) -> None:
+    reader, writer = os.pipe()
+    LastingMemory.connect(holder.theirs).keep("pipe", reader)
+    os.close(reader)
+    os.write(writer, b"for the successor")
+    os.close(writer)
+    successor = LastingMemory.connect(holder.theirs)
+    with open(successor.descriptor("pipe"), "rb") as pipe:
+        successor.drop("pipe")
+        assert (pipe.read(), successor.has("pipe")) == (b"for the successor", False)
+
+
 def test_a_region_is_zero_at_first_and_the_same_when_asked_for_again(holder: MemoryHolder) -> None:
     memory = LastingMemory.connect(holder.theirs)
     region = memory.region("a", 16)

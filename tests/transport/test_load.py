@@ -91,7 +91,7 @@ def test_sender_is_bounded_by_a_receiver_that_does_not_read(pair: Pair) -> None:
         pair.server.receive(timeout_s=0.1)
 
 
-def test_receiver_that_does_not_read_delays_nobody_else(connections: list[tuple[Connection, Connection]]) -> None:
+def test_receiver_that_does_not_read_delays_no_other(connections: list[tuple[Connection, Connection]]) -> None:
     (stuck, _), *others = connections
     fill(stuck)
     for lively, server in others:

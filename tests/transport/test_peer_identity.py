@@ -49,13 +49,13 @@ def listener(keys: Path, told: list[str]) -> Iterator[Listener]:
         yield listener
 
 
-def nobody_was_let_in(listener: Listener) -> bool:
+def none_was_admitted(listener: Listener) -> bool:
     with pytest.raises(DeadlineExceeded):
         listener.accept(timeout_s=0)
     return True
 
 
-def test_each_side_knows_who_the_other_is(listener: Listener, keys: Path) -> None:
+def test_each_side_knows_the_identity_of_the_other(listener: Listener, keys: Path) -> None:
     with (
         closing(carrier(keys, WORKER).connect(listener.address, b"", timeout_s=30)) as client,
         closing(listener.accept(timeout_s=30)) as server,
@@ -64,7 +64,7 @@ def test_each_side_knows_who_the_other_is(listener: Listener, keys: Path) -> Non
         assert int(client.peer_identity.serial, 16) != int(server.peer_identity.serial, 16)
 
 
-def test_without_tls_there_are_no_papers_and_anybody_may_be_anybody() -> None:
+def test_without_tls_there_is_no_identity_and_any_name_is_permitted() -> None:
     transport = TcpTransport(CREDENTIALS)
     with (
         closing(transport.listen("127.0.0.1:0")) as listener,
@@ -79,7 +79,7 @@ def test_without_tls_there_are_no_papers_and_anybody_may_be_anybody() -> None:
     ("holder", "permitted"),
     [("any", [True, True, True]), ("worker-3", [True, False, False]), ("server-3", [False, False, True])],
 )
-def test_papers_permit_what_they_name(holder: str, permitted: list[bool]) -> None:
+def test_an_identity_permits_what_it_names(holder: str, permitted: list[bool]) -> None:
     peer_identity = PeerIdentity(holder, "A1")
     assert [
         peer_identity.permit(role, rank) for role, rank in (("worker", 3), ("worker", 4), ("server", 3))
@@ -125,7 +125,7 @@ def test_certificate_of_another_job_is_refused(listener: Listener, keys: Path, t
     (tmp_path / "authority.pem").write_bytes(both)
     with pytest.raises(PeerError):
         carrier(tmp_path, WORKER).connect(listener.address, b"", timeout_s=30)
-    assert nobody_was_let_in(listener)
+    assert none_was_admitted(listener)
     with closing(carrier(tmp_path, SERVER).listen("127.0.0.1:0")) as other, pytest.raises(PeerError):
         carrier(keys, WORKER).connect(other.address, b"", timeout_s=30)
     listener.close()  # a client is answered before its refusal is told; at the end everything is told
@@ -154,7 +154,7 @@ def pass_on(source: socket.socket, sink: socket.socket) -> None:
             end.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_proof_cannot_be_passed_on_by_who_sits_in_between(listener: Listener, keys: Path, told: list[str]) -> None:
+def test_a_proof_cannot_be_passed_on_by_a_process_in_between(listener: Listener, keys: Path, told: list[str]) -> None:
     """It has a certificate of the job, so both sides speak TLS with it; what it hears, it repeats to the other side."""
     playing, calling = contexts(keys)
     with raw_server() as (middle, address), ThreadPoolExecutor(3) as pool:
@@ -168,7 +168,7 @@ def test_a_proof_cannot_be_passed_on_by_who_sits_in_between(listener: Listener, 
             pool.submit(pass_on, far, near)
             with pytest.raises(AuthenticationFailed, match="refused the proof of our token"):
                 client.result()
-    assert nobody_was_let_in(listener)
+    assert none_was_admitted(listener)
     listener.close()
     assert "did not prove that it belongs to this job" in told[0]
 
@@ -176,7 +176,7 @@ def test_a_proof_cannot_be_passed_on_by_who_sits_in_between(listener: Listener, 
 def test_before_the_proof_no_more_is_read_than_a_handshake_takes(
     listener: Listener, keys: Path, told: list[str]
 ) -> None:
-    """First records that TLS has to take in whole, then rubbish inside TLS by one who has a certificate."""
+    """First records that TLS has to take in whole, then rubbish inside TLS by a peer with a certificate."""
     with open_raw(listener.address) as client:
         record = b"\x16\x03\x01\x40\x00\x01\x00\xff\xff" + bytes(16379)
         with suppress(OSError):
@@ -188,7 +188,7 @@ def test_before_the_proof_no_more_is_read_than_a_handshake_takes(
             client.sendall(bytes(1024))
         while client.recv(100):
             pass
-    assert nobody_was_let_in(listener)
+    assert none_was_admitted(listener)
     listener.close()
     assert len(told) == 2
     assert MAX_TLS_HANDSHAKE_BYTES == 16384

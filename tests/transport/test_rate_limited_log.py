@@ -1,4 +1,4 @@
-"""What goes wrong at the door is told in few lines, and never to the peer that it concerns."""
+"""What goes wrong with clients of a listener is told in few lines, and never to the peer that it concerns."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_what_was_only_counted_is_told_at_the_end() -> None:
     assert told[-1] == "... and 2 more (flood)"
 
 
-def test_a_flood_at_the_door_is_told_in_ten_lines_and_to_nobody_else() -> None:
+def test_a_flood_of_clients_is_told_in_ten_lines_and_not_to_them() -> None:
     told: list[str] = []
     transport = TcpTransport(CREDENTIALS, notice=told.append)
     with closing(transport.listen("127.0.0.1:0")) as listener:
@@ -66,7 +66,7 @@ def test_a_flood_at_the_door_is_told_in_ten_lines_and_to_nobody_else() -> None:
     assert re.match(r"127\.0\.0\.1:\d+ was turned away: the client is not a Paceline peer", lines[0])
 
 
-def test_what_was_counted_is_told_when_nobody_comes_any_more() -> None:
+def test_what_was_counted_is_told_when_no_client_comes_any_more() -> None:
     told: list[str] = []
     transport = TcpTransport(CREDENTIALS, notice=told.append)
     with closing(transport.listen("127.0.0.1:0")) as listener:
@@ -76,12 +76,12 @@ def test_what_was_counted_is_told_when_nobody_comes_any_more() -> None:
                 read_to_end(client)
         deadline = time.monotonic() + 10
         while not any("more" in line for line in told) and time.monotonic() < deadline:
-            with_nobody(listener)
+            without_client(listener)
     assert "... and 1 more (AuthenticationFailed)" in told
     assert "did not prove that it belongs to this job" in told[0]
 
 
-def test_who_can_tell_nobody_keeps_the_door_all_the_same() -> None:
+def test_a_listener_that_cannot_write_goes_on_all_the_same() -> None:
     def broken(text: str) -> None:
         raise BrokenPipeError(text)
 
@@ -98,7 +98,7 @@ def test_who_can_tell_nobody_keeps_the_door_all_the_same() -> None:
             assert server.identity == b"worker 3"
 
 
-def with_nobody(listener: object) -> None:
+def without_client(listener: object) -> None:
     """Wait a moment for a client that does not come."""
     try:
         listener.accept(timeout_s=0.1)  # type: ignore[attr-defined]

@@ -271,7 +271,7 @@ def test_the_kernel_gives_up_what_goes_unanswered_only(monkeypatch: pytest.Monke
     assert seen == [0, 0, 10_000, 10_000, 0, 10_000, 0]
 
 
-def test_there_is_no_room_where_nobody_reads_and_never_for_a_large_body() -> None:
+def test_there_is_no_room_without_a_reader_and_never_for_a_large_body() -> None:
     sock, connection = served_by_hand()
     with closing(sock), closing(connection):
         assert connection.has_room(memoryview(bytes(1000)))

@@ -1,4 +1,4 @@
-"""What is peculiar to TLS: who shows a certificate of the job's authority gets in, and is told why if not."""
+"""What is peculiar to TLS: a client with a certificate of the job's authority gets in, and is told why if not."""
 
 import queue
 import socket
@@ -47,7 +47,7 @@ def client_with(tls: TlsSettings | None) -> TcpTransport:
     return TcpTransport(CREDENTIALS, tls=tls)
 
 
-def nobody_was_let_in(listener: Listener) -> bool:
+def none_was_admitted(listener: Listener) -> bool:
     with pytest.raises(DeadlineExceeded):
         listener.accept(timeout_s=0)
     return True
@@ -109,7 +109,7 @@ def test_nothing_travels_in_the_clear(listener: Listener, member: TlsSettings) -
 def test_server_of_another_authority_is_not_trusted(listener: Listener, stranger: TlsSettings) -> None:
     with pytest.raises(AuthenticationFailed, match=r"certificate of 127.* does not hold: .*authority in"):
         client_with(stranger).connect(listener.address, b"", timeout_s=30)
-    assert nobody_was_let_in(listener)
+    assert none_was_admitted(listener)
 
 
 def test_client_of_another_authority_is_refused_and_told(
@@ -118,7 +118,7 @@ def test_client_of_another_authority_is_refused_and_told(
     trusting = replace(stranger, authority=member.authority)
     with pytest.raises(AuthenticationFailed, match=r"refused the certificate in .*alert unknown ca.*signed by"):
         client_with(trusting).connect(listener.address, b"", timeout_s=30)
-    assert nobody_was_let_in(listener)
+    assert none_was_admitted(listener)
 
 
 def test_expired_certificate_of_the_server_does_not_hold(authority: Authority, member: TlsSettings) -> None:
@@ -133,7 +133,7 @@ def test_expired_certificate_of_the_server_does_not_hold(authority: Authority, m
 def test_expired_certificate_of_a_client_is_refused_and_told(listener: Listener, authority: Authority) -> None:
     with pytest.raises(AuthenticationFailed, match=r"alert certificate expired.*valid now"):
         client_with(authority.issue("expired-client", num_days=-1)).connect(listener.address, b"", timeout_s=30)
-    assert nobody_was_let_in(listener)
+    assert none_was_admitted(listener)
 
 
 def test_client_without_a_certificate_is_refused(listener: Listener, member: TlsSettings) -> None:
@@ -141,7 +141,7 @@ def test_client_without_a_certificate_is_refused(listener: Listener, member: Tls
         client.do_handshake()
         with pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"):
             client.recv(1)
-    assert nobody_was_let_in(listener)
+    assert none_was_admitted(listener)
 
 
 def test_with_tls_any_address_will_do(member: TlsSettings) -> None:
@@ -159,20 +159,20 @@ def test_with_tls_any_address_will_do(member: TlsSettings) -> None:
 def test_older_tls_is_refused(listener: Listener, member: TlsSettings) -> None:
     with plain_tls(listener, member, ssl.TLSVersion.TLSv1_2) as client, pytest.raises(ssl.SSLError, match="VERSION"):
         client.do_handshake()
-    assert nobody_was_let_in(listener)
+    assert none_was_admitted(listener)
 
 
 def test_token_is_asked_for_inside(listener: Listener, member: TlsSettings) -> None:
     other = TcpTransport(Credentials(bytes(32), CREDENTIALS.job), tls=member)
     with pytest.raises(AuthenticationFailed, match="the token or the job"):
         other.connect(listener.address, b"", timeout_s=30)
-    assert nobody_was_let_in(listener)
+    assert none_was_admitted(listener)
 
 
 def test_client_without_tls_is_refused(listener: Listener) -> None:
     with pytest.raises(PeerError):
         client_with(None).connect(listener.address, b"", timeout_s=30)
-    assert nobody_was_let_in(listener)
+    assert none_was_admitted(listener)
 
 
 def test_server_without_tls_is_named(member: TlsSettings) -> None:
@@ -238,4 +238,4 @@ def test_a_certificate_that_is_revoked_during_its_handshake_lets_nothing_in(
         with suppress(PeerError):  # it may learn it from the first word that it waits for
             client.connect(listener.address, b"late", timeout_s=30).close()
         assert "was revoked" in told.get(timeout=30)
-        assert nobody_was_let_in(listener)
+        assert none_was_admitted(listener)

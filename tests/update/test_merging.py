@@ -125,7 +125,7 @@ def test_what_comes_after_the_window_goes_with_the_next_merge() -> None:
     assert (shard.values.item(), shard.version) == (11.0, 2)
 
 
-def test_nobody_is_waited_for_once_all_have_come() -> None:
+def test_no_worker_is_waited_for_once_all_have_come() -> None:
     clock = Clock()
     shard = merging(Add(), clock, quorum=1, num_workers=3, grace_s=1e6)
     for worker in (0, 1, 1):
@@ -151,7 +151,7 @@ def test_a_saved_state_lacks_no_push_and_a_loaded_one_has_none_of_before() -> No
     assert shard.values.item() == -1.0 - 1.5
 
 
-def test_who_declares_a_quorum_is_told_where_it_has_no_use() -> None:
+def test_a_declared_quorum_without_use_is_told() -> None:
     rule = Merging(SGD(lr=1.0), quorum=2, num_workers=2)
     for policy in ("bsp", "ssp:3"):  # which promise that what was pushed some clocks ago is in what is read
         with pytest.raises(UsageError, match=f"{policy} waits for clocks: take asynchronous"):

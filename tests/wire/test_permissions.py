@@ -64,7 +64,7 @@ def test_every_message_of_the_wire_has_its_speaker() -> None:
         (Hello("None", 0, 0, 1), RequestDone(1)),
     ],
 )
-def test_nobody_speaks_as_another(hello: Hello, message: object) -> None:
+def test_no_worker_speaks_as_another(hello: Hello, message: object) -> None:
     with pytest.raises(PeerError):
         check_said(hello, message, num_servers=2)
 
@@ -118,7 +118,7 @@ def honest_can_push(honest: Client, seq: int) -> bool:
     return applied.id.seq == seq
 
 
-def test_who_calls_itself_what_its_certificate_does_not_say_is_cut_off_and_changes_nothing(keys: Path) -> None:
+def test_a_peer_with_another_name_than_its_certificate_is_cut_off_and_changes_nothing(keys: Path) -> None:
     with serving(keys) as servers, member(seen_by(servers, keys, 0), 0) as honest:
         serve_table(honest)
         for hello, say in (
@@ -146,7 +146,7 @@ def test_a_worker_does_not_trust_another_server_than_the_one_it_called(keys: Pat
                 node.close()
 
 
-def test_who_is_revoked_is_out_within_a_second_and_the_others_go_on(keys: Path, tmp_path: Path) -> None:
+def test_a_revoked_worker_is_out_within_a_second_and_the_others_go_on(keys: Path, tmp_path: Path) -> None:
     path = tmp_path / "revoked"
     with (
         serving(keys) as servers,

@@ -1,10 +1,18 @@
 """Connections that lead nowhere are not made again for ever, and those that only wait for other workers are."""
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 
-from paceline.wire.connection import NUM_FRUITLESS, SOON_S, Progress
+from paceline.transport import MemoryTransport
+from paceline.wire import connection
+from paceline.wire.connection import NUM_FRUITLESS, SOON_S, Progress, ReconnectingConnection
+from paceline.wire.messages import Hello, encode
+from paceline.wire.requests import RequestDone
+
+TIMEOUT_S = 60.0
 
 
 @dataclass
@@ -68,3 +76,34 @@ def test_a_connection_that_was_of_use_or_held_for_long_counts_for_the_path(lived
             assert progress.objection() == ""
 
     assert progress.objection() == ""
+
+
+def test_a_connection_that_was_of_use_is_made_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "_FIRST_PAUSE_S", 3600.0)
+    transport, answered, again = MemoryTransport(), threading.Event(), threading.Event()
+    listener = transport.listen("memory://server-0")
+
+    def note_reconnected(use: Callable[[], None]) -> None:
+        use()
+        again.set()
+
+    client = ReconnectingConnection(
+        0,
+        listener.address,
+        Hello("worker", 0, 0, 1),
+        transport,
+        TIMEOUT_S,
+        on_frames=lambda _: answered.set(),
+        place=lambda _header, _size_bytes: None,
+        on_reconnected=note_reconnected,
+        on_lost=print,
+        how_ended=lambda: "",
+    )
+    client.open(TIMEOUT_S)
+    server = listener.accept(timeout_s=TIMEOUT_S)
+    server.send(encode(RequestDone(1)), timeout_s=TIMEOUT_S)
+    assert answered.wait(TIMEOUT_S)
+    server.close()
+    assert again.wait(TIMEOUT_S)
+    client.close()
+    listener.close()

@@ -1,4 +1,4 @@
-"""What is sent to a peer that is slow to take it: in order, without holding up who sends, and nothing survives."""
+"""What is sent to a peer that is slow to take it: in order, without holding up the sender, and nothing survives."""
 
 import threading
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ class Gate:
         self.open.set()
 
 
-def test_a_large_frame_holds_up_nobody_and_the_order_stays() -> None:
+def test_a_large_frame_holds_up_no_caller_and_the_order_stays() -> None:
     gate, broken = Gate(), threading.Event()
     gate.num_expected = 3
     post = SendQueue(gate, on_broken=broken.set)

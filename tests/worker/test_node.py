@@ -57,7 +57,7 @@ def test_when_the_servers_are_gone_every_wait_ends_with_the_reason(kind: str, tm
         open_table(node, table("w", 4, "bsp"))
         pushed = node.client("w").push(torch.ones(4), count=1.0)
         node.tick()
-        read = node.client("w").start_read().future  # waits for worker 1, who never comes
+        read = node.client("w").start_read().future  # waits for worker 1, which never comes
 
     for future in (pushed, read):
         with pytest.raises(ServerLost, match=r"lost: the connection to .* did not come back within 0\.2 s"):
@@ -139,7 +139,7 @@ def test_a_held_push_holds_up_no_push_of_another_table(tmp_path: Path, monkeypat
         assert pushed.result(timeout=30).applied
 
 
-def test_who_pushes_is_told_where_a_push_is_applied_that_another_server_refused(tmp_path: Path) -> None:
+def test_a_script_is_told_where_a_push_is_applied_that_another_server_refused(tmp_path: Path) -> None:
     with cluster("memory", tmp_path, num_workers=1, num_servers=3) as servers, servers.joined(0) as node:
         for name, policy in (("a", "asynchronous"), ("b", "bsp")):
             open_table(node, table(name, 192, policy))

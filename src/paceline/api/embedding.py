@@ -28,6 +28,8 @@ from paceline.worker.validation import brief, shortened
 _DEPTH: Final = 8  # calls from a module's `requires_grad_` to where it looks into modules inside: 5 in torch 2.9
 Mode: TypeAlias = Literal["sum", "mean", "max"]
 
+# Errors of torch that no argument is to blame for; the second is of torch 2.8 and later.
+_OF_A_DEVICE: Final = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 _NO_WEIGHT: Final = (
     "table '{0}': the rows of this layer live on the servers, so it has no `weight` that another layer could share or "
     "that could be set. To tie an output layer to it, multiply by the rows that are needed, hidden @ layer(ids).T; if "
@@ -348,7 +350,7 @@ class EmbeddingBag(_RowLayer):
                 padding_idx=found.padding,
             )
         except (TypeError, AttributeError, ValueError, NotImplementedError, RuntimeError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
+            if isinstance(error, _OF_A_DEVICE):
                 raise
             raise UsageError(
                 f"{self}: offsets is {brief(offsets)} and per_sample_weights is {brief(per_sample_weights)} for "

@@ -142,14 +142,14 @@ def shares_over_hosts(workers: Sequence[Hashable], servers: Sequence[Hashable]) 
         >>> shares_over_hosts(["a", "a", "b", "b"], ["a", "c", "d", "d"])
         (0.0, 0.5, 0.25, 0.25)
     """
-    at_work, crowd = set(workers), Counter(servers)
-    num_both, num_hosts = len(crowd.keys() & at_work), len(at_work)
-    num_alone = len(crowd) - num_both
+    at_work, per_host = set(workers), Counter(servers)
+    num_both, num_hosts = len(per_host.keys() & at_work), len(at_work)
+    num_alone = len(per_host) - num_both
     beside = 0.0
     if num_both and num_alone < num_hosts:
         beside = (num_hosts - num_alone) / (num_both * num_hosts + num_alone * (num_hosts - 2))
     alone = (1 - num_both * beside) / num_alone if num_alone else 0.0
-    return tuple((beside if host in at_work else alone) / crowd[host] for host in servers)
+    return tuple((beside if host in at_work else alone) / per_host[host] for host in servers)
 
 
 def _nearest_cut(starts: list[int], wanted: int, cut: Cut) -> int:

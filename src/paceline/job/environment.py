@@ -146,12 +146,18 @@ def asks_for_gloo(variables: Mapping[str, str] = os.environ) -> bool:
 
 
 def cache_folder(variables: Mapping[str, str] = os.environ) -> Path:
-    """Return where this user's processes meet when no folder was asked for.
+    """Return where this user's processes meet when no folder was asked for; raises UsageError where there is no home.
 
     >>> cache_folder({"XDG_CACHE_HOME": "/cache"})
     PosixPath('/cache/paceline/jobs')
     """
-    return Path(variables.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline" / "jobs"
+    try:
+        return Path(variables.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline" / "jobs"
+    except RuntimeError as error:
+        raise UsageError(
+            f"user {os.geteuid()} has no home, where processes of a job meet unless told otherwise: set HOME, or name "
+            "another folder, PACELINE_RUN_DIR=..."
+        ) from error
 
 
 def find_launcher(variables: Mapping[str, str] = os.environ) -> int | None:

@@ -5,6 +5,7 @@ No kernel tells of a file that another machine writes, so waiting for one means 
 
 import os
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -49,6 +50,18 @@ def require_own(path: Path) -> None:
     found = path.lstat()
     if found.st_uid != os.geteuid():
         raise UsageError(f"{path} is of user {found.st_uid}, expected {os.geteuid()}: another user has put it there")
+
+
+def require_text(folder: Path) -> None:
+    """Raise UsageError for a folder whose name is no text: processes tell each other in JSON where they meet."""
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"the name of the folder {str(folder)!a} is no text in the encoding of this process, "
+            f"{sys.getfilesystemencoding()}: name another folder (TMPDIR, --run-dir, PACELINE_RUN_DIR), or set "
+            "PYTHONUTF8=1 if the name is UTF-8"
+        ) from error
 
 
 def make_private(folder: Path, advice: str) -> None:

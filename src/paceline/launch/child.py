@@ -142,18 +142,20 @@ class Child:
         return self._pid
 
     def reap(self) -> int | None:
-        """Return the exit code (negative: the signal that killed it), or None while it runs.
-
-        When it has ended, the processes that it started and left behind are killed.
-        """
-        if os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        """Return the exit code (negative: the signal that killed it), or None while it runs; `clear` comes after it."""
+        found = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is None:
             return None
+        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+    def clear(self) -> None:
+        """Kill what the process, which has ended, has started and left behind, and let its number go."""
         # In this order: the group's number cannot be given to others before its leader is waited for.
         self.kill()
         self._guard.forget(self._pid)
         if self._process.stdin is not None:
             self._process.stdin.close()
-        return self._process.wait()
+        self._process.wait()
 
     def signal(self, number: int) -> None:
         """Send a signal to the process itself, as a shell's `kill` would."""

@@ -1,10 +1,12 @@
 """Starts a whole job on this machine and watches over it: what `paceline run` does."""
 
+import math
 import secrets
 import sys
 import tempfile
 import termios
 import threading
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -21,7 +23,7 @@ from paceline.job.environment import (
     inherited,
     wait_timeout_s,
 )
-from paceline.job.folders import require_own
+from paceline.job.folders import require_own, require_text
 from paceline.job.machines import cores_here
 from paceline.job.spec import ClusterSpec, write_token
 from paceline.job.strategy import Distribution
@@ -40,6 +42,9 @@ from paceline.observe.trace import UNNAMED_TRACE_BYTES
 
 GUARD_TIMEOUT_S: Final = 5.0
 TRACE_NAME: Final = "trace"
+IN_USE: Final = "the run directory {} is not empty; name a new one, or remove it"
+LEAST_JOIN_TIMEOUT_S: Final = 60.0
+SPARE_AFTER_S: Final = 1.0  # the start of a job is left the cores, and short jobs need no spare process
 DEBUG_PATIENCE_S: Final = 7 * 24 * 3600.0  # how long all wait for a worker that a debugger has stopped
 
 
@@ -55,10 +60,13 @@ class LocalBackend:
         fork_server: ForkServer | None,
         outlets: Outlets,
         orphans: Orphans,
+        *,
+        keeps_spares: bool = False,
     ) -> None:
         """Have the guard watch over all that is started; a signal makes `wakeup_fd` readable.
 
-        While an outlet is full, what processes write there is left to wait.
+        While an outlet is full, what processes write there is left to wait. With `keeps_spares`, processes are forked
+        ahead for the next servers.
         """
         self._console = console
         self._guard = guard
@@ -67,6 +75,8 @@ class LocalBackend:
         self._pump = Pump(wakeup_fd, outlets)
         self._orphans = orphans
         self._pipes: dict[Child, Sequence[Pipe]] = {}
+        self._keeps_spares = keeps_spares
+        self._started_s = math.inf  # when the last process was started
 
     def prepare(self) -> Sequence[Member]:
         """Start the fork server, if there is one."""
@@ -80,17 +90,22 @@ class LocalBackend:
 
     def start(self, launch: Launch) -> Member:
         """Start a process."""
+        self._started_s = time.monotonic()
         fork_server = None if launch.has_terminal or launch.is_fresh else self._fork_server
         return self._add(launch, start_process if fork_server is None else fork_server.start)
 
     def wait(self, timeout_s: float) -> None:
         """Block until a process writes or ends, or a signal comes."""
+        if self._keeps_spares and self._fork_server is not None and time.monotonic() - self._started_s > SPARE_AFTER_S:
+            self._fork_server.prepare_spare()
         self._pump.wait(timeout_s)
         self._orphans.reap([child.pid for child in self._pipes])
 
     def release(self, member: Member) -> None:
-        """Read the rest of what it wrote."""
-        for pipe in self._pipes.pop(next(child for child in self._pipes if child is member)):
+        """Read the rest of what it wrote, and kill what it has left behind."""
+        child = next(child for child in self._pipes if child is member)
+        child.clear()
+        for pipe in self._pipes.pop(child):
             self._pump.remove(pipe)
 
     def close(self) -> None:
@@ -136,7 +151,10 @@ def guarded_folder(wanted: Path | None) -> Generator[tuple[Path, Guard]]:
     """Have a folder for a run, and a guard over its processes, which clears up even if this process is killed."""
     run_dir, temporary = prepare_run_dir(wanted), wanted is None
     try:
+        (run_dir / TRACE_NAME).mkdir()  # of two launchers that begin at once, one can
         guard = Guard(run_dir, temporary=temporary)
+    except FileExistsError as error:  # nothing is cleared: it is the other's
+        raise UsageError(IN_USE.format(run_dir)) from error
     except OSError:
         clear(run_dir, temporary=temporary)
         raise
@@ -156,12 +174,13 @@ def prepare_run_dir(wanted: Path | None) -> Path:
     if wanted is None:
         return make_temporary()
     run_dir = wanted.absolute()
+    require_text(run_dir)
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         require_own(run_dir)
         run_dir.chmod(0o700)  # first: no other user puts something into it from here on
         if any(run_dir.iterdir()):
-            raise UsageError(f"the run directory {run_dir} is not empty; name a new one, or remove it")
+            raise UsageError(IN_USE.format(run_dir))
     except OSError as error:
         raise UsageError(f"cannot use the run directory {run_dir}: {error.strerror}") from error
     return run_dir
@@ -173,7 +192,9 @@ def make_temporary() -> Path:
     Raises UsageError where none can be made.
     """
     try:
-        remove_abandoned(Path(tempfile.gettempdir()))
+        place = Path(tempfile.gettempdir())
+        require_text(place)
+        remove_abandoned(place)
         return Path(tempfile.mkdtemp(prefix=PREFIX))
     except OSError as error:
         named = f"{error.filename}: " if error.filename else ""
@@ -184,7 +205,11 @@ def make_temporary() -> Path:
 
 
 def make_spec(run: LocalRun, run_dir: Path) -> ClusterSpec:
-    """Return what the processes of this run must agree on."""
+    """Return what the processes of this run must agree on.
+
+    A worker that prepares its data before it joins is waited for as in any wait: servers hear of those that have ended.
+    """
+    timeout_s = wait_timeout_s() if run.timeout_s is None else run.timeout_s
     spec = ClusterSpec(
         job=secrets.token_hex(8),
         num_workers=run.num_workers,
@@ -195,7 +220,8 @@ def make_spec(run: LocalRun, run_dir: Path) -> ClusterSpec:
         scale=run.scale,
         strategy=run.strategy,
         trace=run.trace,
-        wait_timeout_s=wait_timeout_s() if run.timeout_s is None else run.timeout_s,
+        join_timeout_s=max(LEAST_JOIN_TIMEOUT_S, timeout_s),
+        wait_timeout_s=timeout_s,
         grace_s=run.grace_s,
         shares=run.shares,
         server_threads=run.server_threads,
@@ -212,7 +238,6 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
     write_token(run_dir)
     spec.write(run_dir / SPEC_NAME)
     trace_folder = run_dir / TRACE_NAME
-    trace_folder.mkdir()
     config = SupervisionConfig(
         policy=run.policy,
         start_timeout_s=run.start_timeout_s,
@@ -232,7 +257,10 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
             open_fork_server(run, programs, run_dir, environment) as fork_server,
             open_successors(run) as successors,
         ):
-            backend = LocalBackend(console, guard, signals.wakeup_fd, fork_server, outlets, orphans)
+            keeps_spares = successors is not None
+            backend = LocalBackend(
+                console, guard, signals.wakeup_fd, fork_server, outlets, orphans, keeps_spares=keeps_spares
+            )
             exits = Exits(console, display, run_dir)
             supervisor = Supervisor(
                 config, backend, AddressBook(spec), console, signals, display, exits, successors=successors

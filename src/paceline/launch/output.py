@@ -33,6 +33,18 @@ NUM_LAST_CHUNKS: Final = 64
 LINE_BYTES_MAX: Final = 64 * 1024
 
 
+def occupy_closed_streams() -> None:
+    """Put the null device where a standard stream was closed: else the next file opened gets its number.
+
+    Call it before any file is opened that is to stay open.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the least number that is free is this one
+
+
 @final
 class Outlet(io.TextIOBase):
     """A text stream over a descriptor that keeps what its reader does not take; without a descriptor it drops all.

@@ -17,6 +17,9 @@ from paceline.launch.child import Launch
 from paceline.launch.policy import Policy
 from paceline.launch.script import OPTION, sets_variables
 
+# On a busy machine an import of torch takes a minute; a process that fails to start is seen at once, whatever this is.
+START_TIMEOUT_S: Final = 180.0
+
 
 @dataclass(frozen=True, slots=True)
 class Programs:
@@ -59,7 +62,7 @@ class LocalRun:
     run_dir: Path | None = None
     copy_to: Path | None = None
     policy: Policy = field(default_factory=Policy)
-    start_timeout_s: float = 30.0  # until all servers say where they listen
+    start_timeout_s: float = START_TIMEOUT_S  # until all servers say where they listen
     grace_s: float = 5.0  # from being told to end until being killed
     timeout_s: float | None = None  # of a wait of a worker; None takes PACELINE_TIMEOUT_S, else the default
     progress: bool = False
@@ -121,7 +124,7 @@ def plan_launches(run: LocalRun, programs: Programs, run_dir: Path, environment:
     data_servers = [
         _plan_serving("data", rank, programs.data_server, run_dir, importing) for rank in range(run.num_data_servers)
     ]
-    cores, is_fresh = cores_here(), sets_variables(run.script)
+    cores, is_fresh = cores_here(), sets_variables(run.script.absolute(), run.folder)
     workers = [
         Launch(
             role="worker",

@@ -7,8 +7,10 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
+from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +20,9 @@ from paceline.launch.limits import explain
 OPTION: Final = "-m"
 NUM_SUGGESTIONS: Final = 3
 MAX_QUOTED: Final = 100
+MAX_MODULES: Final = 64
+PACKAGE: Final = "__init__.py"
+SETTERS: Final = {"load_dotenv", "putenv", "unsetenv"}
 KNOWN_MODULES: Final = {"numpy", "paceline", "torch", *sys.stdlib_module_names}
 OPTIMIZERS: Final = re.compile(r"optim|update\.(?!Add\b)")  # every rule but Add is made by way of torch.optim
 
@@ -114,13 +119,53 @@ def may_make_optimizers(script: Path) -> bool:
     return OPTIMIZERS.search(text) is not None or not _imported(tree) <= KNOWN_MODULES
 
 
-def sets_variables(script: Path) -> bool:
-    """Return whether a script changes environment variables, which libraries that are already imported would miss."""
-    try:
-        tree = ast.parse(script.read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):  # it runs into that itself
-        return False
-    return any(map(_sets_variables, ast.walk(tree)))
+def sets_variables(script: Path, folder: Path) -> bool:
+    """Return whether a script changes environment variables, which libraries that are already imported would miss.
+
+    It looks into the script, into the modules in `folder` that it imports, and into those that they import.
+    """
+    left, seen = deque([script, *_packages_around(script, folder)]), set[Path]()
+    while left and len(seen) < MAX_MODULES:
+        file = left.popleft()
+        if file in seen:
+            continue
+        seen.add(file)
+        try:
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):  # it runs into that itself
+            continue
+        if any(map(_sets_variables, ast.walk(tree))):
+            return True
+        left.extend(_imported_files(tree, file, folder))
+    return False
+
+
+def _packages_around(script: Path, folder: Path) -> Iterator[Path]:
+    """Yield what Python imports before a module that lies in packages."""
+    for parent in takewhile(lambda parent: parent != folder, script.parents):
+        if not (parent / PACKAGE).is_file():
+            return
+        yield parent / PACKAGE
+
+
+def _imported_files(tree: ast.AST, file: Path, folder: Path) -> Iterator[Path]:
+    """Yield the files that some code imports from a folder, or from the packages that it lies in."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _files_of(alias.name, folder)
+        elif isinstance(node, ast.ImportFrom):
+            start = file.parents[min(node.level, len(file.parents)) - 1] if node.level else folder
+            for alias in node.names:  # of a package, a name may be a module
+                yield from _files_of(f"{node.module}.{alias.name}" if node.module else alias.name, start)
+
+
+def _files_of(name: str, folder: Path) -> Iterator[Path]:
+    for part in name.split("."):
+        for file in (folder / f"{part}.py", folder / part / PACKAGE):
+            if file.is_file():
+                yield file
+        folder /= part
 
 
 def _sets_variables(node: ast.AST) -> bool:
@@ -129,8 +174,8 @@ def _sets_variables(node: ast.AST) -> bool:
             return _is_environ(whole)
         case ast.Call(func=ast.Attribute(value=whole, attr="setdefault" | "update" | "pop" | "clear")):
             return _is_environ(whole)
-        case ast.Call(func=ast.Attribute(attr="putenv" | "unsetenv")):
-            return True
+        case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)):
+            return name in SETTERS
         case ast.AugAssign(target=whole):  # os.environ |= {...}
             return _is_environ(whole)
         case _:

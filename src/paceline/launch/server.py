@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -22,7 +23,9 @@ from paceline.job.machines import LOOPBACK, cores_here, server_threads
 from paceline.job.spec import ClusterSpec, wait_spec, write_private
 from paceline.launch.entry import read_orders, report_unknown_order, run_program
 from paceline.observe.trace import Trace, trace_path
+from paceline.server.journal import LISTENER
 from paceline.server.node import ServerNode
+from paceline.transport.base import HandsOver, Listener, SocketListener, Transport
 from paceline.transport.lasting_memory import LastingMemory
 
 
@@ -51,6 +54,20 @@ def lasting_memory() -> LastingMemory | None:
     return LastingMemory.connect(socket.socket(fileno=descriptor))
 
 
+def open_listener(transport: Transport, memory: LastingMemory | None, published: Path, address: str) -> Listener:
+    """Listen at this address; in the place of another process, at the one that it has published, and on its socket."""
+    if memory is None:
+        return transport.listen(address)
+    if memory.has(LISTENER) and isinstance(transport, HandsOver):
+        return transport.listen_again(published.read_text(), memory.descriptor(LISTENER))
+    listener = transport.listen(published.read_text() if memory.is_successor else address)
+    if not isinstance(listener, SocketListener):
+        return listener
+    with suppress(OSError):  # then a process in the place of this one listens anew
+        memory.keep(LISTENER, listener.fileno())
+    return listener
+
+
 def serve(spec: ClusterSpec, rank: int, obey: Callable[[ServerNode], None], host: str = LOOPBACK) -> None:
     """Serve one shard of the job; blocks until told to stop by `obey`, which runs in a thread of its own.
 
@@ -60,9 +77,7 @@ def serve(spec: ClusterSpec, rank: int, obey: Callable[[ServerNode], None], host
     memory = lasting_memory()
     transport = make_transport(spec, Holder("server", rank), lambda text: print(text, file=sys.stderr))
     published = address_path(run_dir, "server", rank)
-    is_successor = memory is not None and memory.is_successor
-    # A successor listens where workers look for the server.
-    listener = transport.listen(published.read_text() if is_successor else listen_address(spec, rank, host))
+    listener = open_listener(transport, memory, published, listen_address(spec, rank, host))
 
     @cache
     def addresses() -> tuple[str, ...]:

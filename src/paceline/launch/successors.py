@@ -52,7 +52,16 @@ class Successors:
         ]
 
     def objection(self, rank: int) -> str:
-        """Return why no process goes on in the place of this server, whose process has died; "" if one does."""
+        """Return why no process goes on in the place of this server, whose process has died; "" if one does.
+
+        Once there is an objection, nothing is kept: clients that wait to connect to the server are told at once.
+        """
+        objection = self._objection(rank)
+        if objection:
+            self._holders[rank].close()
+        return objection
+
+    def _objection(self, rank: int) -> str:
         holder = self._holders[rank]
         cold = holder.read(COLD, COLD_BYTES).rstrip(b"\0").decode(errors="replace")
         num_entries, began = counts(holder.read(JOURNAL, START_BYTES))

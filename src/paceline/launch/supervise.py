@@ -81,7 +81,10 @@ class Member(Protocol):
         ...
 
     def reap(self) -> int | None:
-        """Return its exit code (negative: the signal that killed it), or None while it runs."""
+        """Return its exit code (negative: the signal that killed it), or None while it runs.
+
+        Once it has ended, `ProcessBackend.release` clears up after it.
+        """
         ...
 
     def signal(self, number: int) -> None:
@@ -125,7 +128,7 @@ class ProcessBackend(Protocol):
         ...
 
     def release(self, member: Member) -> None:
-        """Relay the rest of what a member that has ended has written, and forget it."""
+        """Relay the rest of what a member that has ended has written, clear up after it, and forget it."""
         ...
 
     def close(self) -> None:
@@ -326,15 +329,16 @@ class Supervisor:
 
     def _on_exit(self, child: Member, exit_code: int) -> None:
         self._running.remove(child)
+        if child.launch.role == "server":
+            self._on_server_exit(child, exit_code)
+            return
         self._backend.release(child)
         match child.launch.role:
             case "worker":
                 self._on_worker_exit(child, exit_code)
-            case "server":
-                self._on_server_exit(child, exit_code)
             case "data":
                 self._on_data_server_exit(child, exit_code)
-            case "fork-server":  # the run can do without
+            case _:  # the run can do without the fork server
                 pass
 
     def _on_worker_exit(self, child: Member, exit_code: int) -> None:
@@ -347,14 +351,16 @@ class Supervisor:
             self._on_worker_loss(child, exit_code)
 
     def _on_server_exit(self, child: Member, exit_code: int) -> None:
-        if self._ending is None and not (self._servers_stopped and exit_code == 0):
+        is_due = self._ending is not None or (self._servers_stopped and exit_code == 0)
+        lost = "" if is_due else self._why_lost(child.launch)
+        if lost is None:  # at once, as all workers wait
+            self._start_successor(child.launch)
+        self._backend.release(child)
+        if lost is None:
+            self._exits.note_death(child, exit_code, "another process goes on in its place")
+        elif not is_due:
             when = "when it was told to stop" if self._servers_stopped else "before the run was over"
             reason = f"{child.name} {describe_exit(exit_code)} {when}"
-            lost = self._why_lost(child.launch)
-            if lost is None:
-                self._exits.note_death(child, exit_code, "another process goes on in its place")
-                self._start_successor(child.launch)
-                return
             told = self._exits.note_death(child, exit_code, f"the run ends{lost}")
             self._ending = Ending(1, reason, culprit=child, lets_save=self._met, told=told)
             record_server_ended(self._config.run_dir, child.launch.rank, describe_exit(exit_code))
@@ -476,6 +482,8 @@ class Supervisor:
     def _stop_servers(self) -> None:
         self._servers_stopped = True
         servers = self._alive("server") + self._alive("data")
+        if self._ending is not None and not self._met:  # they hold nothing, and hear nothing before they have started
+            self._kill(servers)
         for server in servers:
             server.send_line("stop")
         grace_s = self._config.grace_s

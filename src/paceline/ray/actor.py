@@ -228,6 +228,7 @@ class ProcessActor:
             self._follow_orders(child)
             if follower is not None:
                 follower.report(self._outbox)
+        child.clear()
         for pipe in child.pipes:
             pump.remove(pipe)
         if follower is not None:

@@ -189,7 +189,6 @@ def run_on_ray(run: LocalRun, options: RayOptions) -> int:
 def _supervise(ray: ModuleType, run: LocalRun, options: RayOptions, run_dir: Path) -> int:
     write_token(run_dir)
     trace_folder = run_dir / TRACE_NAME
-    trace_folder.mkdir()
     config = SupervisionConfig(
         policy=run.policy, start_timeout_s=options.start_timeout, grace_s=run.grace_s, run_dir=run_dir
     )

@@ -83,16 +83,16 @@ class Namespaces:
                 namespace.wait_end(max(0.0, give_up - time.monotonic()))
         raise DeadlineExceeded(f"namespace '{name}' ended whenever it was asked for")
 
-    def hand_over(self, name: str, guest: NamespaceConnection) -> None:
+    def hand_over(self, name: str, admitted: NamespaceConnection) -> None:
         """Have a client served that was admitted; one that comes too late is told so."""
         with self._lock:
             namespace = self._open.get(name)
-        if self._is_expelled(guest.peer_identity):
-            guest.close()
+        if self._is_expelled(admitted.peer_identity):
+            admitted.close()
         elif namespace is None or namespace.is_over:
-            guest.turn_away(f"namespace '{name}' has ended since it joined: connect again")
+            admitted.turn_away(f"namespace '{name}' has ended since it joined: connect again")
         else:
-            namespace.hand_over(guest)
+            namespace.hand_over(admitted)
 
     def expel(self, names: Collection[str]) -> None:
         """End the clients whose certificate has such a holder or serial number, and let no more of them in."""

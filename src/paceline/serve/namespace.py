@@ -223,9 +223,9 @@ class Namespace:
         """
         return self._ask(lambda held: self._open_admission(held).admit(held, ask, holder_rank), ANSWER_TIMEOUT_S)
 
-    def hand_over(self, guest: NamespaceConnection) -> None:
+    def hand_over(self, admitted: NamespaceConnection) -> None:
         """Serve an admitted client."""
-        self._handoffs.hand_over(guest)
+        self._handoffs.hand_over(admitted)
 
     def expel(self, names: Collection[str]) -> None:
         """End the clients whose certificate has such a holder or serial number, and refuse them from now on."""

@@ -23,6 +23,7 @@ JOURNAL: Final = "journal"
 SNAPSHOTS: Final = "snapshot-0", "snapshot-1"
 COLD: Final = "cold"  # why no process can go on in this one's place; absent or empty while one can
 COLD_BYTES: Final = 1024
+LISTENER: Final = "listener"  # the socket on which workers connect: they wait there while another process comes up
 START_BYTES: Final = 16  # of the journal, which `counts` reads
 JOURNAL_BYTES: Final = 1 << 22
 # At the start, for others to read: how many entries were ever written, and how many when a successor began to serve.
@@ -32,6 +33,10 @@ _HEAD: Final = struct.Struct("<II")  # of an entry: its length, and checksum, be
 _STAMP: Final = struct.Struct("<Qd")  # its number and time, before what it says
 _SNAPSHOT: Final = struct.Struct("<QII")  # number of the first entry after it, never 0; length; checksum
 _SLACK: Final = 2  # how much larger than needed memory for snapshots is made
+# A successor replays some 30,000 entries a second, while all workers wait. So a snapshot is due after so many bytes,
+# some 400 entries; where the state itself is large, after so many times its size, as a snapshot costs more then.
+SNAPSHOT_AFTER_BYTES: Final = 1 << 15
+_SNAPSHOT_AFTER_STATES: Final = 8
 
 
 class JournalFull(PacelineError):
@@ -121,7 +126,7 @@ class Journal:
 
     Args:
         memory: outlives this process.
-        size_bytes: of the entries; a snapshot is due when they fill half of it.
+        size_bytes: of the entries; a snapshot is due when they fill half of it, at the latest.
     """
 
     memory: Regions
@@ -129,11 +134,13 @@ class Journal:
     _entries: memoryview = field(init=False)
     _end: int = _COUNTS.size  # where the next entry goes
     _number: int = 0  # of the next entry
+    _snapshot_after: int = SNAPSHOT_AFTER_BYTES
 
     def __post_init__(self) -> None:
         """Find the memory of the entries."""
         self._entries = self.memory.region(JOURNAL, self.size_bytes)
         self.size_bytes = self._entries.nbytes
+        self._note_state(0)
         (self._number,) = _COUNT.unpack_from(self._entries, 0)
 
     @property
@@ -143,8 +150,8 @@ class Journal:
 
     @property
     def wants_snapshot(self) -> bool:
-        """Whether the next entries may not find room without a snapshot."""
-        return self._end > self.size_bytes // 2
+        """Whether the next entries may not find room without a snapshot, or a successor would replay for long."""
+        return self._end > self._snapshot_after
 
     def append(self, written: Written, now: float) -> None:
         """Write down what is about to have an effect; raises JournalFull if there is no room."""
@@ -171,6 +178,7 @@ class Journal:
         self._number += 1  # else two snapshots without an entry between them would look alike
         _COUNT.pack_into(memory, 0, self._number)
         self._end = _COUNTS.size
+        self._note_state(len(state))
 
     def note_resumed(self) -> None:
         """Note that this process has done what the one before it had begun."""
@@ -182,7 +190,7 @@ class Journal:
         _COUNTS.pack_into(self._entries, 0, 0, 0)
         told = reason.encode(errors="replace")[:COLD_BYTES]
         with suppress(OSError):
-            for name in (JOURNAL, *SNAPSHOTS):
+            for name in (JOURNAL, *SNAPSHOTS, LISTENER):
                 if self.memory.has(name):
                     self.memory.drop(name)
             self.memory.region(COLD, COLD_BYTES)[: len(told)] = told
@@ -196,6 +204,11 @@ class Journal:
         number, size_bytes, _ = _SNAPSHOT.unpack_from(memory, 0)
         entries = list(self._read_entries(number))
         return bytes(memory[_SNAPSHOT.size : _SNAPSHOT.size + size_bytes]), entries
+
+    def _note_state(self, size_bytes: int) -> None:
+        """Note how large a snapshot is: the next one is due after that."""
+        wanted = max(SNAPSHOT_AFTER_BYTES, _SNAPSHOT_AFTER_STATES * size_bytes)
+        self._snapshot_after = min(wanted, self.size_bytes // 2)
 
     def _read_entries(self, first: int) -> Generator[Entry]:
         """Yield the whole entries from this number on, and stand behind the last."""

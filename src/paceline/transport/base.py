@@ -261,6 +261,27 @@ class Transport(Protocol):
 
 
 @runtime_checkable
+class SocketListener(Listener, Protocol):
+    """A listener on a socket of the kernel, in whose place another process can go on listening.
+
+    While that process comes up, clients that connect wait in the kernel instead of being refused.
+    """
+
+    def fileno(self) -> int:
+        """Return the descriptor of the socket."""
+        ...
+
+
+@runtime_checkable
+class HandsOver(Protocol):
+    """A transport whose listeners can be taken over by another process."""
+
+    def listen_again(self, address: str, descriptor: int) -> SocketListener:
+        """Go on with a socket that listens at `address` already, and own its descriptor."""
+        ...
+
+
+@runtime_checkable
 class SharesMemory(Protocol):
     """A transport that can let peers map memory that it has not allocated."""
 

@@ -99,14 +99,19 @@ class LastingMemory:
         Raises as `region` does.
         """
         if name not in self._descriptors:
-            descriptor = create_memory(size_bytes, sparse=sparse)
-            try:
-                self._ask(_KEEP + name.encode(), descriptor)
-            except OSError:
-                os.close(descriptor)
-                raise
-            self._descriptors[name] = descriptor
+            self._give(name, create_memory(size_bytes, sparse=sparse))
         return self._descriptors[name]
+
+    def keep(self, name: str, descriptor: int) -> None:
+        """Have something else outlive this process, too, such as a socket, under a new name: see `descriptor`.
+
+        The descriptor stays the caller's. Raises OSError: the holder cannot keep it.
+        """
+        self._give(name, os.dup(descriptor))
+
+    def descriptor(self, name: str) -> int:
+        """Return a descriptor of what is there under this name, which the caller owns."""
+        return os.dup(self._descriptors[name])
 
     def drop(self, name: str) -> None:
         """Let a region go, which is freed with its last view; does nothing if there is none. Raises OSError."""
@@ -114,6 +119,14 @@ class LastingMemory:
             self._ask(_DROP + name.encode())
             self._mapped.pop(name, None)
             os.close(self._descriptors.pop(name))
+
+    def _give(self, name: str, descriptor: int) -> None:
+        try:
+            self._ask(_KEEP + name.encode(), descriptor)
+        except OSError:
+            os.close(descriptor)
+            raise
+        self._descriptors[name] = descriptor
 
     def _ask(self, request: bytes, *descriptors: int) -> None:
         """Send a request, and wait until the holder has done it; raises OSError.

@@ -96,6 +96,10 @@ class StreamListener:
         self._thread = threading.Thread(target=self._listen, name=f"paceline-listen {address}", daemon=True)
         self._thread.start()
 
+    def fileno(self) -> int:
+        """Return the descriptor of the socket."""
+        return self._socket.fileno()
+
     def accept(self, *, timeout_s: float) -> StreamConnection:
         """Wait for the next connection; see `Listener.accept`."""
         with self._changed:
@@ -153,8 +157,8 @@ class StreamListener:
             with self._changed:
                 started = [client.started_s for client in self._shaking if not client.evicted]
             waits += [max(0.0, start_s + _FAIR_TIME_S - time.monotonic()) * 1000 + 1.0 for start_s in started]
-        complaints_ms = self._limited_log.patience_ms()
-        return min(waits if complaints_ms is None else [*waits, complaints_ms], default=None)
+        untold_ms = self._limited_log.patience_ms()
+        return min(waits if untold_ms is None else [*waits, untold_ms], default=None)
 
     def _accept_all(self) -> None:
         """Accept clients that wait in the kernel, a limited number at a time so that others have their turn."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, final
 
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
-from paceline.transport.base import Limits, Listener, check_identity, strip_scheme
+from paceline.transport.base import Limits, SocketListener, check_identity, strip_scheme
 from paceline.transport.carrier import Carrier
 from paceline.transport.channel import SocketChannel
 from paceline.transport.deadline import Deadline, seconds
@@ -76,13 +76,18 @@ class ShmTransport:
         """Have peers map this memory; see `SharesMemory.share`."""
         self._segments.share(memory, descriptor)
 
-    def listen(self, address: str) -> Listener:
+    def listen(self, address: str) -> SocketListener:
         """Listen on a socket; raises UsageError when it is in use, or the directory of its file open to other users."""
         name = _parse(address)
         if isinstance(name, str):
             return self._serve(f"shm://@{name}", _bind_name(name))
         _check_directory(name.parent)
         return ShmListener(name, self._serve(f"shm://{name}", _bind(name)))
+
+    def listen_again(self, address: str, descriptor: int) -> SocketListener:
+        """Go on with a socket that listens already; see `HandsOver.listen_again`."""
+        name, listener = _parse(address), self._serve(address, socket.socket(fileno=descriptor))
+        return listener if isinstance(name, str) else ShmListener(name, listener)
 
     def connect(self, address: str, identity: bytes, *, timeout_s: float) -> StreamConnection:
         """Connect to a listener; see `Transport.connect`."""
@@ -119,13 +124,17 @@ CARRIER: Final = Carrier(
 
 @final
 class ShmListener:
-    """A `Listener` on a socket file, which it removes when closed."""
+    """A `SocketListener` on a socket file, which it removes when closed."""
 
     def __init__(self, path: Path, listener: StreamListener) -> None:
         self.address: Final = listener.address
         self._path = path
         self._file = path.stat()
         self._listener = listener
+
+    def fileno(self) -> int:
+        """Return the descriptor of the socket."""
+        return self._listener.fileno()
 
     def accept(self, *, timeout_s: float) -> StreamConnection:
         """Wait for the next connection; see `Listener.accept`."""

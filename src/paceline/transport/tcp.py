@@ -83,9 +83,16 @@ class TcpTransport:
         except OSError as error:
             sock.close()
             raise _explain_bind(error, host, port) from error
+        return self._serve(f"tcp://{bound}", sock)
+
+    def listen_again(self, address: str, descriptor: int) -> StreamListener:
+        """Go on with a socket that listens already; see `HandsOver.listen_again`."""
+        return self._serve(address, socket.socket(fileno=descriptor))
+
+    def _serve(self, address: str, sock: socket.socket) -> StreamListener:
         return StreamListener(
             sock,
-            f"tcp://{bound}",
+            address,
             self._handshake,
             self._limits,
             inspect=_inspect,

@@ -231,8 +231,8 @@ class Shard:
         """
         if not isinstance(self._updates, Chunked):
             raise ProtocolBug(f"Table '{self.spec.name}': {self.spec.rule.name} updates whole tensors at once.")
-        everyone = [*contributions, *self._missing(contributions)]
-        parts = [replace(each, gradient=each.gradient[start:stop]) for each in everyone]
+        all_contributions = [*contributions, *self._missing(contributions)]
+        parts = [replace(each, gradient=each.gradient[start:stop]) for each in all_contributions]
         return self._updates.preview(start, stop, parts, contributions[0].hyper or self.hyper)
 
     @property

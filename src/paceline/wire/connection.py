@@ -117,7 +117,7 @@ class ReadTurns:
 
 _POLL_S = 0.5
 _ATTEMPT_S = 2.0  # a handshake under TLS takes four round trips, and a host may have several addresses
-_FIRST_PAUSE_S = 0.02
+_FIRST_PAUSE_S = 0.02  # after an attempt that has failed, or a connection that broke before it was of use
 _HASTE_S = 1.0  # so long, pauses stay as the first: a server that was killed has a successor by then
 _LONGEST_PAUSE_S = 1.0
 _JOIN_TIMEOUT_S = 5.0
@@ -169,6 +169,11 @@ class Progress:
         if not self._num_fruitless:
             self._fruitless_since_s = self._made_s
         self._num_fruitless += 1
+
+    @property
+    def was_fruitless(self) -> bool:
+        """Whether the last connection broke before an answer."""
+        return self._num_fruitless > 0
 
     def objection(self) -> str:
         """Return why not to reconnect, or an empty text."""
@@ -387,8 +392,9 @@ class ReconnectingConnection:
         if objection:
             advice = "check the MTU of the path, and look at what the server wrote"
             return f"{objection}; {advice} (it broke as follows: {problem})"
-        watch, pause_s = Stopwatch(_LONGEST_PAUSE_S + _POLL_S), _FIRST_PAUSE_S
+        watch, pause_s = Stopwatch(_LONGEST_PAUSE_S + _POLL_S), _FIRST_PAUSE_S * self._progress.was_fruitless
         while watch.elapsed_s() < self.patience_s and not self._closing.wait(pause_s):
+            pause_s = max(_FIRST_PAUSE_S, pause_s)
             if watch.elapsed_s() >= _HASTE_S:
                 pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
             how = self.how_ended()

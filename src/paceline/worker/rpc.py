@@ -69,8 +69,8 @@ class Rpc:
         """Send the request that `make` builds from its number; return the future of its answer."""
         number, self._next_number = self._next_number, self._next_number + 1
         call = _Call(server, _readable(make(number)), body, due=time.monotonic() + self.retry_s)
+        self._open[number] = call
         self.send(server, call.request, body)
-        self._open[number] = call  # only now: what cannot be encoded is not repeated
         return call.future
 
     def settled(self, number: int) -> int:

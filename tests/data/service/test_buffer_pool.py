@@ -40,7 +40,7 @@ def test_memory_is_lent_until_it_is_given_back() -> None:
     batch_buffers.clear()
 
 
-def test_who_keeps_very_much_is_sent_copies() -> None:
+def test_a_reader_that_keeps_very_much_is_sent_copies() -> None:
     batch_buffers = BatchBuffers(ShmTransport("lending"))
     pieces = [batch_buffers.allocate(1) for _ in range(MAX_SEND_BUFFERS + 1)]
     assert [piece.lent_buffer == NO_LENT_BUFFER for piece in pieces] == [False] * MAX_SEND_BUFFERS + [True]

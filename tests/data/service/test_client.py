@@ -195,10 +195,10 @@ def test_a_wait_ends_at_its_deadline(tmp_path: Path) -> None:
         gate.set()
         until(lambda: bool(reader._pending._of[ask(1)].outcome))
         reader._options = ReaderOptions(timeout_s=DEADLINE_S)
-        assert is_right(reader.read(ask(1)), ask(1)), "what comes late is there for who asks again"
+        assert is_right(reader.read(ask(1)), ask(1)), "what comes late is there for a later request"
 
 
-def test_what_nobody_waits_for_any_more_gives_way(tmp_path: Path) -> None:
+def test_what_is_not_waited_for_any_more_gives_way(tmp_path: Path) -> None:
     gate = threading.Event()
     numbers = Numbers(RECIPE, gate)
     with (
@@ -247,7 +247,7 @@ class Patience(threading.Event):
 
 
 @pytest.mark.parametrize("answers", [False, True])
-def test_who_is_turned_away_comes_again_less_and_less_often(answers: bool) -> None:
+def test_a_client_that_is_turned_away_comes_again_less_and_less_often(answers: bool) -> None:
     transport, patience = MemoryTransport(), Patience()
     listener = transport.listen("memory://server-0")
 
@@ -276,7 +276,7 @@ def test_who_is_turned_away_comes_again_less_and_less_often(answers: bool) -> No
 # -- what cannot be read ---------------------------------------------------------------------------------------------
 
 
-def test_a_record_that_cannot_be_decoded_is_the_matter_of_who_asked_for_it(tmp_path: Path) -> None:
+def test_a_record_that_cannot_be_decoded_fails_its_reader_alone(tmp_path: Path) -> None:
     with feeders("memory", tmp_path) as running, running.reader(ODD) as reader, running.reader(RECIPE, rank=1) as other:
         with pytest.raises(RecordError, match="data server 0 at memory://server-0: sample 7 is odd"):
             reader.read(ask(1, num=6))

@@ -40,7 +40,7 @@ SAID: list[Message] = [
 ]
 
 
-class Mill:
+class FrameSource:
     """Makes frames without end, the same ones from the same seed."""
 
     def __init__(self, seed: int) -> None:
@@ -88,12 +88,12 @@ def say_all(rogue: Caller, frames: Iterator[tuple[bytes, memoryview]]) -> int:
 
 @pytest.mark.parametrize("kind", ["memory", "tcp", "shm"])
 def test_whatever_is_said_the_others_are_served(kind: str, tmp_path: Path) -> None:
-    mill = Mill(7)
+    source = FrameSource(7)
     with feeders(kind, tmp_path) as running, running.reader() as reader:
         num_said = 0
         for number in range(NUM_CONNECTIONS):
             with caller(running) as rogue:
                 rogue.opens(RECIPE)
-                num_said += say_all(rogue, mill.frames())
+                num_said += say_all(rogue, source.frames())
             assert is_right(reader.read(ask(number)), ask(number))
         assert num_said > NUM_CONNECTIONS

@@ -55,7 +55,7 @@ def recipe_of(number: int) -> BatchRecipe:
 # -- many at once ----------------------------------------------------------------------------------------------------
 
 
-def test_who_asks_for_much_does_not_keep_others_waiting(tmp_path: Path) -> None:
+def test_a_reader_that_asks_for_much_does_not_keep_others_waiting(tmp_path: Path) -> None:
     gate = threading.Event()
     numbers = Numbers(RECIPE, gate)
     with feeders("memory", tmp_path, open_records=lambda *_: numbers) as running:
@@ -89,7 +89,7 @@ def test_what_a_loop_waits_for_goes_before_what_it_has_made_ahead(tmp_path: Path
             assert [worker.hear(BatchAnswer).number for _ in range(6)] == [1, 9, 2, 3, 4, 5]
 
 
-def test_who_takes_in_nothing_does_not_keep_others_waiting(tmp_path: Path) -> None:
+def test_a_reader_that_takes_in_nothing_does_not_keep_others_waiting(tmp_path: Path) -> None:
     with feeders("tcp", tmp_path) as running, running.reader(rank=1) as reader, caller(running) as stalled:
         stalled.opens()
         large = ask(0, num=1000)  # 5 MB, more than the line holds
@@ -100,7 +100,7 @@ def test_who_takes_in_nothing_does_not_keep_others_waiting(tmp_path: Path) -> No
         assert running.nodes[0]._builder.num_batches <= 20 + 8
 
 
-def test_a_source_that_takes_long_to_open_keeps_nobody_else_waiting(tmp_path: Path) -> None:
+def test_a_source_that_takes_long_to_open_holds_up_no_other(tmp_path: Path) -> None:
     gate, opened = threading.Event(), threading.Event()
 
     def open_slowly(recipe: BatchRecipe, _: object) -> Numbers:
@@ -176,7 +176,7 @@ HOSTILE: list[tuple[Message | bytes, memoryview]] = [
 
 
 @pytest.mark.parametrize(("message", "body"), HOSTILE)
-def test_who_breaks_the_rules_is_cut_off_and_the_others_go_on(
+def test_a_reader_that_breaks_the_rules_is_cut_off_and_the_others_go_on(
     message: Message | bytes, body: memoryview, tmp_path: Path
 ) -> None:
     with feeders("memory", tmp_path) as running, running.reader() as reader, caller(running) as rogue:
@@ -198,13 +198,13 @@ def test_who_breaks_the_rules_is_cut_off_and_the_others_go_on(
         hello(-1),
     ],
 )
-def test_who_is_no_worker_of_this_job_is_cut_off(identity: Hello | bytes, tmp_path: Path) -> None:
+def test_a_peer_that_is_not_a_worker_of_this_job_is_cut_off(identity: Hello | bytes, tmp_path: Path) -> None:
     with feeders("memory", tmp_path, num_workers=8) as running, caller(running, identity) as stranger:
         stranger.say(OPEN, recipe_body(RECIPE))
         assert stranger.is_cut_off()
 
 
-def test_who_asks_too_much_at_once_is_cut_off(tmp_path: Path) -> None:
+def test_a_reader_that_asks_too_much_at_once_is_cut_off(tmp_path: Path) -> None:
     gate = threading.Event()
     with feeders("memory", tmp_path, open_records=lambda *_: Numbers(RECIPE, gate)) as running:
         with caller(running) as rogue:
@@ -256,7 +256,7 @@ def test_large_bodies_are_refused_before_they_come() -> None:
             _place(encode(message), size_bytes)
 
 
-def test_a_batch_that_is_too_large_is_refused_to_who_asked_for_it(tmp_path: Path) -> None:
+def test_a_batch_that_is_too_large_is_refused_to_its_reader(tmp_path: Path) -> None:
     with feeders("memory", tmp_path, max_batch_bytes=100_000) as running, running.reader() as reader:
         with pytest.raises(UsageError, match="at most 100000 are served: choose a smaller batch size"):
             reader.read(ask(0, num=1000))
@@ -305,7 +305,7 @@ def settle_all(cache: SourceCache, told: list[CachedSource]) -> None:
         cache.settle(told.pop())
 
 
-def test_what_nobody_reads_is_closed_where_there_is_no_room() -> None:
+def test_what_is_not_read_is_closed_where_there_is_no_room() -> None:
     told: list[CachedSource] = []
     cache = library(told)
     opened = [cache.open(encode_recipe(recipe_of(n)), n // 8, lambda _: None) for n in range(MAX_OPEN)]
@@ -337,7 +337,7 @@ def test_one_worker_cannot_take_all_the_room() -> None:
     cache.close(Deadline.after(DEADLINE_S))
 
 
-def test_who_reads_too_many_sources_is_told_so(tmp_path: Path) -> None:
+def test_a_reader_of_too_many_sources_is_told_so(tmp_path: Path) -> None:
     with (
         feeders("memory", tmp_path) as running,
         caller(running) as reading,

@@ -29,11 +29,11 @@ def names_in(certificate: bytes) -> list[str]:
     return names.get_values_for_type(x509.UniformResourceIdentifier)
 
 
-def test_a_certificate_says_for_whom_it_is(authority: Authority, tmp_path: Path) -> None:
+def test_a_certificate_names_its_holder(authority: Authority, tmp_path: Path) -> None:
     for holder in (SERVER, WORKER, Holder("any")):
         authority.issue(tmp_path, holder)
     said = [names_in((tmp_path / f"{name}.pem").read_bytes()) for name in ("server-0", "worker-3", "any")]
-    assert said == [[f"paceline://job%207%2Fa/{who}"] for who in ("server/0", "worker/3", "any")]
+    assert said == [[f"paceline://job%207%2Fa/{holder}"] for holder in ("server/0", "worker/3", "any")]
 
 
 def test_what_is_secret_only_its_owner_can_read(authority: Authority, tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_what_is_secret_only_its_owner_can_read(authority: Authority, tmp_path: 
     assert "PRIVATE" not in repr(authority)
 
 
-def test_who_has_none_of_its_own_takes_the_one_for_any(authority: Authority, tmp_path: Path) -> None:
+def test_a_process_without_a_certificate_takes_the_one_for_any(authority: Authority, tmp_path: Path) -> None:
     authority.issue(tmp_path, SERVER)
     assert tls_settings(tmp_path, SERVER).key == tmp_path / "server-0.key"
     assert tls_settings(tmp_path, WORKER).certificate == tmp_path / "any.pem"

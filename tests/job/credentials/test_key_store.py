@@ -107,7 +107,7 @@ def test_both_tokens_hold_until_the_previous_one_is_ended(folder: Path, tmp_path
 
 
 @pytest.mark.parametrize("by", ["holder", "serial"])
-def test_who_is_revoked_is_turned_away_from_then_on(folder: Path, tmp_path: Path, by: str) -> None:
+def test_a_revoked_holder_is_turned_away_from_then_on(folder: Path, tmp_path: Path, by: str) -> None:
     out, worker, other = tmp_path / "out", Holder("worker", 1), Holder("worker", 2)
     for holder in (worker, other):
         issue_keys(folder, holder, out)
@@ -131,7 +131,7 @@ def test_a_revoked_server_is_not_called(folder: Path, tmp_path: Path) -> None:
         carrier(folder, Holder("any")).connect(listener.address, b"", timeout_s=30)
 
 
-def test_no_certificate_is_made_for_who_is_revoked(folder: Path, tmp_path: Path) -> None:
+def test_no_certificate_is_made_for_a_revoked_holder(folder: Path, tmp_path: Path) -> None:
     revoke(folder, "worker-1")
     with pytest.raises(UsageError, match="worker-1 is revoked"):
         issue_keys(folder, Holder("worker", 1), tmp_path / "out")
@@ -170,10 +170,10 @@ def test_the_command_line_tells_no_secret(tmp_path: Path, capsys: pytest.Capture
     assert (tmp_path / "keys" / "token").read_bytes().hex() not in said
 
 
-@pytest.mark.parametrize("who", ["worker", "worker--1", "worker-x", "king-1", "worker-1\nany", "any-1", ""])
-def test_only_names_and_serial_numbers_are_revoked(folder: Path, who: str) -> None:
+@pytest.mark.parametrize("subject", ["worker", "worker--1", "worker-x", "king-1", "worker-1\nany", "any-1", ""])
+def test_only_names_and_serial_numbers_are_revoked(folder: Path, subject: str) -> None:
     with pytest.raises(UsageError, match="not the name of a holder"):
-        revoke(folder, who)
+        revoke(folder, subject)
     assert not (folder / "revoked").exists()
 
 
@@ -207,7 +207,7 @@ def test_what_no_server_reads_is_neither_revoked_nor_rotated(folder: Path, tmp_p
     assert (tmp_path / "client" / "token").read_bytes() == before
 
 
-@pytest.mark.parametrize("line", ["worker_3", "Worker-3", "worker-03", "worker-3 # stolen", "0x1F", "everybody"])
+@pytest.mark.parametrize("line", ["worker_3", "Worker-3", "worker-03", "worker-3 # stolen", "0x1F", "all"])
 def test_a_line_that_revokes_nothing_is_told_and_the_others_hold(folder: Path, tmp_path: Path, line: str) -> None:
     path = folder / "revoked"
     path.write_text(f"worker-1\n\n{line}\n")

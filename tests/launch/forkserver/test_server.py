@@ -18,9 +18,10 @@ from tests.launch.launching import processes_of, wait_gone
 
 from paceline.job.environment import child_environment, fork_server_environment
 from paceline.launch.child import Launch, Process
-from paceline.launch.forkserver import server as nurseries
+from paceline.launch.entry import EXIT_CODE
+from paceline.launch.forkserver import server as server_module
 from paceline.launch.forkserver.child import import_path
-from paceline.launch.forkserver.server import Forked, ForkServer
+from paceline.launch.forkserver.server import NUM_SPARES, Forked, ForkServer
 from paceline.launch.guard import clear
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a launcher adopt what others fork")
@@ -53,6 +54,8 @@ def end(process: Process) -> tuple[int, str, str]:
     """The exit code, and all that was said."""
     assert process.stdout is not None
     assert process.stderr is not None
+    if process.stdin is not None:
+        process.stdin.close()
     with process.stdout, process.stderr:
         said = process.stdout.read().decode(), process.stderr.read().decode()
     return process.wait(), *said
@@ -93,7 +96,8 @@ def test_a_script_cannot_tell_that_its_process_was_forked(
 ) -> None:
     script = write_script(tmp_path, LOOK)
     folders = os.pathsep.join(filter(None, [ENVIRONMENT.get("PYTHONPATH"), f"{tmp_path}/x"]))
-    changed = {"ODD": os.fsdecode(b"\xff\n"), "PYTHONPATH": folders, "HOME": ""}
+    large = {f"LARGE_{number}": "x" * 100_000 for number in range(5)}  # more than a socket takes at once
+    changed = {"ODD": os.fsdecode(b"\xff\n"), "PYTHONPATH": folders, "HOME": "", **large}
     environment = {name: value for name, value in ENVIRONMENT.items() if name != "PATH"} | changed
     launch = replace(plan(script, "-x", "a b"), environment=environment)
 
@@ -108,6 +112,52 @@ def test_a_script_cannot_tell_that_its_process_was_forked(
     assert found == expected
     assert json.loads(found[1])["leads"]
     assert json.loads(found[1])["parent"] == os.getpid()
+
+
+def order(script: Path) -> Launch:
+    """A process that takes orders."""
+    return replace(plan(script), role="data")
+
+
+def test_processes_that_take_orders_may_be_forked_ahead(fork_server: ForkServer, tmp_path: Path) -> None:
+    script = write_script(tmp_path, "import os\nprint(os.getpid(), os.environ['ODD'], end='')")
+    for _ in range(NUM_SPARES + 1):  # then there are enough
+        fork_server.prepare_spare()
+    spares = [spare.process.pid for spare in fork_server._spares]
+
+    other = fork_server.start(plan(script))
+    started = [
+        fork_server.start(replace(order(script), environment={**ENVIRONMENT, "ODD": str(number)}))
+        for number in range(NUM_SPARES + 1)
+    ]
+
+    for number, process in enumerate(started):
+        assert end(process) == (0, f"{process.pid} {number}", "")
+    assert [process.pid for process in started[:NUM_SPARES]] == spares[::-1]
+    assert len({process.pid for process in (other, *started)}) == NUM_SPARES + 2
+    assert end(other)[0] == 1  # its environment lacks the variable
+
+
+def test_a_process_that_was_forked_ahead_and_killed_is_replaced(fork_server: ForkServer, tmp_path: Path) -> None:
+    fork_server.prepare_spare()
+    [spare] = fork_server._spares
+    os.kill(spare.process.pid, signal.SIGKILL)
+    assert spare.process.wait() == -9
+
+    started = fork_server.start(order(write_script(tmp_path, "print('here')")))
+
+    assert (started.pid != spare.process.pid, end(started)) == (True, (0, "here\n", ""))
+    assert spare.channel.fileno() == -1
+
+
+def test_a_process_that_was_forked_ahead_ends_with_its_fork_server(tmp_path: Path) -> None:
+    fork_server, process = open_fork_server(tmp_path)
+    with fork_server:
+        wait_settled(fork_server, process)
+        fork_server.prepare_spare()
+        [spare] = fork_server._spares
+    assert spare.process.wait() == EXIT_CODE
+    assert end(process) == (0, "", "")
 
 
 def test_it_stays_on_its_cores(fork_server: ForkServer, tmp_path: Path) -> None:
@@ -199,7 +249,7 @@ def test_processes_are_started_without_it_when_it_was_killed(when: str, tmp_path
 
 
 def test_one_that_answers_too_late_starts_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nurseries, "FORK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(server_module, "FORK_TIMEOUT_S", 0.1)
     script = write_script(tmp_path, "with open(__file__ + '.count', 'a') as file: print('here', file=file)")
     fork_server, process = open_fork_server(tmp_path)
     with fork_server:
@@ -217,7 +267,7 @@ def test_one_that_answers_too_late_starts_nothing_twice(tmp_path: Path, monkeypa
 # -- whole runs ------------------------------------------------------------------------------------------------------
 
 
-def nurseries_of(run_dir: Path) -> set[int]:
+def fork_servers_of(run_dir: Path) -> set[int]:
     found = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_of(run_dir)}
     return {pid for pid, command in found.items() if b"paceline.launch.forkserver.child" in command}
 
@@ -229,7 +279,7 @@ PAUSE = "import signal\nprint('begin', flush=True)\nwhile True: signal.sigtimedw
 def test_kill_9_of_the_launcher_takes_the_fork_server_along(guarded: bool, tmp_path: Path) -> None:
     with running(tmp_path / "run", write_script(tmp_path, PAUSE), options=("-n", "2")) as run:
         run.wait_for("begin", times=2)
-        family, [fork_server] = run.family(), nurseries_of(run.run_dir)
+        family, [fork_server] = run.family(), fork_servers_of(run.run_dir)
         assert len(os.listdir(f"/proc/{fork_server}/task")) == 1, "what forks must not have threads"
         if not guarded:
             [guard] = [pid for pid in family if b"guard.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]

@@ -74,7 +74,7 @@ def test_servers_are_beside_ranks_where_that_comes_out_even(
     assert (options["ntasks"], "distribution" in options) == (str(tasks), where.startswith("ranks"))
 
 
-def test_a_manifest_has_room_for_all_and_lets_nobody_in(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_manifest_has_room_for_all_and_admits_no_other(capsys: pytest.CaptureFixture[str]) -> None:
     spec = kuberay(
         capsys, "-n", "5", "-m", "3", "--nodes", "2", "--cpus", "2", "--gpus", "1", "--time", "00:10:00", "Big_run.py"
     )

@@ -111,7 +111,7 @@ def test_processes_on_two_machines_have_certificates_and_servers_on_both(
     assert f"2 machines ({this_machine()}, node-1): tcp, encrypted; this one is {address}" in capfd.readouterr().err
 
 
-def test_who_is_missing_is_named_and_where_the_others_are(
+def test_a_missing_process_is_named_and_where_the_others_are(
     jobs: Path, undo: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PACELINE_START_TIMEOUT_S", "0")
@@ -135,7 +135,7 @@ def test_another_version_is_refused_on_both_sides_and_both_are_named(jobs: Path,
     store.invite(Invitation(str(folder), OTHER, old.version))
     with pytest.raises(UsageError, match=r"the first process of the job on node-1 runs paceline 0\.0\.9"):
         bootstrap_process(replace(rank(1), restart=1), None, undo)
-    assert (folder / "worker-1.life").exists()  # from which the first can say who was there, too
+    assert (folder / "worker-1.life").exists()  # from which the first can say which were there, too
 
 
 def test_a_folder_that_only_the_other_machine_sees(jobs: Path, undo: ExitStack) -> None:
@@ -148,7 +148,7 @@ def test_a_folder_that_only_the_other_machine_sees(jobs: Path, undo: ExitStack) 
         bootstrap_process(rank(1), None, undo)
 
 
-def test_a_machine_that_is_gone_keeps_nobody_waiting_though_its_locks_stay(tmp_path: Path) -> None:
+def test_a_machine_that_is_gone_holds_up_no_other_though_its_locks_stay(tmp_path: Path) -> None:
     liveness_lock = LivenessLock.acquire(tmp_path, "worker", 0, 1)
 
     assert not wait_end_elsewhere(tmp_path, "worker", 0, silence_s=0.0)
@@ -157,7 +157,9 @@ def test_a_machine_that_is_gone_keeps_nobody_waiting_though_its_locks_stay(tmp_p
     assert wait_end_elsewhere(tmp_path / "cleared", "worker", 0)
 
 
-def test_who_cannot_say_that_it_has_come_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_tell_that_it_came_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(_: int) -> None:
         raise OSError(28, "No space left on device")
 

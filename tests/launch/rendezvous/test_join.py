@@ -37,7 +37,7 @@ def test_without_a_launcher_there_is_no_job() -> None:
     assert join_started_job("ranks:1") is None
 
 
-def test_a_mistake_in_where_servers_are_is_told_to_whoever_runs_alone_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_in_where_servers_are_is_told_to_a_script_alone_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_SERVERS", "everywhere")
 
     with pytest.raises(UsageError, match="servers is 'everywhere', expected first:M"):

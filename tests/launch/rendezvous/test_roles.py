@@ -1,4 +1,4 @@
-"""Where servers are, and who starts them."""
+"""Where servers are, and which processes start them."""
 
 import re
 from dataclasses import replace
@@ -13,26 +13,26 @@ from paceline.launch.rendezvous.roles import RoleAssignment, Servers, assign_nod
 JOB = Detected(launcher="torchrun", job="a7", rank=0, size=4, local_rank=0, local_size=2, num_nodes=2)
 
 
-def seats(asked: str | None) -> list[RoleAssignment]:
+def assignments(asked: str | None) -> list[RoleAssignment]:
     places = [replace(JOB, rank=rank, local_rank=rank % 2, node_rank=rank // 2) for rank in range(4)]
     return [assign_role(place, asked) for place in places]
 
 
 def test_one_server_beside_rank_0_by_default() -> None:
-    assert [list(assignment.sidecars) for assignment in seats(None)] == [[0], [], [], []]
-    assert [assignment.is_founder for assignment in seats(None)] == [True, False, False, False]
-    assert seats(None)[0].summary == "torchrun, 4 workers on 2 nodes, 1 server beside rank 0"
+    assert [list(assignment.sidecars) for assignment in assignments(None)] == [[0], [], [], []]
+    assert [assignment.is_founder for assignment in assignments(None)] == [True, False, False, False]
+    assert assignments(None)[0].summary == "torchrun, 4 workers on 2 nodes, 1 server beside rank 0"
 
 
 def test_several_beside_rank_0() -> None:
-    assert [list(assignment.sidecars) for assignment in seats("first:2")] == [[0, 1], [], [], []]
-    assert {assignment.num_servers for assignment in seats("first:2")} == {2}
+    assert [list(assignment.sidecars) for assignment in assignments("first:2")] == [[0, 1], [], [], []]
+    assert {assignment.num_servers for assignment in assignments("first:2")} == {2}
 
 
 def test_some_on_each_node() -> None:
-    assert [list(assignment.sidecars) for assignment in seats("node:2")] == [[0, 1], [], [2, 3], []]
-    assert {assignment.num_servers for assignment in seats("node:2")} == {4}
-    assert seats("node:2")[0].summary == "torchrun, 4 workers on 2 nodes, 2 servers on each node"
+    assert [list(assignment.sidecars) for assignment in assignments("node:2")] == [[0, 1], [], [2, 3], []]
+    assert {assignment.num_servers for assignment in assignments("node:2")} == {4}
+    assert assignments("node:2")[0].summary == "torchrun, 4 workers on 2 nodes, 2 servers on each node"
 
 
 def test_where_the_launcher_counts_no_nodes_each_machine_is_one() -> None:
@@ -50,7 +50,7 @@ def test_where_the_launcher_counts_no_nodes_each_machine_is_one() -> None:
 
 
 def test_the_last_ranks_instead_of_workers() -> None:
-    told = seats("ranks:2")
+    told = assignments("ranks:2")
 
     assert [(assignment.role, assignment.index) for assignment in told] == [
         ("worker", 0),
@@ -62,7 +62,7 @@ def test_the_last_ranks_instead_of_workers() -> None:
         (2, 2, 0)
     }
     assert told[0].summary == "torchrun, 2 workers on 2 nodes, 2 servers as ranks 2 to 3"
-    assert seats("ranks:1")[0].summary == "torchrun, 3 workers on 2 nodes, 1 server as rank 3"
+    assert assignments("ranks:1")[0].summary == "torchrun, 3 workers on 2 nodes, 1 server as rank 3"
 
 
 def test_some_beside_workers_and_some_alone() -> None:

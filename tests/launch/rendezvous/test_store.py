@@ -154,7 +154,7 @@ def test_the_end_of_a_process_is_seen_however_it_ends(tmp_path: Path) -> None:
     wait_end(tmp_path, "worker", 5)  # of a folder that is cleared
 
 
-def test_who_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_missing_process_is_named(tmp_path: Path) -> None:
     spec = ClusterSpec(job="j", num_workers=3, num_servers=2, transport="shm", run_dir=str(tmp_path))
     write_token(tmp_path)
     roster = Roster(tmp_path, 3, 0)
@@ -172,7 +172,7 @@ def test_who_is_missing_is_named(tmp_path: Path) -> None:
         liveness_lock.release()
 
 
-def test_whoever_waits_hears_at_once_that_the_one_who_set_the_job_up_is_gone(tmp_path: Path) -> None:
+def test_a_waiting_process_hears_at_once_that_the_founder_of_the_job_is_gone(tmp_path: Path) -> None:
     spec = ClusterSpec(job="j", num_workers=1, num_servers=1, transport="shm", run_dir=str(tmp_path))
     spec.write(tmp_path / "spec.json")  # which a folder keeps that the user has named
 
@@ -182,7 +182,7 @@ def test_whoever_waits_hears_at_once_that_the_one_who_set_the_job_up_is_gone(tmp
         wait_settled(tmp_path / "gone")
 
 
-def test_an_invitation_of_somebody_else_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invitation_of_another_user_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     board = FolderRendezvous(tmp_path, "job")
     board.invite(HERE)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)

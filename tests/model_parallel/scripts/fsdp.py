@@ -262,7 +262,7 @@ def state_that_is_there_before_the_first_step_is_cut() -> None:
     torch.testing.assert_close(whole_values(optimizer, model)["weight"], alone.weight.detach(), rtol=1e-9, atol=1e-9)  # pyright: ignore[reportArgumentType]
 
 
-def who_runs_the_model_more_often_is_told() -> None:
+def a_worker_that_runs_the_model_more_often_is_told() -> None:
     model = small()
     optimizer = distributed(model, "often")
     model(torch.ones(2, 3)).sum().backward()
@@ -333,7 +333,7 @@ for check in (
     mistakes_are_told,
     optimizers_that_look_at_whole_tensors_are_refused,
     state_that_is_there_before_the_first_step_is_cut,
-    who_runs_the_model_more_often_is_told,
+    a_worker_that_runs_the_model_more_often_is_told,
     a_worker_that_dies_is_named,
 ):
     torch.manual_seed(0)

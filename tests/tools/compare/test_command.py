@@ -68,7 +68,7 @@ def test_it_says_which_extra_is_missing(
     assert "not installed here: pip install 'paceline[plots]'" in capsys.readouterr().err
 
 
-def test_whoever_stops_a_run_stops_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_run_stops_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str | None] = []
 
     def stop(run: LocalRun, _: Programs) -> int:

@@ -117,7 +117,7 @@ def test_a_model_from_a_file(capsys: pytest.CaptureFixture[str], module: Path) -
         ("gpt-2 --link string", "--link 'string' is not known"),
         ("gpt-2 --link 1GB:soon", "the latency of --link is 'soon', expected a time"),
         ("gpt-2 --network pigeon", "--network 'pigeon' is not known"),
-        ("gpt-2 --devices 0", "--devices is 0, expected 1 or more"),
+        ("gpt-2 --devices 0", "--devices is 0, expected 1 to 1000000"),
         ("gpt-2 --devices-per-machine 0", "--devices-per-machine is 0"),
         ("gpt-2 --utilisation 2", "--utilisation is 2.0"),
         ("gpt-2 --servers 0", "--servers is 0"),

@@ -53,7 +53,7 @@ SPREAD = {"x": {"low": 1.0, "high": 100.0, "log": True}, "k": {"low": 1, "high":
 
 
 @pytest.mark.parametrize("method", ["random", "tpe"])
-def test_who_is_behind_is_left_behind(method: str, tmp_path: Path) -> None:
+def test_a_trial_that_is_behind_is_stopped(method: str, tmp_path: Path) -> None:
     search = {"method": method, "trials": 4, "pruning": "halving", "run": {"workers": 3}, "parameters": SPREAD}
     tuned = pretend(begin(search, tmp_path, ("--reports=30",)))
     assert tuned.trials[0].state == "finished"  # no trial to be behind
@@ -86,7 +86,7 @@ WAITING = {"method": "random", "trials": 6, "parameters": {"x": {"low": 1.0, "hi
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_search_that_was_ended_goes_on_and_leaves_nobody_behind(number: int, tmp_path: Path) -> None:
+def test_a_search_that_was_ended_goes_on_and_leaves_no_process_behind(number: int, tmp_path: Path) -> None:
     folder = begin({**WAITING, "seed": 3}, tmp_path)
     gate = tmp_path / "gate"
     os.mkfifo(gate)

@@ -106,7 +106,7 @@ def test_the_same_seed_suggests_the_same(parameters: Mapping[str, object]) -> No
     assert asked[0] == asked[1] != asked[2]
 
 
-def test_who_is_behind_the_median_is_stopped() -> None:
+def test_a_trial_behind_the_median_is_stopped() -> None:
     study = Study.open(made(pruning="median"))
     for _ in range(5):
         study.finish(ask(study).number, 1.0, [3.0, 2.0, 1.0])

@@ -23,7 +23,7 @@ def test_training_losses_are_means_over_workers_and_reports() -> None:
     assert (values.has_measured, values.so_far(measured=True), values.final(measured=True)) == (False, [], None)
 
 
-def test_who_reports_for_the_first_time_is_in_every_mean() -> None:
+def test_a_first_report_is_in_every_mean() -> None:
     values = Values("loss", every=1)
     for clock, loss in enumerate((4.0, 2.0)):
         values.add(step(0, clock, loss))

@@ -54,7 +54,7 @@ def test_other_dtypes_get_the_same_numbers_rounded(first: First, dtype: torch.dt
 
 
 @pytest.mark.parametrize("first", RANDOM, ids=lambda first: first.kind)
-def test_neither_order_nor_company_nor_width_matters(first: First) -> None:
+def test_neither_order_nor_other_ids_nor_width_matters(first: First) -> None:
     ids = torch.cat([EXTREME, torch.arange(5000) * 977, EXTREME])
     rows = drawn(first, ids, 16)  # more than one block
     shuffle = torch.randperm(len(ids), generator=torch.Generator().manual_seed(1))

@@ -143,7 +143,7 @@ def test_the_least_recently_used_go_first() -> None:
     assert store.statistics().column_bytes == 3 * (8 + 8 + 4)  # in the place of the one that went
 
 
-def test_the_least_often_used_go_first_and_fame_fades() -> None:
+def test_the_least_often_used_go_first_and_old_uses_fade() -> None:
     store = living(Lifecycle(max_rows=2, evict="lfu"))
     for clock in range(6):
         push(store, [1], clock)

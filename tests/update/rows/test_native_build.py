@@ -131,7 +131,7 @@ def test_a_library_of_another_source_is_not_called(hatch_build: ModuleType, proj
 
 
 @needs_compiler
-def test_who_makes_row_tables_is_told_once_of_a_library_that_is_refused(
+def test_a_process_with_row_tables_tells_once_of_a_library_that_is_refused(
     hatch_build: ModuleType, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = project / hatch_build.SOURCE

@@ -73,12 +73,12 @@ def test_ids_of_one_place_are_told_apart_and_found_after_one_goes(ops: RowOps, h
     colliding = keys(*(placed_at(upper << 32 | home) for upper in (7, 7 + (1 << 31), 8, 9)))
     beside = keys(*(placed_at(5 << 32 | (home + distance) % 16) for distance in (1, 2)))
     same_upper = keys(*(placed_at(7 << 32 | lower << 4 | home) for lower in (1, 2)))
-    everyone = torch.cat((colliding, beside, same_upper))
+    all_ids = torch.cat((colliding, beside, same_upper))
     for gone in range(8):
         entries, ids = empty_index(16, 8)
-        assert ops.insert(entries, ids, everyone, 0, NONE)[0].tolist() == list(range(8))
+        assert ops.insert(entries, ids, all_ids, 0, NONE)[0].tolist() == list(range(8))
         ops.erase(entries, ids, keys(gone))
-        assert ops.find(entries, ids, everyone).tolist() == [-1 if slot == gone else slot for slot in range(8)]
+        assert ops.find(entries, ids, all_ids).tolist() == [-1 if slot == gone else slot for slot in range(8)]
         ops.erase(entries, ids, keys(*(slot for slot in range(8) if slot != gone)))
         assert not entries.any()
 

@@ -41,7 +41,7 @@ def revised(num_rows: int = 1, width: int = 1) -> Rows:
     )
 )
 def test_equals_a_server_that_keeps_every_version(events: list[tuple[int, bool, float]]) -> None:
-    """Four readers, who read or push in any order; what each read last is what its push is told with."""
+    """Four readers, which read or push in any order; what each read last is what its push is told with."""
     rows = revised()
     plain = History(rows.values.item())
     seen: dict[int, tuple[int, torch.Tensor]] = {}

@@ -96,7 +96,7 @@ def test_the_order_of_rows_and_their_neighbours_do_not_matter(spec: RuleSpec) ->
 
 
 @every_rule
-def test_bits_do_not_depend_on_luck(spec: RuleSpec) -> None:
+def test_bits_do_not_depend_on_chance(spec: RuleSpec) -> None:
     first, second = (rows_of(spec, random_rows(100, 8, dtype=torch.float32)) for _ in range(2))
     train(first, range(10))
     train(second, range(10))

@@ -163,7 +163,7 @@ def test_rowwise_adagrad_is_adagrad_where_rows_have_one_number() -> None:
 
 
 def test_adagrad_of_a_sum_is_not_that_of_its_parts() -> None:
-    """T15: two pushes make two updates, unless someone adds them before."""
+    """T15: two pushes make two updates, unless they are added before."""
     parts, whole = (rows_of(Adagrad(0.1), random_rows(9, NUM_ROWS)) for _ in range(2))
     first, second = random_rows(1, NUM_ROWS), random_rows(2, NUM_ROWS)
     parts.update(ALL, first)

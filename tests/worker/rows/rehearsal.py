@@ -1,4 +1,4 @@
-"""A run of row tables by chance: who pushes, reads and finishes clocks, and what becomes of frames."""
+"""A run of row tables by chance: which worker pushes, reads and finishes clocks, and what becomes of frames."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_a_file_has_all_rows_of_the_clock_and_can_be_read_by_others(users: Path)
     assert [found.name for found in users.parent.glob("users*")] == ["users.safetensors"]
 
 
-def test_what_was_loaded_is_seen_by_those_who_keep_rows(users: Path, tmp_path: Path) -> None:
+def test_what_was_loaded_is_seen_by_workers_that_keep_rows(users: Path, tmp_path: Path) -> None:
     values = load_file(users)
 
     def work(ps: Session) -> None:

@@ -32,7 +32,7 @@ from paceline.worker.table_opener import TableOpener
 WORKER = Hello("worker", 1, 0, 1)
 
 
-def test_who_declares_a_table_otherwise_is_refused_and_nobody_else_is_touched(tmp_path: Path) -> None:
+def test_a_worker_that_declares_a_table_otherwise_is_refused_alone(tmp_path: Path) -> None:
     with (
         cluster("memory", tmp_path, num_workers=2) as servers,
         servers.joined(0) as node,
@@ -237,7 +237,7 @@ def test_a_server_keeps_what_a_worker_asks_for_within_bounds_and_until_it_goes(m
     tables.close()
 
 
-def test_who_has_not_joined_leaves_nothing_on_the_server(tmp_path: Path) -> None:
+def test_a_worker_that_has_not_joined_leaves_nothing_on_the_server(tmp_path: Path) -> None:
     with cluster("tcp", tmp_path, num_servers=1) as servers:
         still_serves(servers)
         with client(servers, WORKER) as stranger:

@@ -278,7 +278,7 @@ def test_a_push_is_refused_if_something_that_may_be_of_it_was() -> None:
     assert first.result(timeout=0).applied
 
 
-def test_whoever_waits_for_a_push_is_told_when_all_is_over() -> None:
+def test_a_wait_for_a_push_ends_when_all_is_over() -> None:
     receiver = PushReceiver()
     rows = budgeted(receiver)
     sent = push(rows, [1])

@@ -1,4 +1,4 @@
-"""Orders of events that chance seldom draws, one by one: who is sent what when frames cross each other."""
+"""Orders of events that chance seldom draws, one by one: what each worker is sent when frames cross each other."""
 
 import random
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from tests.worker.rows.tables import open_rows, rows_of
-from tests.worker.rows.world import Lane, World
+from tests.worker.rows.world import Link, World
 
 from paceline.core.messages import Clock
 from paceline.transport.base import EMPTY
@@ -49,7 +49,7 @@ def write(world: World, ids: torch.Tensor, by: int = WRITER) -> None:
 def up(world: World, worker: int) -> None:
     """Move all that a worker has said."""
     for server in range(world.num_servers):
-        while world.lanes[worker, server].up.frames:
+        while world.links[worker, server].up.frames:
             world.step(worker, server, up=True)
 
 
@@ -83,7 +83,7 @@ def test_a_row_that_goes_while_it_is_on_its_way_is_delivered_all_the_same() -> N
 
 def test_t9_an_own_push_is_read_though_its_acknowledgement_overtakes_an_older_answer() -> None:
     world = two("ssp:9")
-    down = world.lanes[READER, 0].down.frames
+    down = world.links[READER, 0].down.frames
     asked = ask(world, X)
     up(world, READER)
     write(world, X, by=READER)
@@ -96,7 +96,7 @@ def test_t9_an_own_push_is_read_though_its_acknowledgement_overtakes_an_older_an
 
 def test_an_older_answer_that_comes_last_does_not_show() -> None:
     world = two("ssp:0")
-    down = world.lanes[READER, 0].down.frames
+    down = world.links[READER, 0].down.frames
     older = ask(world, X)
     up(world, READER)
     write(world, X)
@@ -110,7 +110,7 @@ def test_an_older_answer_that_comes_last_does_not_show() -> None:
     world.close()
 
 
-def test_a_delivery_that_is_lost_with_its_connection_is_missed_by_nobody() -> None:
+def test_a_delivery_that_is_lost_with_its_connection_is_made_good() -> None:
     world = two("essp:0")
     assert read(world, X) == [0.0]
     write(world, X)
@@ -133,7 +133,7 @@ def test_a_server_that_learns_late_that_rows_went_keeps_sending_those_that_were_
     more = ask(world, torch.tensor([2, 3]))
     world.settle()
     ask(world, Y)  # X goes
-    frames = world.lanes[READER, 0].up.frames
+    frames = world.links[READER, 0].up.frames
     notice = next((frame for frame in frames if len(frame.body)), None)
     assert notice is not None
     frames.remove(notice)
@@ -204,7 +204,7 @@ def test_a_tick_does_not_overtake_a_read_of_its_clock(keep: bool | None) -> None
         for node in world.workers.values():
             RowClient.open(node.context, rows_of(consistency="bsp", width=1), CacheOptions())
     sent: list[tuple[type, bool]] = []
-    call_queue = world.lanes[READER, 0]
+    call_queue = world.links[READER, 0]
     world.workers[READER]._connections[0] = Watched(call_queue, sent)  # type: ignore[call-overload]
     reading = ask(world, X)
     world.workers[READER].tick()
@@ -220,7 +220,7 @@ def test_a_tick_does_not_overtake_a_read_of_its_clock(keep: bool | None) -> None
 class Watched:
     """A connection of which a test sees what was sent, and what was urgent."""
 
-    call_queue: Lane
+    call_queue: Link
     sent: list[tuple[type, bool]]
 
     def send(self, header: bytes, body: memoryview = EMPTY, *, urgent: bool = False) -> None:

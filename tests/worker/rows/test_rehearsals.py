@@ -27,7 +27,7 @@ def test_no_fault_of_a_carrier_shows_in_what_is_read(point: Consistency) -> None
     assert min(run.world.faults[fault] for fault in ("cut", "lost", "doubled", "overtaken")) > 0
 
 
-def test_a_worker_that_dies_stops_nobody() -> None:
+def test_a_worker_that_dies_stops_no_other() -> None:
     for seed, point in enumerate((ssp(1), essp(1))):
         Rehearsal(seed, point, roughness=0.01).run(250, crash_at=120)
 

@@ -118,7 +118,7 @@ def test_a_report_counts_once_though_it_is_said_again_and_is_not_lost_with_a_con
         for is_heard in (False, True):
             table.pull([7])
             table.node.tick()
-            while is_heard and world.lanes[0, 0].up.frames:
+            while is_heard and world.links[0, 0].up.frames:
                 world.step(0, 0, up=True)
             before = num_uses(world)[7] - is_heard
             world.cut(0, 0)  # and the answer is lost

@@ -56,16 +56,16 @@ class Truth:
         seen, made = digits(value), self.made[other, row]
         where = f"worker {worker} at clock {now} reads row {row} of clock {clock}: of worker {other} it has {seen}"
         assert set(seen) <= {0, 1}, f"{where}: a push counts twice"
-        assert len(seen) <= len(made), f"{where}, who made {made}"
+        assert len(seen) <= len(made), f"{where}, which made {made}"
         has = [bool(k < len(seen) and seen[k]) for k in range(len(made))]
         if other not in self.dead:
             missing = [k for k, at in enumerate(made) if at < clock and not has[k]]
-            assert not missing, f"{where}, who made {made}: {missing} are missing"
+            assert not missing, f"{where}, which made {made}: {missing} are missing"
         if self.consistency.visible == "on_clock":
             early = [k for k, at in enumerate(made) if at >= max(clock, now) and has[k]]
-            assert not early, f"{where}, who made {made}: {early} are of clocks that are not complete"
+            assert not early, f"{where}, which made {made}: {early} are of clocks that are not complete"
         elif own_writes and other == worker:
-            assert all(has), f"{where}, who made {made}: an own push is lost"
+            assert all(has), f"{where}, which made {made}: an own push is lost"
 
     def final(self, row: int) -> list[float]:
         """Return the row with all pushes in it."""

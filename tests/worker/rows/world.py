@@ -63,7 +63,7 @@ class End:
 
 
 @dataclass(slots=True)
-class Lane:
+class Link:
     """The connection of a worker to a server, made again when it is cut."""
 
     hello: Hello
@@ -72,9 +72,9 @@ class Lane:
     end: End  # the server's
 
     @staticmethod
-    def make(hello: Hello) -> Lane:
+    def make(hello: Hello) -> Link:
         up, down = Wire(), Wire()
-        return Lane(hello, up, down, End(encode(hello), down))
+        return Link(hello, up, down, End(encode(hello), down))
 
     def send(self, header: bytes, body: memoryview = EMPTY, *, urgent: bool = False) -> None:
         del urgent  # nothing waits here
@@ -125,9 +125,9 @@ class World:
     roughness: float = 0.0
     servers: list[ServerNode] = field(default_factory=list)
     workers: dict[int, WorkerNode] = field(default_factory=dict)
-    lanes: dict[tuple[int, int], Lane] = field(default_factory=dict)
+    links: dict[tuple[int, int], Link] = field(default_factory=dict)
     between: list[tuple[int, End, Wire]] = field(default_factory=list)
-    old: list[tuple[int, Lane]] = field(default_factory=list)  # connections that were cut: (server, what it yet reads)
+    old: list[tuple[int, Link]] = field(default_factory=list)  # connections that were cut: (server, what it yet reads)
     faults: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -144,8 +144,8 @@ class World:
             node._lock.changed = node._changed = Pump(self)
             self.workers[rank] = node
             for server in range(self.num_servers):
-                self.lanes[rank, server] = Lane.make(Hello("worker", rank, 0, 1))
-                node._connections.append(self.lanes[rank, server])  # type: ignore[arg-type]
+                self.links[rank, server] = Link.make(Hello("worker", rank, 0, 1))
+                node._connections.append(self.links[rank, server])  # type: ignore[arg-type]
             with node._changed:
                 node._handle(WantJoin())
         roughness, self.roughness = self.roughness, 0.0
@@ -158,7 +158,7 @@ class World:
         """Move some frame, or have a member say again what is unanswered; say whether there was a frame."""
         queues = [
             (key, call_queue)
-            for key, call_queue in self.lanes.items()
+            for key, call_queue in self.links.items()
             if call_queue.up.frames or call_queue.down.frames
         ]
         num_other = bool(self.old) + any(wire.frames for _, _, wire in self.between)
@@ -180,7 +180,7 @@ class World:
 
     def step(self, worker: int, server: int, *, up: bool) -> None:
         """Move the next frame of a connection; fate may have it otherwise."""
-        call_queue = self.lanes[worker, server]
+        call_queue = self.links[worker, server]
         wire = call_queue.up if up else call_queue.down
         if not wire.frames:
             return
@@ -202,7 +202,7 @@ class World:
             frame = wire.frames[0] if fault == "doubled" else wire.frames.popleft()
             self.receive(worker, server, call_queue, frame, up=up)
 
-    def receive(self, worker: int, server: int, call_queue: Lane, frame: Frame, *, up: bool) -> None:
+    def receive(self, worker: int, server: int, call_queue: Link, frame: Frame, *, up: bool) -> None:
         node = self.workers.get(worker)
         if up:
             self.servers[server]._on_incoming(Incoming(call_queue.end, frame))  # type: ignore[arg-type]
@@ -211,11 +211,11 @@ class World:
 
     def cut(self, worker: int, server: int) -> None:
         """Cut a connection; what the server has received but not read yet it reads later, or never."""
-        call_queue, node = self.lanes[worker, server], self.workers[worker]
+        call_queue, node = self.links[worker, server], self.workers[worker]
         call_queue.up.is_cut = call_queue.down.is_cut = True
         self.old.append((server, call_queue))
         hello = Hello("worker", worker, 0, 1, call_queue.hello.connection + 1)
-        self.lanes[worker, server] = node._connections[server] = Lane.make(hello)  # type: ignore[call-overload]
+        self.links[worker, server] = node._connections[server] = Link.make(hello)  # type: ignore[call-overload]
         self.arrivals(node, server).on_reconnected(lambda: None)
 
     def late(self) -> None:
@@ -232,7 +232,7 @@ class World:
         self.servers[server]._on_incoming(Incoming(end, wire.frames.popleft()))  # type: ignore[arg-type]
 
     def remind(self) -> None:
-        """Let everybody say again what is unanswered."""
+        """Let all workers say again what is unanswered."""
         for node in self.workers.values():
             with node._changed:
                 node._handle(Timeout())
@@ -248,8 +248,8 @@ class World:
         self.roughness = roughness
 
     def is_busy(self) -> bool:
-        lanes = any(call_queue.up.frames or call_queue.down.frames for call_queue in self.lanes.values())
-        return lanes or bool(self.old) or any(wire.frames for _, _, wire in self.between)
+        links = any(call_queue.up.frames or call_queue.down.frames for call_queue in self.links.values())
+        return links or bool(self.old) or any(wire.frames for _, _, wire in self.between)
 
     def arrivals(self, node: WorkerNode, server: int) -> FrameHandler:
         return FrameHandler(server, node._lock, node.rpc, node._tables, node._handle, node._clocked)
@@ -260,7 +260,7 @@ class World:
         """End a worker where it stands, and tell every server."""
         node = self.workers.pop(worker)
         for server in range(self.num_servers):
-            call_queue = self.lanes.pop((worker, server))
+            call_queue = self.links.pop((worker, server))
             call_queue.up.is_cut = call_queue.down.is_cut = True
             self.old.append((server, call_queue))
         for server in self.servers:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 DEFAULT_DAYS: Final = 30
 AUTHORITY_KEY_NAME: Final = f"{AUTHORITY_NAME}.key"
 _AUTHORITY: Final = "authority"  # its name in its own certificate
+_MOST_DAYS: Final = 36_500
 _CLOCKS_DIFFER: Final = timedelta(hours=1)
 
 
@@ -55,8 +56,8 @@ class Authority:
     @staticmethod
     def make(job: str, *, days: int = DEFAULT_DAYS) -> Authority:
         """Make an authority that holds for some days; raises UsageError when there are none."""
-        if days < 1:
-            raise UsageError(f"certificates that hold for {days} days are of no use: expected 1 day or more")
+        if not 1 <= days <= _MOST_DAYS:
+            raise UsageError(f"certificates that hold for {days} days are of no use: expected 1 to {_MOST_DAYS} days")
         key, name, now = ec.generate_private_key(ec.SECP256R1()), _name(f"authority of {job}"), datetime.now(UTC)
         signer = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
         builder = (

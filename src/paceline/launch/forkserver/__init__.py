@@ -4,5 +4,6 @@ from typing import Final
 
 # What the two ends say to each other, and how long each waits for the other.
 READY: Final = b"ready"
-GO: Final = b"go"
+FORK: Final = b"fork"  # asks for a process
+GO: Final = b"go"  # comes with a file that says what a forked one is to become
 FORK_TIMEOUT_S: Final = 10.0

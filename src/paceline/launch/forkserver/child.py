@@ -1,8 +1,9 @@
 """The fork server: `python -m paceline.launch.forkserver.child RUN_DIR PRELOADED SCRIPT`.
 
-Standard input is a socket from the launcher. Each message asks for one process, which runs as `python -m MODULE` would:
-with its own streams, environment, arguments, import path, session and random state. PRELOADED is the module that is
-imported before the first fork. RUN_DIR only shows in a list of processes.
+Standard input is a socket from the launcher. Each message asks for one process; a file with its command and environment
+follows on a channel of its own. It runs as `python -m MODULE` would: with its own streams, environment, arguments,
+import path, session and random state. PRELOADED is the module that is imported before the first fork. RUN_DIR only
+shows in a list of processes.
 """
 
 import ctypes
@@ -16,13 +17,14 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypedDict
 
 from paceline.job.environment import find_launcher, import_folders, memory_variable, replace_all
 from paceline.launch.entry import EXIT_CODE, die_with_launcher
-from paceline.launch.forkserver import FORK_TIMEOUT_S, GO, READY
+from paceline.launch.forkserver import FORK, FORK_TIMEOUT_S, GO, READY
 from paceline.launch.forkserver.ending import QuickEnd
 from paceline.launch.forkserver.subreaper import wait_adopted
 from paceline.launch.script import may_make_optimizers
@@ -94,51 +96,60 @@ def _joined(words: Iterable[str]) -> bytes:
     return b"".join(os.fsencode(word) + b"\0" for word in words)
 
 
-REQUEST_BYTES_MAX: Final = 1024 * 1024  # more than a socket takes as one message
 NUM_STREAMS: Final = 3
+
+
+class Asked(TypedDict):
+    """What a process is to become: `command` is (executable, "-m", module, *arguments)."""
+
+    command: list[str]
+    environment: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class ForkedProcess:
-    """What a process that was just forked is to become: `command` is (executable, "-m", module, *arguments)."""
+    """A process that was just forked, and is told by the launcher what it is to become; maybe much later."""
 
-    command: tuple[str, ...]
-    environment: dict[str, str]
     streams: tuple[int, ...]  # the descriptors that become standard input, output and error
     channel: socket.socket  # to the launcher
-    memory: int | None = None  # see `Launch.memory`
 
     def run_command(self) -> None:
-        """Become that process, and run its module to the end; raises what the module raises."""
+        """Become the process that is asked for, and run its module to the end; raises what the module raises."""
         os.setsid()
         for number, stream in enumerate(self.streams):
             os.dup2(stream, number)
             os.close(stream)
-        self._wait_go()
-        sys.path[:] = import_path(import_folders(self.environment))
-        replace_all({**self.environment, **memory_variable(self.memory)})
-        set_process_title(self.command, self.environment)
-        sys.orig_argv[:] = self.command
-        _, option, module, *arguments = self.command
+        asked, memory = self._wait_asked()
+        command, environment = asked["command"], asked["environment"]
+        sys.path[:] = import_path(import_folders(environment))
+        replace_all({**environment, **memory_variable(memory)})
+        set_process_title(command, environment)
+        sys.orig_argv[:] = command
+        _, option, module, *arguments = command
         sys.argv[:] = [option, *arguments]
         reseed()
         sys.modules.pop(module, None)  # imported ahead by others; runpy warns of a module that then runs as __main__
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
-    def _wait_go(self) -> None:
-        """Block until the launcher has this process for its child and wants it; else end here, having done nothing."""
+    def _wait_asked(self) -> tuple[Asked, int | None]:
+        """Block until the launcher has this process for its child, and return what it is to become and its memory.
+
+        When the launcher does not want it, or is gone, the process ends here, having done nothing.
+        """
         launcher = find_launcher()
         if launcher is None or not wait_adopted(launcher, self.channel, FORK_TIMEOUT_S):
             os._exit(EXIT_CODE)
         with self.channel:
-            self.channel.settimeout(FORK_TIMEOUT_S)
-            try:
+            descriptors = list[int]()
+            with suppress(OSError):  # the launcher has given up on this process, or is gone
                 self.channel.sendall(str(os.getpid()).encode())
-                wanted = self.channel.recv(len(GO)) == GO
-            except OSError:  # the launcher has given up on this process, or is gone
-                wanted = False
-        if not wanted:
+                _, descriptors, _, _ = socket.recv_fds(self.channel, len(GO), 2)
+        if not descriptors:
             os._exit(EXIT_CODE)
+        request, *memory = descriptors
+        with open(request, "rb") as file:
+            file.seek(0)  # the launcher has written it with the same position
+            return json.load(file), memory[0] if memory else None
 
 
 def main() -> None:
@@ -179,19 +190,16 @@ def may_fork() -> bool:
 def serve_requests(requests: socket.socket) -> ForkedProcess | None:
     """Block, forking a process for each request; returns in each of these, and None once no more is asked for."""
     while True:
-        message, descriptors, _, _ = socket.recv_fds(requests, REQUEST_BYTES_MAX, NUM_STREAMS + 2)
+        message, descriptors, _, _ = socket.recv_fds(requests, len(FORK), NUM_STREAMS + 1)
         if not message:
             return None
-        if _fork_orphan():
-            streams, (channel, *memory) = descriptors[:NUM_STREAMS], descriptors[NUM_STREAMS:]
-            asked = json.loads(message)
-            return ForkedProcess(
-                tuple(asked["command"]),
-                asked["environment"],
-                tuple(streams),
-                socket.socket(fileno=channel),
-                memory[0] if memory else None,
-            )
+        try:
+            is_forked = _fork_orphan()
+        except OSError:  # no process is to be had: the launcher hears of it as the channel ends
+            is_forked = False
+        if is_forked:
+            *streams, channel = descriptors
+            return ForkedProcess(tuple(streams), socket.socket(fileno=channel))
         for descriptor in descriptors:
             os.close(descriptor)
 
@@ -204,8 +212,11 @@ def _fork_orphan() -> bool:
         if between:
             os.waitpid(between, 0)
             return False
-        if os.fork():
-            os._exit(0)
+        try:
+            if os.fork():
+                os._exit(0)
+        except OSError:
+            os._exit(EXIT_CODE)
         return True
 
 

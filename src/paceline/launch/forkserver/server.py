@@ -10,17 +10,18 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final, Self, final
 
 from paceline.launch.child import Launch, Process, pin, start_process
-from paceline.launch.forkserver import FORK_TIMEOUT_S, GO, READY
+from paceline.launch.forkserver import FORK, FORK_TIMEOUT_S, GO, READY
 from paceline.launch.forkserver.subreaper import adopting
 from paceline.stopwatch import Stopwatch
 
-READY_TIMEOUT_S: Final = 30.0
+READY_TIMEOUT_S: Final = 120.0  # each process would import torch by itself then, on a machine that is busy already
+NUM_SPARES: Final = 2  # for two servers at once, or one that is killed again as it comes up
 
 
 @final
@@ -39,6 +40,36 @@ class Forked:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class Unnamed:
+    """A process that was forked and waits to be told what it is to become; it ends with its channel."""
+
+    process: Forked
+    channel: socket.socket
+
+    def become(self, launch: Launch) -> Forked:
+        """Have it run this program, and return it; raises OSError when it is gone, and closes all of it."""
+        asked = json.dumps({"command": launch.command, "environment": launch.variables}).encode()
+        try:
+            pin(self.process.pid, launch.cores)
+            with self.channel, open(os.memfd_create("request"), "wb") as request:  # of any size
+                request.write(asked)
+                request.flush()
+                files = [request.fileno()] if launch.memory is None else [request.fileno(), launch.memory]
+                socket.send_fds(self.channel, [GO], files)
+        except OSError:
+            self.close()
+            raise
+        return self.process
+
+    def close(self) -> None:
+        """Let it end, having done nothing."""
+        for file in (self.channel, self.process.stdin, self.process.stdout, self.process.stderr):
+            if file is not None:
+                file.close()
+
+
+@final
 class ForkServer:
     """Starts processes by having them forked. A context manager: leaving it ends the fork server's process."""
 
@@ -50,6 +81,7 @@ class ForkServer:
         self._requests, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._requests.setblocking(False)
         self._ready = False
+        self._spares: list[Unnamed] = []  # forked ahead, to take orders
 
     def __enter__(self) -> Self:
         """Return this fork server."""
@@ -59,6 +91,8 @@ class ForkServer:
         """Let its process end."""
         self._requests.close()
         self._theirs.close()
+        for spare in self._spares:
+            spare.close()
 
     def start_server(self, launch: Launch) -> Process:
         """Start its process, as `self.launch` says; does not wait until it is ready."""
@@ -77,19 +111,31 @@ class ForkServer:
         return True
 
     def start(self, launch: Launch) -> Process:
-        """Have a process forked; start it afresh when that fails."""
+        """Have a process forked, unless there is one already; start it afresh when that fails."""
+        while launch.takes_orders and self._spares:
+            with suppress(OSError):  # it was killed
+                return self._spares.pop().become(launch)
         if self._ready:
             try:
-                return self._fork(launch)
+                return self._fork(takes_orders=launch.takes_orders).become(launch)
             except OSError:  # it was killed, does not answer, or the machine is short of something
                 self._ready = False
         return start_process(launch)
 
-    def _fork(self, launch: Launch) -> Forked:
-        request = json.dumps({"command": launch.command, "environment": launch.variables}).encode()
+    def prepare_spare(self) -> None:
+        """Have a process forked ahead, for the next one that takes orders, unless there are enough."""
+        if self._ready and len(self._spares) < NUM_SPARES:
+            try:
+                self._spares.append(self._fork(takes_orders=True))
+            except OSError:  # as in `start`
+                self._ready = False
+
+    def _fork(self, *, takes_orders: bool) -> Unnamed:
         with ExitStack() as given, ExitStack() as kept:
-            channel, theirs = map(given.enter_context, socket.socketpair())
-            if launch.takes_orders:
+            channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            kept.enter_context(channel)
+            given.enter_context(theirs)
+            if takes_orders:
                 orders, stdin = _pipe(given, kept)
             else:
                 orders, stdin = given.enter_context(open(os.devnull, "rb")), None
@@ -97,15 +143,12 @@ class ForkServer:
             stderr, err = _pipe(kept, given)
             self._requests.settimeout(FORK_TIMEOUT_S)
             channel.settimeout(FORK_TIMEOUT_S)
-            files = [file.fileno() for file in (orders, out, err, theirs)]
             with adopting():
-                socket.send_fds(self._requests, [request], files if launch.memory is None else [*files, launch.memory])
+                socket.send_fds(self._requests, [FORK], [file.fileno() for file in (orders, out, err, theirs)])
                 theirs.close()  # so that the channel ends with the fork server
                 pid = _read_pid(channel)
-            pin(pid, launch.cores)
-            channel.sendall(GO)
             kept.pop_all()
-        return Forked(pid, stdin, stdout, stderr)
+        return Unnamed(Forked(pid, stdin, stdout, stderr), channel)
 
 
 def _pipe(readers: ExitStack, writers: ExitStack) -> tuple[IO[bytes], IO[bytes]]:

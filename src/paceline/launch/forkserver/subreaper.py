@@ -78,9 +78,12 @@ class Orphans:
 
     def reap(self, members: Collection[int] = ()) -> set[int]:
         """Release those that have ended; return the others. `members` are children of this process that are none."""
-        found = _children() - self._before - set(members)
+        children = _children() - self._before
+        found = children - set(members)
         for pid in found - self._watched:
             self._guard.watch_process(pid)
+        for pid in self._watched & (children - found):  # it was forked ahead, and is a member now
+            self._guard.forget_process(pid)
         self._watched = set(found)
         return {pid for pid in found if not self._release(pid)}
 

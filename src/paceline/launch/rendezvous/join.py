@@ -29,7 +29,7 @@ from paceline.job.environment import (
     start_timeout_s,
     wait_timeout_s,
 )
-from paceline.job.folders import ANOTHER_FOLDER, check_folder, make_private, names_in
+from paceline.job.folders import ANOTHER_FOLDER, check_folder, make_private, names_in, require_text
 from paceline.job.machines import (
     LOOPBACK,
     Machine,
@@ -71,6 +71,7 @@ def make_folder(*, shared: bool) -> tuple[Invitation, Guard]:
     asked = asked_folder()
     place = asked or (cache_folder() if shared else None)
     if place is not None:
+        require_text(place)
         make_private(place, ANOTHER_FOLDER)
     run_dir = make_temporary() if place is None else Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
     guard = Guard(run_dir, temporary=asked is None)
@@ -178,7 +179,7 @@ def bootstrap_process(detected: Detected, asked: str | None, undo: ExitStack) ->
     """
     timeout_s, assignment = start_timeout_s(START_TIMEOUT_S), assign_role(detected, asked)
     servers = requested_servers(detected, asked)
-    store = open_store(detected, asked_folder() or cache_folder())
+    store = open_store(detected)
     undo.callback(store.close)
     invitation, guard = (
         _set_up(assignment, detected, store, undo)

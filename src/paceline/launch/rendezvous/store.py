@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, Protocol, final
 import msgspec
 
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
+from paceline.job.environment import asked_folder, cache_folder
 from paceline.job.folders import ANOTHER_FOLDER, INTERVAL_SHARED_S, make_private, names_in, wait_for
 from paceline.job.machines import Machine
 from paceline.launch.rendezvous.detect import Detected
@@ -64,11 +65,11 @@ class RendezvousStore(Protocol):
         ...
 
 
-def open_store(detected: Detected, folder: Path) -> RendezvousStore:
+def open_store(detected: Detected) -> RendezvousStore:
     """Return the store that the launcher has, or else files in a folder that all processes see."""
     if detected.has_store and detected.master is not None:
         return TorchRendezvous(*detected.master, detected.restart)
-    return FolderRendezvous(folder, detected.key)
+    return FolderRendezvous(asked_folder() or cache_folder(), detected.key)
 
 
 @final

@@ -81,6 +81,8 @@ def demo(
     """
     if workers < 2 or epochs < 1:
         raise UsageError(f"the demo compares 2 or more workers over 1 or more epochs; got {workers} and {epochs}")
+    if seed < 0:
+        raise UsageError(f"--seed is {seed}, expected 0 or more")
     check_extras()
     try:
         report.mkdir(parents=True, exist_ok=True)  # first: what trains for minutes is not to fail at its end

@@ -55,6 +55,9 @@ class NetworkLink:
     is_shared: bool = False
 
 
+_MOST_DEVICES: Final = 1_000_000
+
+
 @dataclass(frozen=True, slots=True)
 class Machines:
     """Devices to train on, with their links.
@@ -83,8 +86,8 @@ class Machines:
     def __post_init__(self) -> None:
         """Validate the numbers."""
         for name, number in (("--devices", self.num_devices), ("--devices-per-machine", self.devices_per_machine)):
-            if number < 1:
-                raise UsageError(f"{name} is {number}, expected 1 or more.")
+            if not 1 <= number <= _MOST_DEVICES:
+                raise UsageError(f"{name} is {number}, expected 1 to {_MOST_DEVICES}.")
         if not 0 < self.utilisation <= 1:
             raise UsageError(f"--utilisation is {self.utilisation}, expected more than 0 and at most 1.")
 

@@ -24,6 +24,7 @@ from paceline.job.machines import cores_here, share_of
 from paceline.launch.child import pin
 from paceline.launch.config import RunConfig, as_text, flags, option_name
 from paceline.launch.guard import Guard, kill_group
+from paceline.launch.policy import describe_exit
 from paceline.launch.signals import Signals
 from paceline.observe.runs import TraceFollower
 from paceline.observe.trace import Evaluated, Reported, Step
@@ -267,6 +268,8 @@ class TrialProcess:
             return Verdict(
                 "failed", reason=f"did not end within {self.late_after_s:g} s; its last line: {self._words()}"
             )
+        if code < 0:  # nothing that it has written says why
+            return Verdict("failed", reason=f"its launcher {describe_exit(code)}; its last line: {self._words()}")
         if code != 0:
             return Verdict("failed", reason=self._words())
         if value is None:

@@ -18,7 +18,7 @@ from paceline.job.credentials.holders import Holder, tls_settings
 from paceline.transport import TlsSettings
 
 
-class Papers:
+class Certificates:
     """The authority of one job, and a folder for each holder of a certificate."""
 
     def __init__(self, folder: Path) -> None:

@@ -40,7 +40,7 @@ class Told:
 
 
 @dataclass
-class House:
+class Daemon:
     """Where it is, what lets clients in, and what it has told."""
 
     state: Path
@@ -63,7 +63,7 @@ class House:
 
 
 @contextmanager
-def house(state: Path, keys: Path | None = None, *, num_unsaved: int = 0, **settings: Any) -> Iterator[House]:
+def daemon(state: Path, keys: Path | None = None, *, num_unsaved: int = 0, **settings: Any) -> Iterator[Daemon]:
     """Serve while entered; afterwards no thread and no descriptor is left, and as many namespaces were not saved."""
     with nothing_left_behind():
         folder, told = StateFolder(state), Told()
@@ -75,7 +75,7 @@ def house(state: Path, keys: Path | None = None, *, num_unsaved: int = 0, **sett
             thread = threading.Thread(target=lambda: unsaved.append(gateway.run()), name="test-reception")
             thread.start()
             try:
-                yield House(state, namespaces, int(listener.address.rpartition(":")[2]), told)
+                yield Daemon(state, namespaces, int(listener.address.rpartition(":")[2]), told)
             finally:
                 gateway.stop()
                 thread.join(JOIN_S)
@@ -85,7 +85,7 @@ def house(state: Path, keys: Path | None = None, *, num_unsaved: int = 0, **sett
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[House]:
+def served(tmp_path: Path) -> Iterator[Daemon]:
     """A server with a folder of its own."""
-    with house(tmp_path / "state") as found:
+    with daemon(tmp_path / "state") as found:
         yield found
