@@ -293,3 +293,11 @@ def test_one_thread_may_ask_for_room_while_another_waits_for_it() -> None:
         while not waiting.done():
             assert not channel.has_room()
         assert isinstance(waiting.exception(), OutOfTime)
+
+
+@pytest.mark.parametrize(
+    ("address", "leaves"),
+    [("127.0.0.1:9", False), ("tcp://localhost:9", False), ("[::1]:9", False), ("127.9.0.3:9", True)],
+)
+def test_an_address_that_frames_start_from_does_not_leave_the_machine(address: str, leaves: bool) -> None:
+    assert TcpTransport(CREDENTIALS).leaves_machine(address) == leaves

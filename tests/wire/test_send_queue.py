@@ -100,6 +100,20 @@ def test_a_repetition_of_what_waits_is_left_out() -> None:
     assert [header for header, _ in gate.taken] == [b"push 1", b"push 2"]
 
 
+def test_a_repetition_of_what_waits_in_pieces_is_left_out() -> None:
+    gate = Gate()
+    gate.num_expected = 3
+    post = SendQueue(gate, on_broken=gate.close)
+    post.send(b"piece 1", memoryview(bytes(LARGE)))
+    post.send(b"piece 2", memoryview(bytes(LARGE)), last_of=b"push")
+    for header in (b"push", b"push 2"):
+        post.send(header, memoryview(bytes(LARGE)))
+    gate.open.set()
+    assert gate.all_taken.wait(PATIENCE_S)
+    post.close()
+    assert [header for header, _ in gate.taken] == [b"piece 1", b"piece 2", b"push 2"]
+
+
 class CountedHeader(bytes):
     """A header that counts how often headers are compared."""
 

@@ -271,11 +271,7 @@ class ServedDenseTable:
         return ""
 
     def accept_piece(self, piece: PushPiece, body: memoryview, connection: Connection) -> Frame | None:
-        """Add a piece of a push; return the push once all of it is here, for `accept`.
-
-        Raises:
-            PeerError: the piece lies outside of the push.
-        """
+        """Add a piece of a push; see `ServedTable.accept_piece`."""
         frame, push_id = piece.push, piece.push.push.id
         problem = self.broken or push_problem(self.spec, frame) or self._absent_problem(frame.absent)
         is_new = not problem and push_id not in self._waiting
@@ -285,11 +281,11 @@ class ServedDenseTable:
 
     @property
     def has_early_readers(self) -> bool:
-        """Whether a member takes values ahead of the end of the open clock."""
+        """See `ServedTable.has_early_readers`."""
         return self._early is not None and self._early.has_readers
 
     def early_values(self, members: Sequence[int], clock: int) -> EarlyBody | None:
-        """Return values to send ahead of the end of the open clock, if there are more."""
+        """See `ServedTable.early_values`."""
         if self._early is None:
             return None
         held = {

@@ -48,7 +48,6 @@ from paceline.observe import trace as records
 from paceline.observe.trace import Trace
 from paceline.server.buffers import BodyLimits, ReceiveBuffers
 from paceline.server.connections import Acceptor, Connections, Expel, Incoming, LoadMeter, Stop
-from paceline.server.dense_table import ServedDenseTable
 from paceline.server.journal import Asked, Began, Entry, Journal, JournalFull, Written
 from paceline.server.preload import RulePreload
 from paceline.server.recovery import CannotGoOn, Declarations, Recovery, ServerParts
@@ -410,8 +409,6 @@ class ServerNode:
     def _on_piece(self, message: PushPiece, connection: Connection, frame: Frame) -> None:
         push = message.push.push
         table = self._tables.get(push.table)
-        if table is not None and not isinstance(table, ServedDenseTable):
-            raise PeerError(f"a piece of a push of row table '{push.table}'")
         if table is None or self._core.lives.objection(push.id.sender):
             frame.release()
             if not message.at:
@@ -428,7 +425,7 @@ class ServerNode:
     def _send_early(self, name: str) -> None:
         """Send what the values of a table will be ahead of the end of its clock, as far as that is known by now."""
         table = self._tables.get(name)
-        if not isinstance(table, ServedDenseTable) or not table.has_early_readers:
+        if table is None or not table.has_early_readers:
             return
         early = table.early_values(self._core.members, self._core.clock_of(name))
         if early is not None:
@@ -560,8 +557,9 @@ class ServerNode:
             self._peers.send_worker(*life, PullRefused(request, message.table, str(error)))
             return
         if values is not None:
-            is_rest = isinstance(message, Fetched) and values.num_early
-            said = FetchedRest(message, values.num_early) if is_rest else message
+            said: object = message
+            if values.num_early and isinstance(message, Fetched):
+                said = FetchedRest(message, values.num_early)
             self._peers.send_worker(*life, said, values.body, values.copy)
 
     def _on_membership(self, effect: MembershipChanged) -> None:

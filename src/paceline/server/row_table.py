@@ -17,11 +17,12 @@ from paceline.core.messages import Delivered, Fetched, PushId
 from paceline.core.server import LEAD
 from paceline.core.work_queue import Life
 from paceline.errors import PeerError, UsageError
+from paceline.server.early_values import EarlyBody
 from paceline.server.functions import call_over_rows
 from paceline.server.memory_check import require_memory
 from paceline.server.push_checks import push_problem
 from paceline.server.served_table import ACCEPTED, Acceptance, Kind, ServedValues, TableHost
-from paceline.transport.base import Connection
+from paceline.transport.base import Connection, Frame
 from paceline.transport.buffer_pool import Buffer
 from paceline.update.filters.check import check_filters
 from paceline.update.filters.key_cache import KeyLists, digest, key_lists_of
@@ -45,6 +46,7 @@ from paceline.wire.messages import (
     KeysWanted,
     PullFrame,
     PushFrame,
+    PushPiece,
     RowPullFrame,
     RowPushFrame,
     RowsUsed,
@@ -297,6 +299,19 @@ class ServedRowTable:
                 self._waiting_ids.add(other.ids)
         self.store.reserve([*self._waiting_ids.parts, ids])
         self._waiting_ids.add(ids)
+
+    def accept_piece(self, piece: PushPiece, body: memoryview, connection: Connection) -> Frame | None:
+        """Raise PeerError: pushes of rows come whole."""
+        raise PeerError(f"a piece of a push of row table '{self.spec.name}'")
+
+    @property
+    def has_early_readers(self) -> bool:
+        """Never: rows are sent when they are asked for."""
+        return False
+
+    def early_values(self, members: Sequence[int], clock: int) -> EarlyBody | None:
+        """Return nothing."""
+        return None
 
     def has(self, push_id: PushId) -> bool:
         """See `ServedTable.has`."""

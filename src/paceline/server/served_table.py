@@ -21,15 +21,25 @@ from paceline.core.consistency import Consistency
 from paceline.core.messages import Delivered, Fetched, PushId
 from paceline.core.settings import ServerSettings
 from paceline.core.work_queue import Life
+from paceline.server.early_values import EarlyBody
 from paceline.server.push_checks import SameGradients
-from paceline.transport.base import Connection, Transport
+from paceline.transport.base import Connection, Frame, Transport
 from paceline.transport.buffer_pool import Buffer
 from paceline.transport.lasting_memory import LastingMemory
 from paceline.update.rows.ops import RowOps, row_ops
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.rules import Hyper
 from paceline.update.table import TableSpec
-from paceline.wire.messages import KeysWanted, PullFrame, PushFrame, RowPullFrame, RowPushFrame, RowsUsed, Unsubscribe
+from paceline.wire.messages import (
+    KeysWanted,
+    PullFrame,
+    PushFrame,
+    PushPiece,
+    RowPullFrame,
+    RowPushFrame,
+    RowsUsed,
+    Unsubscribe,
+)
 from paceline.wire.requests import WholeTable
 
 Kind = Literal["shape", "rows"]  # as checkpoints name it
@@ -163,6 +173,28 @@ class ServedTable(Protocol):
 
         Raises:
             PeerError: it breaks the protocol.
+        """
+        ...
+
+    def accept_piece(self, piece: PushPiece, body: memoryview, connection: Connection) -> Frame | None:
+        """Add a piece of a push; return the push once all of it is here, for `accept`.
+
+        Raises:
+            PeerError: it breaks the protocol.
+        """
+        ...
+
+    @property
+    def has_early_readers(self) -> bool:
+        """Whether a member takes values ahead of the end of the open clock."""
+        ...
+
+    def early_values(self, members: Sequence[int], clock: int) -> EarlyBody | None:
+        """Return values to send ahead of the end of the open clock, if there are more by now.
+
+        Args:
+            members: ranks, in ascending order.
+            clock: that is open.
         """
         ...
 
