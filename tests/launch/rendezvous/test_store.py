@@ -129,6 +129,23 @@ def test_a_place_is_taken_once(tmp_path: Path) -> None:
     liveness_lock.release()
 
 
+def test_processes_of_one_number_and_host_name_come_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, others = os.link, list[LivenessLock]()
+
+    def link_later(source: Path, path: Path) -> None:  # another one comes between
+        monkeypatch.setattr(os, "link", link)
+        others.append(LivenessLock.acquire(tmp_path, "worker", 1, 2))
+        link(source, path)
+
+    monkeypatch.setattr(os, "link", link_later)
+    taken = [LivenessLock.acquire(tmp_path, "worker", 0, 2), *others]
+    assert missing_ranks(tmp_path, "worker", 2) == []
+    for liveness_lock in taken:
+        liveness_lock.release()
+
+
 def test_without_numbers_the_first_takes_the_first_place(tmp_path: Path) -> None:
     taken = [LivenessLock.acquire(tmp_path, "server", None, 2) for _ in range(2)]
 

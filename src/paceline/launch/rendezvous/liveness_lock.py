@@ -8,7 +8,7 @@ file server: one of a machine that is gone stays until the file server gives it 
 import errno
 import fcntl
 import os
-import socket
+import secrets
 import threading
 import time
 from collections import defaultdict
@@ -132,7 +132,8 @@ class LivenessLock:
 
         Raises UsageError when another process has that index.
         """
-        unfinished = run_dir / f".{role}.{socket.gethostname()}.{os.getpid()}"
+        # Not the process's number: threads share it, and containers of one host name count processes alike.
+        unfinished = run_dir / f".{role}.{secrets.token_hex(8)}"
         with ExitStack() as undo:
             descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             undo.callback(os.close, descriptor)
