@@ -99,7 +99,7 @@ def _joined(words: Iterable[str]) -> bytes:
 NUM_STREAMS: Final = 3
 
 
-class Asked(TypedDict):
+class ProgramRequest(TypedDict):
     """What a process is to become: `command` is (executable, "-m", module, *arguments)."""
 
     command: list[str]
@@ -131,7 +131,7 @@ class ForkedProcess:
         sys.modules.pop(module, None)  # imported ahead by others; runpy warns of a module that then runs as __main__
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
-    def _wait_asked(self) -> tuple[Asked, int | None]:
+    def _wait_asked(self) -> tuple[ProgramRequest, int | None]:
         """Block until the launcher has this process for its child, and return what it is to become and its memory.
 
         When the launcher does not want it, or is gone, the process ends here, having done nothing.
