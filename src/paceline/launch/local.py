@@ -160,6 +160,10 @@ def guarded_folder(wanted: Path | None) -> Generator[tuple[Path, Guard]]:
         raise
     try:
         yield run_dir, guard
+    except OSError:  # the disk is full, say: a run that could not begin leaves the directory to the next one
+        with suppress(OSError):
+            (run_dir / TRACE_NAME).rmdir()
+        raise
     finally:
         guard.dismiss(GUARD_TIMEOUT_S)
         clear(run_dir, temporary=temporary)
