@@ -18,11 +18,11 @@ from tests.nodes.test_faults import NUM_CLOCKS, NUM_WORKERS, Ledger
 from torch import Tensor
 
 from paceline.core.events import Died, Timeout
-from paceline.core.messages import PushId
+from paceline.core.messages import Join, Push, PushId, Sender
 from paceline.core.settings import ServerSettings
 from paceline.observe.trace import Trace
 from paceline.server import node
-from paceline.server.journal import COLD, COLD_BYTES, JOURNAL, JOURNAL_BYTES, Journal
+from paceline.server.journal import COLD, COLD_BYTES, JOURNAL, JOURNAL_BYTES, Asked, Journal
 from paceline.server.node import ServerNode
 from paceline.server.recovery import CannotGoOn
 from paceline.server.work_queue import read_answer
@@ -31,7 +31,8 @@ from paceline.transport.base import Transport
 from paceline.transport.lasting_memory import LastingMemory, MemoryHolder
 from paceline.update.named_rules import SGD, Add
 from paceline.update.rows.spec import RowTableSpec
-from paceline.wire.requests import Barrier, ClaimWork
+from paceline.wire.messages import encode
+from paceline.wire.requests import Barrier, ClaimWork, Declare
 from paceline.worker.dense import DenseClient
 from paceline.worker.lock import WorkerOptions
 from paceline.worker.metrics import StepMetrics
@@ -312,6 +313,22 @@ def test_a_server_that_was_killed_while_a_function_ran_is_given_up_and_one_after
         server._keep_up(server._journal)
         assert bare_server(holder, told)._restore() is not None
         assert told == []
+
+
+def test_a_table_is_known_to_every_successor_of_a_server_that_was_killed_while_it_was_declared() -> None:
+    sender, push = Sender(1, 0, 0), Push(PushId(1, 0, 0, 0), "w", 0, 0)
+    with MemoryHolder() as holder:
+        holder.start()
+        server = bare_server(holder, [])
+        server._restore()
+        server._write_down(Asked(0, 0, encode(Declare(1, table("w", 4, "bsp")))), 0.0)
+        server = bare_server(holder, [])
+        assert server._restore() is not None
+        server._handle(Join(sender))
+        assert server._handle(push) == {push.id}
+        recovery = bare_server(holder, [])._restore()
+        assert recovery is not None
+        assert recovery.wanted == {push.id}
 
 
 def test_a_server_without_room_for_what_it_is_told_goes_on_and_says_that_it_is_lost_if_it_is_killed() -> None:

@@ -15,7 +15,6 @@ from paceline.core.consistency import Consistency
 from paceline.core.effects import Advanced, Apply, Discard, Hold, MembershipChanged, Reply, Serve, ServerEffect, Tell
 from paceline.core.events import (
     Changed,
-    Declared,
     Died,
     Disconnected,
     InvalidPush,
@@ -652,8 +651,11 @@ class ServerNode:
             match entry.written:
                 case Asked(worker, incarnation, header):
                     life, request = (worker, incarnation), cast("Request", decode(header))
-                    if self._request_handler.handle(life, request, EMPTY) is not None:
+                    declared = self._request_handler.handle(life, request, EMPTY)
+                    if declared is not None:
                         self._note_declared(life, request)
+                        # Its own entry follows, unless the process was killed between the two; later ones need it.
+                        self._core.handle(declared, entry.now)
                     self._request_handler.release(self._core.members)
                 case Began(table, what):
                     raise CannotGoOn(f"it was killed during {what} of table '{table}'")
@@ -662,8 +664,7 @@ class ServerNode:
                         self._replay_effect(effect, failed, recovery)
                     if isinstance(event, Unapplied):
                         self._tables[event.table].broken = event.reason
-        for name, table in self._tables.items():
-            self._core.handle(Declared(name, table.consistency, table.keyed), time.monotonic())  # if it was not yet
+        for table in self._tables.values():
             if table.cold:
                 raise CannotGoOn(table.cold)
 
