@@ -154,7 +154,7 @@ class ServedDenseTable:
         self.send_buffers = SendBuffers(transport.allocate, host.checks_memory)
         pool = BufferPool(ExactAllocator(fresh_buffer), poisons=host.checks_memory)
         self._assemblies = Assemblies(spec.name, size_bytes, self._dtype, pool)
-        if self.consistency.lockstep and self.shard.can_preview:
+        if self.consistency.lockstep and self.shard.can_preview and has_plenty(size_bytes):
             self._early = EarlySeries(spec.name, self.memory, self._dtype.itemsize, self.shard.preview)
         if server == holders(parts)[0]:  # one server warns
             host.same_gradients.watch(spec.name, self.consistency)
