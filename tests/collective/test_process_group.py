@@ -325,6 +325,9 @@ def test_a_group_that_torch_has_dropped_leaves_nothing() -> None:
 
     with nothing_left_behind():
         start_and_join([threading.Thread(target=live, args=(rank,)) for rank in range(2)])
+        for thread in threading.enumerate():
+            if thread.name == "paceline-group":  # it is told to end, and nothing waits for it
+                thread.join(30)
 
 
 def test_a_single_value_with_strides_is_flat_in_its_own_memory() -> None:
