@@ -25,8 +25,11 @@ class EarlyPart:
         (6, None, None)
         >>> part.place(3, 6, 2).nbytes, part.whole(3).nbytes, part.whole(4)
         (2, 8, None)
+        >>> part.forget()
+        >>> part.place(3, -1, 4) is None  # no server says so that keeps to the protocol
+        True
         """
-        continues = (clock, at) == (self.clock, self.num_bytes)
+        continues = at >= 0 and (clock, at) == (self.clock, self.num_bytes)
         begins = at == 0 and clock > self.clock
         if not (continues or begins) or at + size_bytes > self.memory.nbytes:
             return None
