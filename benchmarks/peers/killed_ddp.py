@@ -1,0 +1,59 @@
+"""DDP over Gloo, a worker of which is killed: `killed_ddp.py FOLDER CLOCKS [saves]`, started by torchrun.
+
+Without `saves` it is the script of PyTorch's tutorial; with it, worker 0 saves model and optimizer every so many
+clocks, and all begin from there.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from kill_log import DECAY, LR, MOMENTUM, SAVE_EVERY, WIDTH, Log, noise
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Model(torch.nn.Module):
+    """The parameters; its output makes the gradient that the others have as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = torch.nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, offset: float) -> torch.Tensor:
+        """Return the loss whose gradient is `DECAY` times the values and the offset."""
+        return (0.5 * DECAY * self.values.square() + offset * self.values).sum()
+
+
+def main() -> None:
+    """Train for so many clocks, from what was saved."""
+    folder, num_clocks, saves = sys.argv[1], int(sys.argv[2]), "saves" in sys.argv[3:]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, saved = dist.get_rank(), Path(folder) / "saved.pt"
+    log = Log(folder, rank, is_target=True)
+    model = DistributedDataParallel(Model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+    first = 0
+    if saves and saved.exists():
+        state = torch.load(saved)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first = state["clock"]
+    for clock in range(first, num_clocks):
+        optimizer.zero_grad()
+        model(noise(rank, clock)).backward()
+        optimizer.step()
+        log.step(clock)
+        if saves and rank == 0 and clock % SAVE_EVERY == SAVE_EVERY - 1:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "clock": clock + 1}
+            torch.save(state, saved.with_suffix(".new"))
+            os.replace(saved.with_suffix(".new"), saved)
+    log.end(model.module.values.detach().numpy())
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""torchft: two replicas that train together, one of which is killed. `killed_torchft.py FOLDER CLOCKS`.
+
+This process runs the lighthouse and starts a replica again as soon as it has died, as a scheduler would.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from typing import Final
+
+import torch
+from kill_log import DECAY, LR, MOMENTUM, NUM_WORKERS, WIDTH, Log, noise
+from torch.distributed import TCPStore
+from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+from torchft.coordination import LighthouseServer
+
+REPLICA: Final = "replica"
+POLL_S: Final = 0.01
+STORE_TIMEOUT: Final = timedelta(seconds=60)
+
+
+class Model(torch.nn.Module):
+    """The parameters; its output makes the gradient that the others have as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = torch.nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, offset: float) -> torch.Tensor:
+        """Return the loss whose gradient is `DECAY` times the values and the offset."""
+        return (0.5 * DECAY * self.values.square() + offset * self.values).sum()
+
+
+def train(folder: str, num_clocks: int, rank: int) -> None:
+    """Be one replica, from the state of the other where that is ahead."""
+    torch.set_num_threads(1)
+    log = Log(folder, rank, is_target=True)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT)
+    model = Model()
+    inner = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+
+    def load(state: dict[str, dict[str, object]]) -> None:
+        model.load_state_dict(state["model"])
+        inner.load_state_dict(state["optimizer"])
+
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
+        load_state_dict=load,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
+        min_replica_size=1,
+        replica_id=f"replica_{rank}",
+        rank=0,
+        world_size=1,
+        store_addr="localhost",
+        store_port=store.port,
+        lighthouse_addr=os.environ["TORCHFT_LIGHTHOUSE"],
+        timeout=timedelta(seconds=30),
+    )
+    wrapped, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
+    while (clock := manager.current_step()) < num_clocks:
+        optimizer.zero_grad()
+        wrapped(noise(rank, clock)).backward()
+        optimizer.step()
+        if manager.current_step() > clock:
+            log.step(clock)
+    log.end(model.values.detach().numpy())
+    manager.shutdown(wait=False)
+    os._exit(0)  # threads of the manager go on
+
+
+def main() -> None:
+    """Start the lighthouse and the replicas, and start again what dies."""
+    folder, num_clocks = sys.argv[1], sys.argv[2]
+    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1)
+    environment = {**os.environ, "TORCHFT_LIGHTHOUSE": lighthouse.address()}
+
+    def start(rank: int) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen([sys.executable, __file__, folder, num_clocks, REPLICA, str(rank)], env=environment)
+
+    running = {rank: start(rank) for rank in range(NUM_WORKERS)}
+    while running:
+        for rank, process in list(running.items()):
+            code = process.poll()
+            if code == 0:
+                del running[rank]
+            elif code is not None:
+                running[rank] = start(rank)
+        time.sleep(POLL_S)
+    lighthouse.shutdown()
+
+
+if __name__ == "__main__":
+    if REPLICA in sys.argv:
+        train(sys.argv[1], int(sys.argv[2]), int(sys.argv[4]))
+    else:
+        main()
