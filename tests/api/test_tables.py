@@ -349,6 +349,26 @@ def test_a_view_shows_each_update_without_a_copy(tmp_path: Path) -> None:
     assert run_job(tmp_path, work, workers=2, carrier="shm") == [[6.0] * 6] * 2
 
 
+def test_a_view_stays_as_it_is_when_its_worker_has_left(tmp_path: Path) -> None:
+    left, changed = threading.Event(), threading.Event()
+
+    def work(ps: Session) -> list[float]:
+        w = ps.table("w", shape=(3000,), update=ADD, consistency="ssp:9", view=True)
+        ps.barrier()
+        values = w.view()
+        if ps.rank == 1:
+            ps.close()
+            left.set()
+            assert changed.wait(30)
+            return [values.min().item(), values.max().item()]
+        assert left.wait(30)
+        assert w.push(torch.ones(3000)).result(30).applied
+        changed.set()
+        return w.pull()[:2].tolist()
+
+    assert run_job(tmp_path, work, workers=2, carrier="shm") == [[1.0, 1.0], [0.0, 0.0]]
+
+
 def test_what_is_written_to_a_view_stays_here_and_is_gone_with_the_next_read(tmp_path: Path) -> None:
     def work(ps: Session) -> None:
         w = ps.table("w", shape=(3000,), update=ADD, init=1.0, view=True)  # three pages

@@ -181,6 +181,17 @@ def test_a_whole_model_is_used_through_the_same_face(tmp_path: Path) -> None:
     assert all(loss > 0 for loss in run_job(tmp_path, work, workers=2))
 
 
+def test_buffers_of_a_loss_are_none_of_the_model(tmp_path: Path) -> None:
+    def work(_worker: Session) -> float:
+        model, loss = nn.Linear(2, 3), nn.CrossEntropyLoss(weight=torch.tensor([0.5, 1.0, 2.0]))
+        whole = paceline.parallelize(model, loss=loss).double()
+        assert [*whole.state_dict()] == [*(whole.whole_state_dict() or {})] == ["weight", "bias"]
+        assert not [*whole.buffers()]
+        return whole.forward_backward(torch.ones(2, 2, dtype=torch.float64), torch.tensor([0, 2]))
+
+    assert run_job(tmp_path, work)[0] > 0
+
+
 def test_workers_that_are_threads_cannot_hold_a_model_between_them(tmp_path: Path) -> None:
     def work(worker: Session) -> None:
         model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tests.jobs import run_job
@@ -60,6 +61,7 @@ def test_other_calls_refuse_what_is_no_number_tensor_or_source_and_training_goes
             (lambda: paceline.init("x"), "init\\('x'\\): an address is for connect"),
             (lambda: paceline.connect(3), "connect: the address is 3"),
             (lambda: embedding([1, 2]), r"embedding of table 'e' was given \[1, 2\], expected a tensor of integers"),
+            (lambda: embedding(np.arange(3)[::-1]), r"given an array.*: torch.tensor\(ids.copy\(\)\)"),
             (lambda: paceline.Embedding(1.5, 3, update=paceline.update.SGD(lr=0.1)), "num_embeddings is 1.5"),
             (lambda: paceline.parallelize(nn.Linear, loss=nn.functional.mse_loss), "the model is the class Linear"),
             (lambda: paceline.parallelize(nn.Linear(1, 1), loss=nn.MSELoss), "loss is the class MSELoss"),

@@ -284,10 +284,12 @@ UNDER_WAY = paceline.diloco(steps=4, fragments=3, overlap_steps=2, merge=0.5)
     [
         (IN_PARTS, "snapshot", 2),
         (IN_PARTS, "own", 3),
+        (IN_PARTS, "all in a snapshot", 3),
         (IN_PARTS, "of worker 0", 4),
         (UNDER_WAY, "snapshot", 2),
         (UNDER_WAY, "own", 3),
         (UNDER_WAY, "snapshot", 5),
+        (UNDER_WAY, "all in a snapshot", 5),
         (paceline.local_sgd(steps=5), "own", 3),
     ],
 )
@@ -311,9 +313,11 @@ def test_a_job_saved_in_any_step_of_a_round_goes_on_as_if_nothing_had_happened(
         paceline.barrier()
         state = deepcopy(optimizer.state_dict())
         values = deepcopy(model.state_dict())
-        if loaded == "snapshot":
+        if "snapshot" in loaded:
             with optimizer.snapshot():
                 values = deepcopy(model.state_dict())
+                if "all" in loaded:
+                    state = deepcopy(optimizer.state_dict())
         paceline.barrier()
         return state, values, train(worker, model, optimizer, range(saved_at, 12))
 

@@ -54,7 +54,10 @@ class Parallel(nn.Module):
         for name, buffer in held.named_buffers(recurse=False):
             self.register_buffer(name, buffer, persistent=name in lasting)
         self._held: tuple[nn.Module, _Run | Pipeline] = (held, run)  # in a tuple, where torch sees no child
-        self._loss = loss
+        if isinstance(loss, nn.Module) and next(loss.parameters(), None) is None:
+            object.__setattr__(self, "_loss", loss)  # no child: its buffers are not of the model
+        else:
+            self._loss = loss
         self._part = part
         self._followers: list[WeakMethod[Callable[[], None]]] = []
 
@@ -131,6 +134,12 @@ class Parallel(nn.Module):
             if parameter.grad is not None and norm > max_norm:
                 parameter.grad.mul_(max_norm / (norm + 1e-6))
         return norm
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Parallel:
+        """Convert the buffers of the loss, too."""
+        if isinstance(self._loss, nn.Module) and "_loss" not in self._modules:
+            self._loss._apply(fn)
+        return super()._apply(fn, recurse)
 
     def train(self, mode: bool = True) -> Parallel:
         """Set the mode of this worker's layers."""

@@ -96,9 +96,10 @@ class EmbeddingLookup:
             by_frequency: divide the gradient of each row by the number of its occurrences among the ids.
         """
         if not isinstance(ids, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+            copied = ".copy()" if hasattr(ids, "strides") else ""  # torch takes no array that is reversed
             raise UsageError(
                 f"embedding of table '{self.table.name}' was given {brief(ids)}, expected a tensor of integers: "
-                "torch.tensor(ids)."
+                f"torch.tensor(ids{copied})."
             )
         distinct, places = self._distinct(ids)
         padding = None

@@ -218,7 +218,7 @@ class Fragment:
             newest.copy_(cache.readable().slice(0, self.flat.numel))
 
         self.table.read(take, exact=self.table.consistency.bound is not None)
-        self.flat.pack_values(own)
+        self.weights.pack_own(own)
         is_coming = self._asked is not None and not self._is_owing
         if not is_coming:
             own += newest - self._anchor  # progress of other workers meanwhile
@@ -372,7 +372,8 @@ class LocalOptimizer(Distributed):
 
         "round" has this worker's position within a round, and its steps that the servers do not have yet, with the
         servers' values. Blocks. Call it at a barrier, while no pushes are under way; it merges pushes that wait for a
-        quorum. The values that belong to it are those in a `snapshot`, or this worker's own.
+        quorum. The values that belong to it are those in a `snapshot`, or this worker's own; it is the same inside and
+        outside of a snapshot.
         """
         outer = {fragment.table.name: fetch_state(fragment.table) for fragment in self._fragments}
         unsent = [fragment.unsent() for fragment in self._fragments]

@@ -39,6 +39,7 @@ class Weights:
     _viewed: TableCache | None = None  # the cache whose memory tensors view, or have viewed
     # Whether a script has written to views since the last fetch; set by `check_views`.
     _written: bool | None = None
+    _set_aside: list[Tensor] | None = None  # what the tensors are outside of `newest`, while that has replaced it
     _are_on_device: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -90,15 +91,23 @@ class Weights:
 
         self.table.read(take, exact=self.table.consistency.bound is not None)
         held = [tensor.data for tensor in tensors]
+        before, self._set_aside = self._set_aside, self._set_aside or held
         for tensor, data in zip(tensors, newest, strict=True):
             tensor.data = data
         try:
             yield
         finally:
+            self._set_aside = before
             for tensor, data in zip(tensors, held, strict=True):
                 tensor.data = data
             for index, data in written.items():
                 tensors[index].data.copy_(data)
+
+    def pack_own(self, out: Tensor) -> None:
+        """Copy the tensors into a flat vector, inside `newest` too as they are outside of it."""
+        own = [tensor.data for tensor in self.flat.tensors] if self._set_aside is None else self._set_aside
+        for tensor, part in zip(own, self.flat.parts(out), strict=True):
+            part.copy_(tensor)
 
     def hold(self) -> None:
         """Replace views by copies until the next fetch, so that writes of servers do not show before."""

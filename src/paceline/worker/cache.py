@@ -90,6 +90,7 @@ class TableCache:
     consistency: Consistency = field(init=False)
     servers: tuple[int, ...] = field(init=False)  # that hold a part of the table; server 0 if it has no elements at all
     _own: dict[int, _Own] = field(default_factory=dict[int, _Own])
+    lent: bool = False  # whether a script was given a view of live values, which it may keep
     # Reads of the flat tensor by devices, which may have ended.
     _device_reads: list[DeviceRead] = field(default_factory=list[DeviceRead])
 

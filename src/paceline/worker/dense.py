@@ -420,7 +420,9 @@ class DenseClient:
         self._reads.abandon(error)
 
     def close(self) -> None:
-        """Release the memory of cache and pushes, except what the user still uses."""
+        """Release the memory of cache and pushes, except what the user still uses, which no longer changes."""
+        if self.cache.lent:
+            self.cache.keep()
         self.cache = TableCache(self.cache.spec, self.cache.spans, reads_own_writes=False, live=True)
         self._early.clear()
         self.pushes.close()

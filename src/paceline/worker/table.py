@@ -123,7 +123,8 @@ class Table:
 
         For tables opened with view=True. Under bsp the values stay until this worker has finished its clock; elsewhere
         updates of others show as they happen, also half done: values are never too old, but not of one moment. Treat
-        it as read-only: what you write stays in this process, and is gone with the next `view` or `pull`.
+        it as read-only: what you write stays in this process, and is gone with the next `view` or `pull`. Once this
+        worker has left, the values stay as they are.
 
         Raises:
             UsageError: the values are not mapped here (view=True was not given, or the carrier is not shm), or lie on
@@ -143,6 +144,7 @@ class Table:
                     "view=True in a job of one server over shm."
                 )
             found.append(values.slice(0, self.spec.numel).view(self.shape))
+            cache.lent = True
 
         self.read(use, refresh=refresh)
         return found[0]
