@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import pytest
 
+from paceline.core.messages import Held, PushId
 from paceline.transport import MemoryTransport
 from paceline.wire import connection
 from paceline.wire.connection import NUM_FRUITLESS, SOON_S, Progress, ReconnectingConnection
-from paceline.wire.messages import Hello, encode
+from paceline.wire.messages import Hello, KeysWanted, encode
 from paceline.wire.requests import RequestDone
 
 TIMEOUT_S = 60.0
@@ -29,7 +30,7 @@ def connect(progress: Progress, clock: Clock, lived_s: float, *, sent: tuple[int
     for size_bytes in sent:
         progress.note_sent(size_bytes)
     if answered:
-        progress.note_answered()
+        progress.note_arrived(encode(RequestDone(1)))
     clock.now_s += lived_s
     progress.note_broken()
 
@@ -44,6 +45,27 @@ def test_fruitless_connections_are_given_up_with_the_size_of_the_frame() -> None
     assert progress.objection() == (
         "was accepted 3 times, and broke each time before a frame of 1,048,576 bytes was answered"
     )
+
+
+@pytest.mark.parametrize("again", [Held(PushId(1, 1, 0, 0)), KeysWanted("w", 0, 0)])
+def test_what_a_repeated_push_is_told_each_time_is_no_progress(again: Held | KeysWanted) -> None:
+    clock = Clock()
+    progress = Progress(patience_s=5.0, now=clock)
+    for _ in range(1 + NUM_FRUITLESS):  # over the first connection it is news
+        assert progress.objection() == ""
+        progress.note_connected()
+        progress.note_sent(1 << 20)
+        progress.note_arrived(encode(again))
+        progress.note_sent(1 << 20)
+        clock.now_s += 11.0
+        progress.note_broken()
+
+    assert progress.objection().endswith("before a frame of 1,048,576 bytes was answered")
+
+    progress.note_connected()
+    progress.note_arrived(encode(Held(PushId(1, 1, 0, 1))))  # another push has passed
+    progress.note_broken()
+    assert progress.objection() == ""
 
 
 def test_answers_that_never_arrive_are_told_too() -> None:

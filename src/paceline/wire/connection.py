@@ -19,7 +19,7 @@ from paceline.transport.base import EMPTY, Connection, Frame, Place, Transport, 
 from paceline.transport.buffer_pool import Buffer
 from paceline.transport.deadline import seconds
 from paceline.transport.poller import Poller
-from paceline.wire.messages import Hello, encode, is_joined
+from paceline.wire.messages import Hello, encode, is_joined, is_said_again
 from paceline.wire.permissions import check_server
 from paceline.wire.send_queue import SendHold, SendQueue
 
@@ -126,6 +126,7 @@ NUM_FRUITLESS: Final = 3
 # On a path that passes small packets and drops large ones, the kernel gives a connection up after 10 to 25 s.
 SOON_S: Final = 30.0
 SMALL_BYTES: Final = 500  # frames of this size pass on every path
+_MOST_SAID: Final = 1 << 13
 _LARGE_BYTES: Final = 256 << 10  # of a body that the transport copies: received by a thread, beside other connections
 
 
@@ -133,8 +134,10 @@ _LARGE_BYTES: Final = 256 << 10  # of a body that the transport copies: received
 class Progress:
     """The results of the last connections to one server, to find one that breaks each time before an answer.
 
-    A connection is fruitless if it breaks within 30 s without an answer, apart from that to the join. A connection that
-    lives longer shows that the path works: its worker may only have waited for other workers.
+    A connection is fruitless if it breaks within 30 s without an answer, apart from that to the join and from those
+    that came over an earlier one, too: small pushes that wait for their clock are repeated, and pass ahead of a large
+    one that does not. A connection that lives longer shows that the path works: its worker may only have waited for
+    other workers.
 
     Args:
         patience_s: how long to continue with fruitless connections.
@@ -145,6 +148,7 @@ class Progress:
     _made_s: float = 0.0
     _has_answered: bool = False
     _largest_bytes: int = 0  # of the frames sent since the last answer
+    _said: set[bytes] = field(default_factory=set[bytes])  # answers that may be repeated, since the last other one
     _num_fruitless: int = 0  # in a row
     _fruitless_since_s: float = 0.0
 
@@ -157,8 +161,14 @@ class Progress:
         if size_bytes > self._largest_bytes:
             self._largest_bytes = size_bytes
 
-    def note_answered(self) -> None:
-        """Note an answer over the connection."""
+    def note_arrived(self, header: bytes) -> None:
+        """Note a frame that has come over the connection."""
+        if is_joined(header) or header in self._said:
+            return
+        if not is_said_again(header) or len(self._said) >= _MOST_SAID:
+            self._said.clear()
+        if is_said_again(header):
+            self._said.add(header)
         self._has_answered, self._largest_bytes, self._num_fruitless = True, 0, 0
 
     def note_broken(self) -> None:
@@ -372,8 +382,8 @@ class ReconnectingConnection:
 
     def _receive(self, timeout_s: float) -> None:
         frames = receive_all(self._post.connection, timeout_s=timeout_s, place=self._place)
-        if not all(is_joined(frame.header) for frame in frames):
-            self._progress.note_answered()
+        for frame in frames:
+            self._progress.note_arrived(frame.header)
         self.on_frames(frames)
 
     def _place(self, header: bytes, size_bytes: int) -> Buffer | memoryview | None:

@@ -315,6 +315,7 @@ _CODEC: Final = MessageCodec[object](
 )
 _PUSHES: Final = tuple(map(_CODEC.kind_byte, (PushFrame, StepFrame, PushPiece)))
 _JOINED: Final = _CODEC.kind_byte(messages.Joined)
+_SAID_AGAIN: Final = tuple(map(_CODEC.kind_byte, (messages.Held, KeysWanted)))
 
 encode = _CODEC.encode
 decode = _CODEC.decode
@@ -328,3 +329,8 @@ def is_push(header: bytes) -> bool:
 def is_joined(header: bytes) -> bool:
     """Return whether a header is that of `Joined`, without decoding it."""
     return header[:1] == _JOINED
+
+
+def is_said_again(header: bytes) -> bool:
+    """Return whether a header is of an answer that a push gets each time it is repeated, without decoding it."""
+    return header[:1] in _SAID_AGAIN
