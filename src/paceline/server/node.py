@@ -57,6 +57,8 @@ from paceline.server.tables import ServedTables
 from paceline.stopwatch import Stopwatch
 from paceline.transport.base import EMPTY, Connection, Frame, Listener, Transport
 from paceline.transport.lasting_memory import LastingMemory
+from paceline.update.rows.spec import RowTableSpec
+from paceline.update.table import TableSpec
 from paceline.wire.messages import (
     FetchedRest,
     Hello,
@@ -77,6 +79,7 @@ from paceline.wire.requests import (
     ClaimWork,
     Declare,
     DeclareRows,
+    Initialise,
     LoadState,
     ReportWait,
     Request,
@@ -341,6 +344,8 @@ class ServerNode:
         if declared is not None:
             self._note_declared(life, message)
             self._handle(declared)
+        if isinstance(message, Initialise) and message.table in self._tables and self._tables[message.table].cold:
+            self._keep_no_more(self._tables[message.table].cold)
         self._request_handler.release(self._core.members)
 
     def _note_declared(self, life: Life, message: object) -> None:
@@ -513,6 +518,8 @@ class ServerNode:
         if self._journal is not None and not all(map(table.has, effect.ids)):
             raise CannotGoOn(f"clock {clock} of table '{effect.table}' needs pushes of workers that did not come back")
         problem = table.apply(effect.ids, clock)
+        if table.cold:
+            self._keep_no_more(table.cold)
         if problem:
             self._declarations.broken[effect.table] = problem
             self._handle(Unapplied(effect.table, effect.ids, problem))
@@ -602,6 +609,10 @@ class ServerNode:
 
     def _write_snapshot(self, journal: Journal) -> None:
         self._snapshot_due = False
+        cold = next((table.cold for table in self._tables.values() if table.cold), "")
+        if cold:
+            self._keep_no_more(cold)
+            return
         try:
             journal.write_snapshot(self._parts().dump())
         except OSError as error:
@@ -635,7 +646,7 @@ class ServerNode:
         self._parts().load(state)
         recovery, declarations = Recovery(), self._declarations
         for header in declarations.messages.values():
-            self._tables.declare(cast("Declare | DeclareRows", decode(header)).spec)
+            self._declare_again(cast("Declare | DeclareRows", decode(header)).spec)
         for table, reason in declarations.broken.items():
             self._tables[table].broken = reason
         self._replay(entries, recovery)
@@ -643,6 +654,12 @@ class ServerNode:
             self._tables[table].add_reader((rank, incarnation), live=True)
         recovery.want(self._core.held_pushes())
         return recovery
+
+    def _declare_again(self, spec: TableSpec | RowTableSpec) -> None:
+        try:
+            self._tables.declare(spec)
+        except UsageError as error:
+            raise CannotGoOn(f"table '{spec.name}' cannot be taken over: {error}") from error
 
     def _replay(self, entries: list[Entry], recovery: Recovery) -> None:
         """Bring the core and what is kept beside it to where they were, and find the effects that are left."""
