@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from paceline.core.consistency import Consistency
 from paceline.core.effects import Advanced, Apply, Discard, Hold, MembershipChanged, Reply, Serve, ServerEffect, Tell
 from paceline.core.events import (
     Changed,
+    Declared,
     Died,
     Disconnected,
     InvalidPush,
@@ -47,13 +47,13 @@ from paceline.observe import trace as records
 from paceline.observe.trace import Trace
 from paceline.server.buffers import BodyLimits, ReceiveBuffers
 from paceline.server.connections import Acceptor, Connections, Expel, Incoming, LoadMeter, Stop
-from paceline.server.journal import Asked, Began, Entry, Journal, JournalFull, Written
+from paceline.server.journal import Asked, Began, Entry, Journal, JournalFull, OtherFormat, Written
 from paceline.server.preload import RulePreload
 from paceline.server.recovery import CannotGoOn, Declarations, Recovery, ServerParts
 from paceline.server.requests import RequestHandler, WaitReports
 from paceline.server.served_table import ACCEPTED, TableHost
 from paceline.server.table_rpc import TableRpc
-from paceline.server.tables import ServedTables
+from paceline.server.tables import ServedTables, ServerCall, ServerState
 from paceline.stopwatch import Stopwatch
 from paceline.transport.base import EMPTY, Connection, Frame, Listener, Transport
 from paceline.transport.lasting_memory import LastingMemory
@@ -95,21 +95,6 @@ _LOOK_S = 0.5  # between two looks at the time, while workers come back
 _KEPT = Declare | DeclareRows | Barrier | ClaimWork  # requests that change what is kept beside the core and the tables
 
 
-@dataclass(frozen=True, slots=True)
-class ServerState:
-    """The core and the tables of a server, for calls that run on its thread."""
-
-    core: ServerCore
-    tables: ServedTables
-
-
-@dataclass(frozen=True, slots=True)
-class ServerCall:
-    """A call to run on the server's thread, between two messages."""
-
-    call: Callable[[ServerState], None]
-
-
 @dataclass(slots=True)
 class ServerNode:
     """One server of a job. `run` blocks until `stop` is called from another thread.
@@ -127,6 +112,7 @@ class ServerNode:
             check that the memory of a push does not change while it waits.
         memory: outlives this process, so that another can go on in its place; without it, a killed server is lost.
         tell: called with what cannot be kept, and why.
+        without: what happens without memory that outlives it when it is killed; by default the run ends.
     """
 
     settings: ServerSettings
@@ -140,6 +126,7 @@ class ServerNode:
     checks_memory: bool = False
     memory: LastingMemory | None = None
     tell: Callable[[str], None] = lambda _: None
+    without: str = ""
     _core: ServerCore = field(init=False)
     _acceptor: Acceptor = field(init=False)
     _peers: Connections = field(init=False)
@@ -242,7 +229,7 @@ class ServerNode:
         elif isinstance(item, Expel):
             self._expel(item)
         elif isinstance(item, ServerCall):
-            item.call(ServerState(self._core, self._tables))
+            item.call(ServerState(self._core, self._tables, self._keep, self._declare))
         if self._journal is not None:
             self._keep_up(self._journal)
         return not isinstance(item, Stop)
@@ -624,7 +611,24 @@ class ServerNode:
         if journal is not None:
             journal.close(reason)
             if tells:
-                self.tell(f"the run ends if server {self.settings.server} is killed: {reason}")
+                self.tell(f"{self._without()}: {reason}")
+
+    def _without(self) -> str:
+        return self.without or f"the run ends if server {self.settings.server} is killed"
+
+    def _keep(self) -> bool:
+        """Write down all that there is now; return whether another process can go on with it."""
+        if self._journal is not None:
+            self._write_snapshot(self._journal)
+        return self._journal is not None
+
+    def _declare(self, spec: TableSpec | RowTableSpec) -> Declared:
+        """Declare a table that no worker has declared; raises UsageError."""
+        declared = self._tables.declare(spec)
+        declaration = DeclareRows(0, spec) if isinstance(spec, RowTableSpec) else Declare(0, spec)
+        self._declarations.messages.setdefault(spec.name, encode(declaration))
+        self._core.handle(declared, self._core.started)
+        return declared
 
     def _parts(self) -> ServerParts:
         return ServerParts(self._core, self._request_handler, self._table_rpc, self._declarations)
@@ -637,12 +641,15 @@ class ServerNode:
             self._journal = journal = Journal(self.memory)
         except OSError as error:
             why = f"memory that outlives it cannot be made ({error.strerror}; /dev/shm full, or `ulimit -f`?)"
-            self.tell(f"the run ends if server {self.settings.server} is killed: {why}")
+            self.tell(f"{self._without()}: {why}")
             return None
         if journal.is_new:
             self._write_snapshot(journal)
             return None
-        state, entries = journal.read()
+        try:
+            state, entries = journal.read()
+        except OtherFormat as error:
+            raise CannotGoOn(str(error)) from error
         self._parts().load(state)
         recovery, declarations = Recovery(), self._declarations
         for header in declarations.messages.values():
@@ -772,28 +779,3 @@ class ServerNode:
 
 def _as_data(value: ServerEvent | ServerEffect | Message) -> dict[str, object]:
     return {"is": type(value).__name__, **cast("dict[str, object]", msgspec.to_builtins(value))}
-
-
-@dataclass(slots=True)
-class EmbeddedServer:
-    """A server in a thread of this process, for a script that runs without a launcher."""
-
-    node: ServerNode
-    thread: threading.Thread
-    addresses: tuple[str, ...]
-
-    @staticmethod
-    def start(transport: Transport, address: str, *, checks_memory: bool = False) -> EmbeddedServer:
-        """Start a server for one worker; see `ServerNode`."""
-        listener = transport.listen(address)
-        addresses = (listener.address,)
-        settings = ServerSettings(0, 1, workers=(0,))
-        node = ServerNode(settings, listener, transport, lambda: addresses, Trace(None), checks_memory=checks_memory)
-        thread = threading.Thread(target=node.run, name="paceline-server", daemon=True)
-        thread.start()
-        return EmbeddedServer(node, thread, addresses)
-
-    def close(self, *, politely: bool) -> None:
-        """Stop the server and join its thread; `politely` makes no difference, as this process is its only worker."""
-        self.node.stop()
-        self.thread.join(timeout=10.0)
