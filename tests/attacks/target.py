@@ -17,8 +17,9 @@ from paceline.core.messages import Fetched, Pull, Sender
 from paceline.core.settings import ServerSettings
 from paceline.observe.trace import Trace
 from paceline.server.dense_table import ServedDenseTable
-from paceline.server.node import ServerNode, ServerState
+from paceline.server.node import ServerNode
 from paceline.server.row_table import ServedRowTable
+from paceline.server.tables import ServerState
 from paceline.transport import Limits, TcpTransport, TlsSettings
 from paceline.wire.messages import PullFrame
 

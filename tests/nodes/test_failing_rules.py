@@ -29,7 +29,7 @@ from paceline.core.messages import (
     Ticked,
 )
 from paceline.errors import PeerError
-from paceline.server.node import ServerState
+from paceline.server.tables import ServerState
 from paceline.update.rules import Quorum, RuleSpec
 from paceline.update.torch_rule import torch_optim
 from paceline.wire.messages import Keys, PullFrame, RowPullFrame, RowPushFrame, decode

@@ -30,7 +30,10 @@ from paceline.transport import MemoryTransport
 from paceline.transport.base import Transport
 from paceline.transport.lasting_memory import LastingMemory, MemoryHolder
 from paceline.update.named_rules import SGD, Add
+from paceline.update.named_rules import rule as rule_at
 from paceline.update.rows.spec import RowTableSpec
+from paceline.update.rules import RuleSpec
+from paceline.update.torch_rule import torch_optim
 from paceline.wire.messages import encode
 from paceline.wire.requests import Barrier, ClaimWork, Declare
 from paceline.worker.dense import DenseClient
@@ -44,6 +47,7 @@ from paceline.worker.rows.table import RowTable
 PATIENCE_S = 60.0
 IDS = torch.arange(9) * 7919 - 20000
 SIZES = (3, 4, 2)  # pieces of work in the share of each worker
+MOMENTUM = SGD(lr=0.1, momentum=0.9)
 POLICIES = ("bsp", "ssp:2", "essp:2", "asynchronous", "backup:1", "bound=0,visible=on_clock,deliver=on_clock")
 
 
@@ -187,6 +191,7 @@ class Trained:
     """A ledger, a table whose values depend on every push and its order, rows, and work to be dealt out."""
 
     ledger: Ledger
+    rule: RuleSpec = MOMENTUM
     claimed: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     rows: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     values: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
@@ -195,7 +200,7 @@ class Trained:
         if self.ledger.consistency.backups:  # a worker that is left behind jumps, and would miss a barrier
             self.ledger.work(node)
             return
-        spec = table("model", 257, str(self.ledger.consistency), rule=SGD(lr=0.1, momentum=0.9))
+        spec = table("model", 257, str(self.ledger.consistency), rule=self.rule)
         open_table(node, spec, torch.linspace(-1, 1, 257))
         rank, seen = node.settings.sender.worker, torch.empty(257)
         rng = torch.Generator().manual_seed(rank)
@@ -234,17 +239,19 @@ class Trained:
         return table
 
 
-def trained(kind: str, policy: str, directory: Path, strides: tuple[int, ...]) -> tuple[Trained, list[ServerPlace]]:
+def trained(
+    kind: str, policy: str, directory: Path, strides: tuple[int, ...], rule: RuleSpec = MOMENTUM
+) -> tuple[Trained, list[ServerPlace]]:
     directory.mkdir(mode=0o700)
-    job = Trained(Ledger(policy))
+    job = Trained(Ledger(policy), rule)
     with killable(kind, directory, strides) as (servers, places):
         servers.run(NUM_WORKERS, job.work)
     return job, places
 
 
-def check(kind: str, policy: str, directory: Path, strides: tuple[int, ...]) -> None:
+def check(kind: str, policy: str, directory: Path, strides: tuple[int, ...], rule: RuleSpec = MOMENTUM) -> None:
     """Kill at every so many points, and compare with what is promised."""
-    job, places = trained(kind, policy, directory / "killed", strides)
+    job, places = trained(kind, policy, directory / "killed", strides, rule)
     assert all(place.fate.num_kills > 1 for place in places)
     outcomes = job.ledger.expected()
     if not job.ledger.consistency.backups:
@@ -254,7 +261,7 @@ def check(kind: str, policy: str, directory: Path, strides: tuple[int, ...]) -> 
         counts = torch.tensor([min(place + 1, 3) for place in range(len(IDS))])
         assert all(torch.equal(rows, counts[:, None].expand(-1, NUM_WORKERS).float()) for rows in job.rows.values())
     if policy == "bsp":
-        undisturbed, _ = trained(kind, policy, directory / "undisturbed", (0,) * len(strides))
+        undisturbed, _ = trained(kind, policy, directory / "undisturbed", (0,) * len(strides), rule)
         for rank in range(NUM_WORKERS):
             assert torch.equal(job.values[rank], undisturbed.values[rank])
 
@@ -273,6 +280,17 @@ def test_nothing_is_lost_or_doubled_where_values_leave_ahead_of_their_clock(
     make_distant(monkeypatch)
     monkeypatch.setattr(DenseClient, "push", push_to_read)
     check("tcp", "bsp", tmp_path, strides)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        rule_at("tests.update.own_rules:Decaying", lr=0.1),
+        pytest.param(torch_optim("NAdam", lr=0.1), marks=pytest.mark.campaign),
+    ],
+)
+def test_the_state_of_a_rule_that_keeps_its_own_goes_on_as_well(rule: RuleSpec, tmp_path: Path) -> None:
+    check("shm", "bsp", tmp_path, (67,), rule)
 
 
 @pytest.mark.parametrize("stride", [71, 79])

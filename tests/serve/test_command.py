@@ -80,7 +80,7 @@ def _value_in(save: Path) -> float | None:
 
 def test_a_server_that_is_killed_loses_one_interval_and_one_that_is_told_to_end_nothing(tmp_path: Path) -> None:
     state = tmp_path / "state"
-    with serving(state, "--save-every", "0.3") as (process, line):
+    with serving(state, "--save-every", "0.3", "--alone") as (process, line):
         ps = paceline.connect(address_in(line, "job"), token=state / "token")
         assert f'token="{state}/token"' in line
         table = open_sum(ps)
@@ -90,7 +90,7 @@ def test_a_server_that_is_killed_loses_one_interval_and_one_that_is_told_to_end_
         os.kill(process.pid, signal.SIGKILL)
         process.wait(DEADLINE_S)
         ps.close(politely=False)
-    with serving(state, "--save-every", "1000") as (process, line):
+    with serving(state, "--save-every", "1000", "--alone") as (process, line):
         assert "with job from" in line
         with paceline.connect(address_in(line, "job"), token=state / "token") as ps:
             table = open_sum(ps)
@@ -127,7 +127,7 @@ def test_a_damaged_namespace_is_told_and_the_others_are_served(tmp_path: Path) -
     folder.start_generation()
     (folder.path / "newest").write_text("save-1")
     (tmp_path / "state").chmod(0o700)
-    with serving(tmp_path / "state") as (process, line):
+    with serving(tmp_path / "state", "--alone") as (process, line):
         with pytest.raises(Refused, match=r"namespace 'broken': the save .*save-1 cannot be read"):
             paceline.connect(address_in(line, "broken"), token=tmp_path / "state" / "token")
         with paceline.connect(address_in(line, "sound"), token=tmp_path / "state" / "token") as ps:
@@ -148,7 +148,7 @@ def test_a_full_disk_loses_nothing_and_the_exit_code_tells(tmp_path: Path) -> No
         ps.clock()
         return float(table.pull()[-1])
 
-    with serving(state, "--save-every", "0.1") as (process, line):
+    with serving(state, "--save-every", "0.1", "--alone") as (process, line):
         resource.prlimit(process.pid, limit, (1 << 16, resource.RLIM_INFINITY))
         with paceline.connect(address_in(line, "job"), token=state / "token") as ps:
             table = open_wide(ps)
@@ -160,7 +160,7 @@ def test_a_full_disk_loses_nothing_and_the_exit_code_tells(tmp_path: Path) -> No
             process.communicate(timeout=DEADLINE_S)
             assert process.returncode == 1
             ps.close(politely=False)
-    with serving(state, "--save-every", "0.1") as (process, line):
+    with serving(state, "--save-every", "0.1", "--alone") as (process, line):
         resource.prlimit(process.pid, limit, (1 << 16, resource.RLIM_INFINITY))
         with paceline.connect(address_in(line, "job"), token=state / "token") as ps:
             table = open_wide(ps)
@@ -172,5 +172,5 @@ def test_a_full_disk_loses_nothing_and_the_exit_code_tells(tmp_path: Path) -> No
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 0
-    with serving(state) as (_, line), paceline.connect(address_in(line, "job"), token=state / "token") as ps:
+    with serving(state, "--alone") as (_, line), paceline.connect(address_in(line, "job"), token=state / "token") as ps:
         assert push(ps, open_wide(ps)) == 3.0

@@ -17,7 +17,8 @@ from paceline.core.commit import MAX_AT_ONCE
 from paceline.core.messages import Clock, Join, Joined, Sender, Ticked
 from paceline.core.server import ServerCore
 from paceline.server.connections import Acceptor
-from paceline.server.node import ServerCall, ServerNode, ServerState
+from paceline.server.node import ServerNode
+from paceline.server.tables import ServerCall, ServerState
 from paceline.wire.messages import Hello
 
 FAR = 3 * MAX_AT_ONCE

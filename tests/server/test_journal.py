@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 from typing import get_args
 
 import pytest
@@ -14,9 +16,11 @@ from paceline.core.events import Declared, Died, Timeout, Unapplied
 from paceline.core.messages import Clock, Push, PushId, Sender
 from paceline.core.server import ServerEvent
 from paceline.server import journal as journals
+from paceline.server import recovery
 from paceline.server.journal import (
     COLD,
     COLD_BYTES,
+    FORMAT,
     JOURNAL,
     JOURNAL_BYTES,
     SNAPSHOT_AFTER_BYTES,
@@ -25,8 +29,11 @@ from paceline.server.journal import (
     Asked,
     Journal,
     JournalFull,
+    OtherFormat,
+    Written,
     counts,
 )
+from paceline.update import lasting
 
 EVENTS = (
     Push(PushId(1, 0, 0, 5), "w", 3, 4),
@@ -188,3 +195,25 @@ def test_what_is_kept_no_more_is_not_taken_up_where_the_keeper_does_not_answer(m
 
 def test_every_event_of_a_server_can_be_written_down() -> None:
     assert set(get_args(ServerEvent)) <= set(journals._CODEC.kinds)
+
+
+def shape_of(classes: Iterable[type]) -> list[str]:
+    """The classes of what is written, their fields and what these hold."""
+    return sorted(f"{kind.__name__} {[(each.name, str(each.type)) for each in fields(kind)]}" for kind in classes)
+
+
+def test_what_a_server_leaves_behind_has_a_format_of_its_own() -> None:
+    """When this fails, no server can be followed by one of this version: count `FORMAT` up, and note both here."""
+    codecs = (recovery._CORE, recovery._REQUESTS, recovery._WORK, recovery._CALLS, recovery._DECLARATIONS)
+    tables = [lasting._SHARD_NUMBERS, lasting._ROW_NUMBERS, shape_of([lasting.ShardSettings])]
+    shape = repr([shape_of(get_args(Written)), [shape_of(codec._names) for codec in codecs], tables])
+    assert (FORMAT, hashlib.sha256(shape.encode()).hexdigest()[:16]) == (1, "c2ddfced097aa284")
+
+
+def test_a_journal_of_another_format_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Room()
+    monkeypatch.setattr("paceline.server.journal.FORMAT", 0)
+    Journal(memory, 1 << 12).write_snapshot(b"state")
+    monkeypatch.undo()
+    with pytest.raises(OtherFormat, match=f"it has format 0, expected {FORMAT}"):
+        Journal(memory).read()

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.transport.lasting_memory import LastingMemory, MemoryHolder
+from paceline.transport.lasting_memory import LastingMemory, MemoryHolder, _Requests
 from paceline.transport.segments import Segments, create_memory, map_segment
 
 TIMEOUT_S = 60.0
@@ -93,7 +93,7 @@ def test_without_a_holder_there_is_an_error_and_no_wait() -> None:
 def test_a_late_answer_is_not_taken_for_that_of_another_request() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        memory = LastingMemory(ours, {})
+        memory = LastingMemory(_Requests(ours), {})
         ours.settimeout(0.001)
         with pytest.raises(OSError, match="has not answered"):
             memory.region("first", 4)
@@ -117,7 +117,7 @@ def test_a_holder_that_can_take_no_more_says_so(holder: MemoryHolder, monkeypatc
             except OSError:
                 break
         with pytest.raises(OSError, match="cannot take more"):
-            memory._ask(b"+values", mine)
+            memory._requests.ask(b"+values", mine)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for descriptor in (*extra, mine):

@@ -14,11 +14,16 @@ from unittest.mock import patch
 
 import torch
 
+from paceline.errors import UsageError
 from paceline.transport.lasting_memory import LastingMemory, MemoryHolder
 from paceline.update.kernels import Kernel, Operands
 from paceline.update.lasting import ChunkMemory, Record, UpdateProgress
 from paceline.update.rows.index import RowIndex
 from paceline.update.rows.memory import RowMemory
+from paceline.update.saved_tensors import SavedTensors
+from paceline.update.torch_rule import TorchRule
+
+from .own_rules import Decaying
 
 T = TypeVar("T")
 
@@ -69,6 +74,8 @@ def killing(target: int, kill: Callable[[], None] = _raise) -> Iterator[Countdow
         (UpdateProgress, "finish", None),
         (RowMemory, "write_column", _spoil_column),
         (RowIndex, "add", _spoil_index),
+        (SavedTensors, "write", _spoil_tensors),
+        *((rule, "update", _spoil_values) for rule in (TorchRule, Decaying)),
         *((kernel, "step", _spoil_operands) for kernel in Kernel.__subclasses__()),
     ]
     patches = [patch.object(owner, name, around(getattr(owner, name), spoil)) for owner, name, spoil in points]
@@ -85,6 +92,18 @@ def _spoil_operands(_: Kernel, at: Operands, *__: object) -> None:
     """Leave a kernel's step in its middle: some values and states are changed already."""
     for tensors in (at.values, *at.state.values()):
         tensors[0][: max(1, tensors[0].numel() // 2)].fill_(torch.nan)
+
+
+def _spoil_values(_: object, values: list[torch.Tensor], *__: object) -> None:
+    """Leave a step over whole tensors in its middle."""
+    values[0].view(-1)[:7] = torch.nan
+
+
+def _spoil_tensors(saved: SavedTensors, number: int, tensors: dict[str, torch.Tensor]) -> None:
+    """Leave a copy of whole tensors in its middle."""
+    size_bytes = 2 * sum(tensor.nbytes for tensor in tensors.values())
+    memory = saved._room(number, size_bytes)
+    memory[: size_bytes // 2] = bytes([255]) * (size_bytes // 2)
 
 
 def _spoil_saved(progress: UpdateProgress, _: int, chunk: ChunkMemory, thread: int) -> None:
@@ -136,5 +155,9 @@ class Story(Generic[T]):
                     try:
                         self.live(holder)
                     except Killed:
+                        reached = True
+                    except UsageError as error:  # what ends a rule is told as an error of it
+                        if not isinstance(error.__cause__, Killed):
+                            raise
                         reached = True
             return self.live(holder), reached

@@ -14,7 +14,8 @@ import torch
 from paceline.core.partition import Range
 from paceline.errors import UsageError
 from paceline.transport.lasting_memory import LastingMemory, MemoryHolder
-from paceline.update import SGD, Adagrad, Adam, Add, chunked, lasting
+from paceline.update import SGD, Adagrad, Adam, Add, chunked, lasting, torch_optim
+from paceline.update import rule as rule_at
 from paceline.update.lasting import Record, RowsMemory, ShardMemory
 from paceline.update.named_rules import resolve
 from paceline.update.rows import memory as row_memory
@@ -28,6 +29,7 @@ from paceline.update.shard import Contribution, Shard
 from paceline.update.table import Segment
 
 from .killed import Killed, Story, killing
+from .own_rules import Decaying
 from .rows.stores import rows_of
 from .tables import table
 
@@ -38,6 +40,13 @@ RULES = {
     "momentum": SGD(lr=0.1, momentum=0.9, dampening=0.5),
     "adam": Adam(lr=0.1),
     "adagrad": Adagrad(lr=0.1, initial_accumulator_value=0.5),
+}
+OWN = "tests.update.own_rules:Decaying"
+WHOLE = {  # rules that update whole tensors, and keep their state themselves
+    "nadam": torch_optim("NAdam", lr=0.1),
+    "rmsprop": torch_optim("RMSprop", lr=0.1, momentum=0.5, centered=True),
+    "foreach": torch_optim("Adam", lr=0.1, foreach=True),
+    "own": rule_at(OWN, lr=0.1),
 }
 
 
@@ -62,13 +71,13 @@ class AtOnce(Executor):
 
 def story_of_shard(rule: RuleSpec, *, ahead: bool = False) -> Story[Shard]:
     spec = replace(table(rule, (Segment("a", (150,)), Segment("b", (70,)))), nonfinite="zero")
-    span, built = Range(0, 0, 220), resolve(spec.rule, frozenset())
+    span, built = Range(0, 0, 220), resolve(spec.rule, frozenset([OWN]))
 
     def start(memory: lasting.LastingMemory) -> Shard:
         states = len(getattr(built, "known", ()))
         saver = AtOnce() if ahead else None
         kept = ShardMemory(memory, spec, span, num_states=states, num_threads=1, saver=saver)
-        return Shard(spec, span, rule=resolve(spec.rule, frozenset()), lasting=kept)
+        return Shard(spec, span, rule=resolve(spec.rule, frozenset([OWN])), lasting=kept)
 
     def work(shard: Shard) -> None:
         numbers = torch.Generator().manual_seed(7)
@@ -140,6 +149,23 @@ def test_a_dense_update_that_is_killed_anywhere_ends_with_the_same_bytes(rule: s
     assert require_same_bytes(story_of_shard(RULES[rule])) > 30
 
 
+@pytest.mark.parametrize("rule", WHOLE)
+def test_a_rule_that_keeps_its_own_state_may_be_killed_anywhere_as_well(rule: str) -> None:
+    assert require_same_bytes(story_of_shard(WHOLE[rule])) > 15
+
+
+def test_a_shard_whose_state_cannot_be_copied_says_why_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Decaying, "state", lambda self: {"0.mean": "no tensor"})
+    story = story_of_shard(WHOLE["own"])
+    with MemoryHolder() as holder:
+        holder.start()
+        shard = story.start(LastingMemory.connect(holder.theirs))
+        shard.store(torch.ones(220))
+        assert "cannot be copied" in shard.cold
+        shard.apply([Contribution(torch.ones(220))])
+    assert (shard.version, shard.num_applied) == (1, 0)
+
+
 def test_what_was_saved_ahead_is_as_good() -> None:
     assert require_same_bytes(story_of_shard(RULES["adam"], ahead=True)) > 30
 
@@ -149,10 +175,20 @@ def test_an_update_of_rows_that_is_killed_anywhere_ends_with_the_same_bytes(rule
     assert require_same_bytes(story_of_rows(RULES[rule])) > 30
 
 
-@pytest.mark.parametrize("story", [story_of_shard(RULES["momentum"], ahead=True), story_of_rows(RULES["adagrad"])])
-def test_a_second_kill_while_a_successor_goes_on_is_as_harmless_as_the_first(story: Story[Any]) -> None:
+@pytest.mark.parametrize(
+    ("story", "firsts"),
+    [
+        (story_of_shard(RULES["momentum"], ahead=True), (14, 19, 21)),
+        (story_of_rows(RULES["adagrad"]), (14, 19, 21)),
+        (story_of_shard(WHOLE["own"]), (5, 7, 11)),
+    ],
+    ids=["shard", "rows", "whole"],
+)
+def test_a_second_kill_while_a_successor_goes_on_is_as_harmless_as_the_first(
+    story: Story[Any], firsts: tuple[int, ...]
+) -> None:
     expected = story.undisturbed()
-    for first in (14, 19, 21):
+    for first in firsts:
         for second in range(1, 12):
             assert story.killed_at(first, second, second)[0] == expected, (first, second)
 

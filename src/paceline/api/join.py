@@ -226,7 +226,7 @@ def _readers(spec: ClusterSpec, place: Place, transport: Transport, waits: Waits
 
 def _embed() -> Session:
     """Start one server in this process and join it as the only worker."""
-    from paceline.server.node import EmbeddedServer
+    from paceline.server.embedded import EmbeddedServer
 
     transport = MemoryTransport(maps=True)  # values and gradients are not copied
     with ExitStack() as undo:

@@ -248,6 +248,11 @@ def with_import_path(environment: Mapping[str, str], folder: Path) -> dict[str, 
     return {**environment, IMPORT_PATH: os.pathsep.join(filter(None, (str(folder), inherited)))}
 
 
+def same_imports(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables of a process that finds the modules that this one finds, in the same places."""
+    return {**variables, IMPORT_PATH: os.pathsep.join(os.path.abspath(folder) for folder in sys.path)}
+
+
 def import_folders(variables: Mapping[str, str] = os.environ) -> list[str]:
     """Return the folders that the user wants modules to be looked for in first, as Python takes them.
 

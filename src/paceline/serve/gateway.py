@@ -17,11 +17,13 @@ from paceline.serve.access import check_name
 from paceline.serve.messages import EnterAccepted, EnterRefused, EnterRequest, decode_enter_frame, encode
 from paceline.serve.namespace import (
     ANSWER_TIMEOUT_S,
+    MEMORY_PREFIX,
     ClaimedRank,
     Namespace,
     NamespaceConfig,
     NamespaceConnection,
     NamespaceEnded,
+    NamespaceMemory,
 )
 from paceline.wire.malformed import describe_error
 
@@ -55,6 +57,30 @@ class Namespaces:
         self._expelled: frozenset[str] = frozenset()
         self._lost: list[str] = []  # what namespaces that have ended could not save
         self._ending = threading.Event()
+
+    def resume(self) -> None:
+        """Go on with the namespaces that a process before this one has left in memory."""
+        memory = self._config.memory
+        names = [] if memory is None else memory.names
+        for name in sorted({each.split("/")[1] for each in names if each.startswith(MEMORY_PREFIX)}):
+            kept = self._memory_of(name)
+            opened = None if kept is None else kept.opened
+            if kept is not None and opened is not None:
+                with self._lock:
+                    self._begin(name, opened.workers, kept)
+            elif kept is not None:
+                reason = kept.reason or "it had not begun to serve"
+                self._config.tell(
+                    f"namespace '{name}' goes on from its newest save when it is next asked for: {reason}"
+                )
+                kept.clear()
+
+    def end_those_that_are_lost(self) -> None:
+        """Save and end the namespaces with which no other process can go on; blocks."""
+        with self._lock:
+            namespaces = [namespace for namespace in self._open.values() if not namespace.can_be_succeeded]
+        for namespace in namespaces:
+            namespace.close()
 
     def admit(self, name: str, ask: EnterRequest, peer_identity: PeerIdentity) -> EnterAccepted:
         """Let a client take part in a namespace, which begins with its first one; blocks until it is there.
@@ -147,10 +173,18 @@ class Namespaces:
             if known is not None:
                 known.wait_end(_END_TIMEOUT_S)
                 self._forget(known)
-            begun = Namespace(name, self._state.folder(name), self._transport, self._config, workers)
-            begun.expel(self._expelled)
-            self._open[name] = begun
-            return begun
+            return self._begin(name, workers, self._memory_of(name))
+
+    def _begin(self, name: str, workers: int | None, memory: NamespaceMemory | None) -> Namespace:
+        begun = Namespace(name, self._state.folder(name), self._transport, self._config, workers, memory)
+        begun.expel(self._expelled)
+        self._open[name] = begun
+        return begun
+
+    def _memory_of(self, name: str) -> NamespaceMemory | None:
+        """Return memory for a namespace that outlives this process, if there is any."""
+        memory = self._config.memory
+        return None if memory is None else NamespaceMemory(memory.part(f"{MEMORY_PREFIX}{name}/"))
 
 
 def _holder_rank(peer_identity: PeerIdentity) -> int | None:
@@ -165,7 +199,7 @@ class Gateway:
 
     def __init__(self, listener: Listener, namespaces: Namespaces) -> None:
         self._listener = listener
-        self._namespaces = namespaces
+        self.namespaces: Final = namespaces
         self._stopping = threading.Event()
 
     def run(self) -> list[str]:
@@ -178,10 +212,10 @@ class Gateway:
                         self._receive(self._listener.accept(timeout_s=TICK_S), answers)
                     if time.monotonic() >= look_at:
                         look_at = time.monotonic() + TICK_S
-                        self._namespaces.run_due_work()
+                        self.namespaces.run_due_work()
             finally:
                 self._listener.close()
-                unsaved = self._namespaces.close()
+                unsaved = self.namespaces.close()
         return unsaved
 
     def stop(self) -> None:
@@ -196,7 +230,7 @@ class Gateway:
             connection.close()
             return
         if frame.hello:
-            self._namespaces.hand_over(frame.namespace, NamespaceConnection(connection, frame))
+            self.namespaces.hand_over(frame.namespace, NamespaceConnection(connection, frame))
         elif frame.ask is not None:
             answering = answers.submit(self._answer, connection, frame.namespace, frame.ask)
             answering.add_done_callback(_show_fault)
@@ -215,7 +249,7 @@ class Gateway:
 
     def _place(self, namespace: str, ask: EnterRequest, peer_identity: PeerIdentity) -> EnterAccepted | EnterRefused:
         try:
-            return self._namespaces.admit(namespace, ask, peer_identity)
+            return self.namespaces.admit(namespace, ask, peer_identity)
         except PacelineError as error:
             return EnterRefused(describe_error(error))
 

@@ -26,9 +26,12 @@ from paceline.job.machines import cores_here, server_threads
 from paceline.observe.trace import Trace
 from paceline.serve.messages import MAX_WORKERS, EnterAccepted, EnterRequest
 from paceline.serve.state import Manifest, ManifestEntry, digest_of, sync
+from paceline.server.journal import COLD, COLD_BYTES
 from paceline.server.node import ServerNode
+from paceline.server.recovery import CannotGoOn
 from paceline.transport.base import EMPTY, Connection, Frame, PeerIdentity, Place
 from paceline.transport.deadline import seconds
+from paceline.update.lasting import Record
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.rules import Hyper
 from paceline.update.table import decode_table
@@ -42,8 +45,9 @@ if TYPE_CHECKING:
     from paceline.core.membership import Incarnation
     from paceline.serve.messages import EnterFrame
     from paceline.serve.state import NamespaceFolder, Save
-    from paceline.server.node import ServerState
+    from paceline.server.tables import ServerState
     from paceline.transport.base import Transport
+    from paceline.transport.lasting_memory import LastingMemory
 
 _REFUSAL_TIMEOUT_S: Final = 1.0
 T = TypeVar("T")
@@ -55,6 +59,9 @@ ANSWER_TIMEOUT_S: Final = 50.0  # shorter than the deadline of clients
 SAVE_TIMEOUT_S: Final = 600.0  # for the memory of a large machine
 _END_TIMEOUT_S: Final = 10.0
 _RETRY_S: Final = 10.0  # interval until a failed save is repeated
+MEMORY_PREFIX: Final = "namespace/"  # and the name, of the memory of a namespace
+_OPENED: Final = "opened"
+_OPENED_BYTES: Final = 32 * MAX_WORKERS
 _HYPER = msgspec.msgpack.Decoder(tuple[Hyper, ...])
 _SPEC_DECODERS = {"shape": decode_table, "rows": msgspec.msgpack.Decoder(RowTableSpec).decode}
 # Time in which an admitted client has to connect with its rank.
@@ -166,6 +173,7 @@ class NamespaceConfig:
         allowed_paths: the user's own rules and functions that clients may name; None allows all.
         or_previous: restore the save before the newest if that is damaged.
         tell: called with a line for the operator, from any thread.
+        memory: outlives this process, so that another one can go on with the namespaces in it.
     """
 
     tell: Callable[[str], None]
@@ -173,6 +181,61 @@ class NamespaceConfig:
     lease_s: float = LEASE_S
     allowed_paths: frozenset[str] | None = field(default=frozenset())
     or_previous: bool = False
+    memory: LastingMemory | None = None
+
+
+class OpenNamespace(msgspec.Struct, frozen=True):
+    """What another process has to know of a namespace to go on with it, besides its server.
+
+    Args:
+        generation: of the namespace.
+        workers: see `EnterRequest`.
+        incarnations: the newest that was assigned, by rank.
+        reserved: end of the reservation of ranks that have not joined yet (monotonic seconds).
+    """
+
+    generation: int
+    workers: int | None
+    incarnations: dict[int, int]
+    reserved: dict[int, float]
+
+
+_OPENED_DECODER: Final = msgspec.msgpack.Decoder(OpenNamespace)
+
+
+@final
+class NamespaceMemory:
+    """The memory of one namespace that outlives its process."""
+
+    def __init__(self, memory: LastingMemory) -> None:
+        self.memory: Final = memory
+
+    @property
+    def opened(self) -> OpenNamespace | None:
+        """What a process before this one has left; None if that is not enough to go on with."""
+        if self.reason or not self.memory.has(_OPENED):
+            return None
+        settings = self._record().settings
+        return _OPENED_DECODER.decode(settings) if settings else None
+
+    @property
+    def reason(self) -> str:
+        """Why no process can go on; empty if one can, or it is not known."""
+        if not self.memory.has(COLD):
+            return ""
+        return bytes(self.memory.region(COLD, COLD_BYTES)).rstrip(b"\0").decode(errors="replace")
+
+    def note(self, opened: OpenNamespace) -> None:
+        """Have another process go on from here. Raises OSError: there is no memory for it."""
+        self._record().commit(msgspec.msgpack.encode(opened))
+
+    def clear(self) -> None:
+        """Have no process go on, and let the memory go; raises OSError when the process that keeps it has ended."""
+        self.memory.drop(_OPENED)  # first: without it the rest is nothing
+        self.memory.drop_all()
+
+    def _record(self) -> Record:
+        return Record(self.memory.region(_OPENED, Record.size_bytes(0, _OPENED_BYTES), sparse=True), ())
 
 
 class NamespaceEnded(ConnectionLost):
@@ -188,15 +251,22 @@ class Namespace:
     """
 
     def __init__(
-        self, name: str, folder: NamespaceFolder, transport: Transport, config: NamespaceConfig, workers: int | None
+        self,
+        name: str,
+        folder: NamespaceFolder,
+        transport: Transport,
+        config: NamespaceConfig,
+        workers: int | None,
+        memory: NamespaceMemory | None = None,
     ) -> None:
-        """Start its thread; see `EnterRequest` for `workers`."""
+        """Start its thread; see `EnterRequest` for `workers`. What was opened in `memory` goes on, and is not read."""
         self.name: Final = name
         self.failure = ""
         self.unsaved = ""  # why the last save failed
         self._folder = folder
         self._transport = transport
         self._config = config
+        self._memory = memory
         self._workers = workers
         self._handoffs = HandoffQueue(f"namespace '{name}'")
         self._changed = threading.Condition()
@@ -221,7 +291,7 @@ class Namespace:
             NamespaceEnded: the namespace has ended meanwhile.
             CheckpointError: the save cannot be restored.
         """
-        return self._ask(lambda held: self._open_admission(held).admit(held, ask, holder_rank), ANSWER_TIMEOUT_S)
+        return self._ask(lambda held: self._admit(held, ask, holder_rank), ANSWER_TIMEOUT_S)
 
     def hand_over(self, admitted: NamespaceConnection) -> None:
         """Serve an admitted client."""
@@ -240,6 +310,11 @@ class Namespace:
             if self._node is not None and not self._over and not self._looking:
                 self._looking = True
                 self._node.do(self._look)
+
+    @property
+    def can_be_succeeded(self) -> bool:
+        """Whether another process could go on if this one were killed; for any thread."""
+        return self._memory is not None and self._memory.opened is not None
 
     @property
     def is_over(self) -> bool:
@@ -309,6 +384,8 @@ class Namespace:
                 self._changed.notify_all()
             node.run()
             problem = ""
+        except CannotGoOn as error:
+            problem = f"namespace '{self.name}' goes on from its newest save when it is next asked for: {error}"
         except (CheckpointError, OSError) as error:
             problem = self.failure = f"namespace '{self.name}': {error}"
         finally:
@@ -317,6 +394,7 @@ class Namespace:
                     self.unsaved = problem
                 self._config.tell(problem)
             self._handoffs.close()
+            self._forget_memory()
             with self._changed:
                 self._over = True
                 for future in self._owed:
@@ -324,10 +402,50 @@ class Namespace:
                 self._owed.clear()
                 self._changed.notify_all()
 
+    def _forget_memory(self) -> None:
+        if self._memory is not None:
+            with suppress(OSError):  # the process that keeps it has ended
+                self._memory.clear()
+
     def _open(self) -> ServerNode:
-        """Read the newest save, and return a server node that restores it first."""
+        """Return a server node that goes on from memory, or first restores the newest save."""
+        opened = self._memory.opened if self._memory is not None else None
+        if opened is not None:
+            node = self._make_node(opened.generation, 0)
+            node.do(lambda held: self._go_on(held, opened))
+            return node
+        self._forget_memory()
         save = self._folder.newest(or_previous=self._config.or_previous)
         generation = self._folder.start_generation()
+        node = self._make_node(generation, save.manifest.clock if save else 0)
+
+        def restore(held: ServerState) -> None:
+            if save is not None:
+                restore_tables(save, held)
+            self._begin(held, Admission(self.name, generation, self._workers), TableVersions.read(held))
+            if self._memory is not None and held.keep():
+                self._admission_changed()
+
+        node.do(restore)
+        return node
+
+    def _go_on(self, held: ServerState, opened: OpenNamespace) -> None:
+        admission = Admission(self.name, opened.generation, self._workers)
+        admission.take_over(opened)
+        self._begin(held, admission, TableVersions(-1, ()))  # it is not known what was saved
+
+    def _begin(self, held: ServerState, admission: Admission, saved: TableVersions) -> None:
+        held.tables.host.may_spill = False
+        self._admission = admission
+        self._saved_versions = saved
+        self._save_at = time.monotonic() + self._config.save_every_s
+
+    def _admission_changed(self) -> None:
+        """Have another process know it, before a client is told."""
+        if self._memory is not None and self._admission is not None:
+            self._memory.note(self._admission.opened())
+
+    def _make_node(self, generation: int, clock: int) -> ServerNode:
         settings = ServerSettings(
             0,
             1,
@@ -335,9 +453,10 @@ class Namespace:
             workers=tuple(range(self._workers or 0)),
             join_timeout_s=JOIN_TIMEOUT_S,
             lease_s=self._config.lease_s,
-            clock=save.manifest.clock if save else 0,
+            clock=clock,
         )
-        node = ServerNode(
+        without = f"namespace '{self.name}' goes on from its newest save if this process is killed"
+        return ServerNode(
             settings,
             self._handoffs,
             self._transport,
@@ -346,18 +465,15 @@ class Namespace:
             allowed_paths=self._config.allowed_paths,
             num_threads=_num_threads,
             checks_memory=checks_memory(),
+            memory=None if self._memory is None else self._memory.memory,
+            tell=self._config.tell,
+            without=without,
         )
 
-        def restore(held: ServerState) -> None:
-            held.tables.host.may_spill = False
-            if save is not None:
-                restore_tables(save, held)
-            self._admission = Admission(self.name, generation, self._workers)
-            self._saved_versions = TableVersions.read(held)
-            self._save_at = time.monotonic() + self._config.save_every_s
-
-        node.do(restore)
-        return node
+    def _admit(self, held: ServerState, ask: EnterRequest, holder_rank: int | None) -> EnterAccepted:
+        accepted = self._open_admission(held).admit(held, ask, holder_rank)
+        self._admission_changed()
+        return accepted
 
     def _open_admission(self, held: ServerState) -> Admission:
         if self._admission is None:
@@ -443,8 +559,7 @@ def restore_tables(save: Save, held: ServerState) -> None:
     for entry in save.manifest.entries:
         path = save.folder / entry.file
         try:
-            declared = held.tables.declare(_SPEC_DECODERS[entry.kind](entry.spec))
-            held.core.handle(declared, held.core.started)
+            declared = held.declare(_SPEC_DECODERS[entry.kind](entry.spec))
             hyper = _HYPER.decode(entry.hyper)
             held.tables[declared.table].restore(path, save.manifest.clock, entry.version, hyper)
         except (PacelineError, SafetensorError, msgspec.DecodeError, KeyError, RuntimeError, OSError) as error:
@@ -511,6 +626,14 @@ class Admission:
         self._reserved[rank] = self._now() + RESERVED_S
         size = self._workers or max([*held.core.members, *self._reserved]) + 1
         return EnterAccepted(rank, incarnation, self._generation, size)
+
+    def opened(self) -> OpenNamespace:
+        """Return what another process has to know to go on."""
+        return OpenNamespace(self._generation, self._workers, dict(self._incarnations), dict(self._reserved))
+
+    def take_over(self, opened: OpenNamespace) -> None:
+        """Go on where another process ended."""
+        self._incarnations, self._reserved = dict(opened.incarnations), dict(opened.reserved)
 
     def is_idle(self, held: ServerState) -> bool:
         """Return whether no worker has joined, is expected, or was just admitted."""

@@ -62,6 +62,12 @@ def write_durably(path: Path, content: bytes) -> None:
     sync(path.parent)
 
 
+def note_holder(lock: int) -> None:
+    """Note that this process is the one to stop before another server uses the folder."""
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, str(os.getpid()).encode(), 0)
+
+
 def sync(path: Path) -> None:
     """Sync a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -283,31 +289,38 @@ class NamespaceFolder:
 class StateFolder:
     """The folder of one server, which holds its lock until `close`."""
 
-    def __init__(self, path: Path) -> None:
-        """Open or make the folder; raises UsageError if another server uses it, or other users may."""
+    def __init__(self, path: Path, lock: int | None = None) -> None:
+        """Open or make the folder; raises UsageError if another server uses it, or other users may.
+
+        `lock` is a descriptor of the lock, from then on this object's, where the server is one of several processes.
+        """
+        self.path: Final = path
+        self.lock: Final = self._acquire() if lock is None else lock
+
+    def _acquire(self) -> int:
+        path = self.path
         for folder in (path, path / NAMESPACES_NAME):
             make_private(folder, "name another folder for the state")
-        self.path: Final = path
-        self._lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.read(self._lock, 32).decode(errors="replace").strip() or "?"
-            os.close(self._lock)
+            holder = os.read(lock, 32).decode(errors="replace").strip() or "?"
+            os.close(lock)
             raise UsageError(
                 f"another server keeps its state in {path} (process {holder}): stop it, or name another folder"
             ) from None
         try:
             with naming(path / LOCK_NAME):
-                os.ftruncate(self._lock, 0)
-                os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+                note_holder(lock)
         except OSError:
-            os.close(self._lock)
+            os.close(lock)
             raise
+        return lock
 
     def close(self) -> None:
-        """Release the folder."""
-        os.close(self._lock)
+        """Release the folder, unless another process of this server holds it, too."""
+        os.close(self.lock)
 
     def names(self) -> list[str]:
         """Return the names of all namespaces, sorted."""

@@ -44,6 +44,7 @@ from paceline.wire.requests import CallFunction, Initialise, LoadState, WholeTab
 MAX_STATE_FACTOR = 64  # the state of a rule is at most this many times as large as the values
 _STATE_SLACK_BYTES = 16 << 20  # names, and states that do not grow with the values
 _NOTHING = torch.empty(0)
+_COPIED = 2 * 3  # of a rule that updates whole tensors there are two copies, of values and mostly two states
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,6 @@ class ServedDenseTable:
     shard: Shard = field(init=False)
     memory: memoryview = field(init=False)  # of the shard's values, as bytes
     broken: str = ""
-    cold: str = ""
     # Skip the check for NaN and infinity where the worker has done it. So it is where pushes lie in the worker's own
     # memory, which it could change after any check here.
     trusts_screening: bool = field(init=False)
@@ -128,6 +128,7 @@ class ServedDenseTable:
     _copy: ValuesCopy = field(default_factory=ValuesCopy)
     _assemblies: Assemblies = field(init=False)
     _early: EarlySeries | None = None
+    _cold: str = ""
 
     def __post_init__(self) -> None:
         """Allocate the values and create the rule."""
@@ -164,23 +165,29 @@ class ServedDenseTable:
         spec, lasting = self.spec, self.host.lasting
         if lasting is None:
             return None
-        if not isinstance(rule, Kernel):
-            self.cold = f"table '{spec.name}' has the update rule {spec.rule.name}, which keeps a state of its own"
-        elif spec.rule.quorum is not None:
-            self.cold = f"table '{spec.name}' keeps pushes until a quorum of them has come"
+        value_bytes = span.length * self._dtype.itemsize
+        copied_bytes = 0 if isinstance(rule, Kernel) or lasting.is_successor else _COPIED * value_bytes
+        if spec.rule.quorum is not None:
+            self._cold = f"table '{spec.name}' keeps pushes until a quorum of them has come"
+        elif not has_plenty(copied_bytes):
+            self._cold = f"there is no memory for copies of table '{spec.name}' and the state of {spec.rule.name}"
         else:
             try:
-                num_states = len(rule.known)
-                has_plenty_of_room = has_plenty((1 + num_states) * span.length * self._dtype.itemsize)
-                saver = self.host.saver if has_plenty_of_room else None
+                num_states = len(rule.known) if isinstance(rule, Kernel) else 0
+                saver = self.host.saver if has_plenty((1 + num_states) * value_bytes) else None
                 found = ShardMemory(lasting, spec, span, num_states=num_states, num_threads=num_threads, saver=saver)
                 if isinstance(self.host.transport, SharesMemory):
                     self.host.transport.share(found.memory, found.descriptor)
             except OSError as error:
-                self.cold = f"there is no memory for table '{spec.name}' that outlives its server ({error.strerror})"
+                self._cold = f"there is no memory for table '{spec.name}' that outlives its server ({error.strerror})"
             else:
                 return found
         return None
+
+    @property
+    def cold(self) -> str:
+        """See `ServedTable.cold`."""
+        return self._cold or (f"of table '{self.spec.name}', {self.shard.cold}" if self.shard.cold else "")
 
     @property
     def num_applied(self) -> int:

@@ -19,6 +19,9 @@ from paceline.core.work_queue import Life
 from paceline.errors import PacelineError, ProtocolBug
 from paceline.wire.messages import MessageCodec
 
+# Of all that a server leaves to its successor: entries, snapshots, and the memory of tables. A program of another
+# format cannot go on with it. A test says when it has changed.
+FORMAT: Final = 1
 JOURNAL: Final = "journal"
 SNAPSHOTS: Final = "snapshot-0", "snapshot-1"
 COLD: Final = "cold"  # why no process can go on in this one's place; absent or empty while one can
@@ -28,6 +31,8 @@ START_BYTES: Final = 16  # of the journal, which `counts` reads
 JOURNAL_BYTES: Final = 1 << 22
 # At the start, for others to read: how many entries were ever written, and how many when a successor began to serve.
 _COUNTS: Final = struct.Struct("<QQ")
+_FORMAT: Final = struct.Struct("<Q")  # after these
+_ENTRIES: Final = _COUNTS.size + _FORMAT.size  # where the first entry begins
 _COUNT: Final = struct.Struct("<Q")
 _HEAD: Final = struct.Struct("<II")  # of an entry: its length, and checksum, behind this
 _STAMP: Final = struct.Struct("<Qd")  # its number and time, before what it says
@@ -37,6 +42,10 @@ _SLACK: Final = 2  # how much larger than needed memory for snapshots is made
 # some 400 entries; where the state itself is large, after so many times its size, as a snapshot costs more then.
 SNAPSHOT_AFTER_BYTES: Final = 1 << 15
 _SNAPSHOT_AFTER_STATES: Final = 8
+
+
+class OtherFormat(PacelineError):
+    """A journal was left by a program that writes another one."""
 
 
 class JournalFull(PacelineError):
@@ -132,7 +141,7 @@ class Journal:
     memory: Regions
     size_bytes: int = JOURNAL_BYTES
     _entries: memoryview = field(init=False)
-    _end: int = _COUNTS.size  # where the next entry goes
+    _end: int = _ENTRIES  # where the next entry goes
     _number: int = 0  # of the next entry
     _snapshot_after: int = SNAPSHOT_AFTER_BYTES
 
@@ -142,6 +151,8 @@ class Journal:
         self.size_bytes = self._entries.nbytes
         self._note_state(0)
         (self._number,) = _COUNT.unpack_from(self._entries, 0)
+        if self.is_new:
+            _FORMAT.pack_into(self._entries, _COUNTS.size, FORMAT)
 
     @property
     def is_new(self) -> bool:
@@ -177,7 +188,7 @@ class Journal:
         _SNAPSHOT.pack_into(memory, 0, 0, len(state), zlib.crc32(state))
         self._number += 1  # else two snapshots without an entry between them would look alike
         _COUNT.pack_into(memory, 0, self._number)
-        self._end = _COUNTS.size
+        self._end = _ENTRIES
         self._note_state(len(state))
 
     def note_resumed(self) -> None:
@@ -200,6 +211,9 @@ class Journal:
         name = self._newest()
         if name is None:
             raise ProtocolBug("a journal without a snapshot cannot be read")
+        (found,) = _FORMAT.unpack_from(self._entries, _COUNTS.size)
+        if found != FORMAT:
+            raise OtherFormat(f"it was left by another version of paceline: it has format {found}, expected {FORMAT}")
         memory = self.memory.region(name, 0)
         number, size_bytes, _ = _SNAPSHOT.unpack_from(memory, 0)
         entries = list(self._read_entries(number))
@@ -212,8 +226,8 @@ class Journal:
 
     def _read_entries(self, first: int) -> Generator[Entry]:
         """Yield the whole entries from this number on, and stand behind the last."""
-        self._end, self._number = _COUNTS.size, first
-        position = _COUNTS.size
+        self._end, self._number = _ENTRIES, first
+        position = _ENTRIES
         while position + _HEAD.size <= self.size_bytes:
             num_bytes, checksum = _HEAD.unpack_from(self._entries, position)
             start = position + _HEAD.size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from paceline.core.consistency import Consistency
 from paceline.core.effects import Advanced, Apply, Discard, Hold, MembershipChanged, Reply, Serve, ServerEffect, Tell
 from paceline.core.events import (
     Changed,
+    Declared,
     Died,
     Disconnected,
     InvalidPush,
@@ -47,16 +47,18 @@ from paceline.observe import trace as records
 from paceline.observe.trace import Trace
 from paceline.server.buffers import BodyLimits, ReceiveBuffers
 from paceline.server.connections import Acceptor, Connections, Expel, Incoming, LoadMeter, Stop
-from paceline.server.journal import Asked, Began, Entry, Journal, JournalFull, Written
+from paceline.server.journal import Asked, Began, Entry, Journal, JournalFull, OtherFormat, Written
 from paceline.server.preload import RulePreload
 from paceline.server.recovery import CannotGoOn, Declarations, Recovery, ServerParts
 from paceline.server.requests import RequestHandler, WaitReports
 from paceline.server.served_table import ACCEPTED, TableHost
 from paceline.server.table_rpc import TableRpc
-from paceline.server.tables import ServedTables
+from paceline.server.tables import ServedTables, ServerCall, ServerState
 from paceline.stopwatch import Stopwatch
 from paceline.transport.base import EMPTY, Connection, Frame, Listener, Transport
 from paceline.transport.lasting_memory import LastingMemory
+from paceline.update.rows.spec import RowTableSpec
+from paceline.update.table import TableSpec
 from paceline.wire.messages import (
     FetchedRest,
     Hello,
@@ -77,6 +79,7 @@ from paceline.wire.requests import (
     ClaimWork,
     Declare,
     DeclareRows,
+    Initialise,
     LoadState,
     ReportWait,
     Request,
@@ -90,21 +93,6 @@ _NO_REQUEST = -1  # of a delivery, which answers no pull
 _CLOSING_TIMEOUT_S = 10.0  # to wait for an import that is running
 _LOOK_S = 0.5  # between two looks at the time, while workers come back
 _KEPT = Declare | DeclareRows | Barrier | ClaimWork  # requests that change what is kept beside the core and the tables
-
-
-@dataclass(frozen=True, slots=True)
-class ServerState:
-    """The core and the tables of a server, for calls that run on its thread."""
-
-    core: ServerCore
-    tables: ServedTables
-
-
-@dataclass(frozen=True, slots=True)
-class ServerCall:
-    """A call to run on the server's thread, between two messages."""
-
-    call: Callable[[ServerState], None]
 
 
 @dataclass(slots=True)
@@ -124,6 +112,7 @@ class ServerNode:
             check that the memory of a push does not change while it waits.
         memory: outlives this process, so that another can go on in its place; without it, a killed server is lost.
         tell: called with what cannot be kept, and why.
+        without: what happens without memory that outlives it when it is killed; by default the run ends.
     """
 
     settings: ServerSettings
@@ -137,6 +126,7 @@ class ServerNode:
     checks_memory: bool = False
     memory: LastingMemory | None = None
     tell: Callable[[str], None] = lambda _: None
+    without: str = ""
     _core: ServerCore = field(init=False)
     _acceptor: Acceptor = field(init=False)
     _peers: Connections = field(init=False)
@@ -239,7 +229,7 @@ class ServerNode:
         elif isinstance(item, Expel):
             self._expel(item)
         elif isinstance(item, ServerCall):
-            item.call(ServerState(self._core, self._tables))
+            item.call(ServerState(self._core, self._tables, self._keep, self._declare))
         if self._journal is not None:
             self._keep_up(self._journal)
         return not isinstance(item, Stop)
@@ -341,6 +331,8 @@ class ServerNode:
         if declared is not None:
             self._note_declared(life, message)
             self._handle(declared)
+        if isinstance(message, Initialise) and message.table in self._tables and self._tables[message.table].cold:
+            self._keep_no_more(self._tables[message.table].cold)
         self._request_handler.release(self._core.members)
 
     def _note_declared(self, life: Life, message: object) -> None:
@@ -513,6 +505,8 @@ class ServerNode:
         if self._journal is not None and not all(map(table.has, effect.ids)):
             raise CannotGoOn(f"clock {clock} of table '{effect.table}' needs pushes of workers that did not come back")
         problem = table.apply(effect.ids, clock)
+        if table.cold:
+            self._keep_no_more(table.cold)
         if problem:
             self._declarations.broken[effect.table] = problem
             self._handle(Unapplied(effect.table, effect.ids, problem))
@@ -602,6 +596,10 @@ class ServerNode:
 
     def _write_snapshot(self, journal: Journal) -> None:
         self._snapshot_due = False
+        cold = next((table.cold for table in self._tables.values() if table.cold), "")
+        if cold:
+            self._keep_no_more(cold)
+            return
         try:
             journal.write_snapshot(self._parts().dump())
         except OSError as error:
@@ -613,7 +611,24 @@ class ServerNode:
         if journal is not None:
             journal.close(reason)
             if tells:
-                self.tell(f"the run ends if server {self.settings.server} is killed: {reason}")
+                self.tell(f"{self._without()}: {reason}")
+
+    def _without(self) -> str:
+        return self.without or f"the run ends if server {self.settings.server} is killed"
+
+    def _keep(self) -> bool:
+        """Write down all that there is now; return whether another process can go on with it."""
+        if self._journal is not None:
+            self._write_snapshot(self._journal)
+        return self._journal is not None
+
+    def _declare(self, spec: TableSpec | RowTableSpec) -> Declared:
+        """Declare a table that no worker has declared; raises UsageError."""
+        declared = self._tables.declare(spec)
+        declaration = DeclareRows(0, spec) if isinstance(spec, RowTableSpec) else Declare(0, spec)
+        self._declarations.messages.setdefault(spec.name, encode(declaration))
+        self._core.handle(declared, self._core.started)
+        return declared
 
     def _parts(self) -> ServerParts:
         return ServerParts(self._core, self._request_handler, self._table_rpc, self._declarations)
@@ -626,16 +641,19 @@ class ServerNode:
             self._journal = journal = Journal(self.memory)
         except OSError as error:
             why = f"memory that outlives it cannot be made ({error.strerror}; /dev/shm full, or `ulimit -f`?)"
-            self.tell(f"the run ends if server {self.settings.server} is killed: {why}")
+            self.tell(f"{self._without()}: {why}")
             return None
         if journal.is_new:
             self._write_snapshot(journal)
             return None
-        state, entries = journal.read()
+        try:
+            state, entries = journal.read()
+        except OtherFormat as error:
+            raise CannotGoOn(str(error)) from error
         self._parts().load(state)
         recovery, declarations = Recovery(), self._declarations
         for header in declarations.messages.values():
-            self._tables.declare(cast("Declare | DeclareRows", decode(header)).spec)
+            self._declare_again(cast("Declare | DeclareRows", decode(header)).spec)
         for table, reason in declarations.broken.items():
             self._tables[table].broken = reason
         self._replay(entries, recovery)
@@ -643,6 +661,12 @@ class ServerNode:
             self._tables[table].add_reader((rank, incarnation), live=True)
         recovery.want(self._core.held_pushes())
         return recovery
+
+    def _declare_again(self, spec: TableSpec | RowTableSpec) -> None:
+        try:
+            self._tables.declare(spec)
+        except UsageError as error:
+            raise CannotGoOn(f"table '{spec.name}' cannot be taken over: {error}") from error
 
     def _replay(self, entries: list[Entry], recovery: Recovery) -> None:
         """Bring the core and what is kept beside it to where they were, and find the effects that are left."""
@@ -755,28 +779,3 @@ class ServerNode:
 
 def _as_data(value: ServerEvent | ServerEffect | Message) -> dict[str, object]:
     return {"is": type(value).__name__, **cast("dict[str, object]", msgspec.to_builtins(value))}
-
-
-@dataclass(slots=True)
-class EmbeddedServer:
-    """A server in a thread of this process, for a script that runs without a launcher."""
-
-    node: ServerNode
-    thread: threading.Thread
-    addresses: tuple[str, ...]
-
-    @staticmethod
-    def start(transport: Transport, address: str, *, checks_memory: bool = False) -> EmbeddedServer:
-        """Start a server for one worker; see `ServerNode`."""
-        listener = transport.listen(address)
-        addresses = (listener.address,)
-        settings = ServerSettings(0, 1, workers=(0,))
-        node = ServerNode(settings, listener, transport, lambda: addresses, Trace(None), checks_memory=checks_memory)
-        thread = threading.Thread(target=node.run, name="paceline-server", daemon=True)
-        thread.start()
-        return EmbeddedServer(node, thread, addresses)
-
-    def close(self, *, politely: bool) -> None:
-        """Stop the server and join its thread; `politely` makes no difference, as this process is its only worker."""
-        self.node.stop()
-        self.thread.join(timeout=10.0)

@@ -192,8 +192,6 @@ class ServedRowTable:
             return None
         if use_columns(spec.life) or spec.life.admit_after > 1 or spec.life.memory_bytes:
             self.cold = f"table '{spec.name}' has rows that come and go, or lie on a disk"
-        elif ":" in spec.rule.name:
-            self.cold = f"table '{spec.name}' has the update rule {spec.rule.name}, which may keep a state of its own"
         else:
             try:
                 return RowsMemory(lasting, spec, self._rule)

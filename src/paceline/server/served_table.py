@@ -119,7 +119,11 @@ class ServedTable(Protocol):
     keyed: ClassVar[bool]  # a pull asks for some rows
     consistency: Consistency
     broken: str  # why it refuses pushes and reads, as an update has failed; else empty
-    cold: str  # why no successor of this server can go on with the table; empty if one can
+
+    @property
+    def cold(self) -> str:
+        """Why no successor of this server can go on with the table, from now on; empty if one can."""
+        ...
 
     @property
     def has_values(self) -> bool:

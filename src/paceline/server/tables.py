@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Final, final
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, final
 
 from paceline.core.events import Declared
 from paceline.errors import UsageError
@@ -12,6 +14,9 @@ from paceline.server.row_table import ServedRowTable
 from paceline.server.served_table import ServedTable, TableHost
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.table import TableSpec
+
+if TYPE_CHECKING:
+    from paceline.core.server import ServerCore
 
 
 @final
@@ -57,3 +62,21 @@ class ServedTables(dict[str, ServedTable]):
         for table in self.values():
             table.close()
         self.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class ServerState:
+    """The core and the tables of a server, for calls that run on its thread."""
+
+    core: ServerCore
+    tables: ServedTables
+    # Have a process in the place of this one know what the call has changed; return whether one can go on.
+    keep: Callable[[], bool]
+    declare: Callable[[TableSpec | RowTableSpec], Declared]  # a table, as a worker would
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCall:
+    """A call to run on the server's thread, between two messages."""
+
+    call: Callable[[ServerState], None]

@@ -27,8 +27,35 @@ _TIMEOUT_S: Final = 10.0
 
 
 @final
+class _Requests:
+    """Asks the holder for one thing at a time, from any thread."""
+
+    def __init__(self, holder: socket.socket) -> None:
+        self._holder = holder
+        self._lock = threading.Lock()
+        self._is_silent = False  # a request was not answered
+
+    def ask(self, request: bytes, *descriptors: int) -> None:
+        """Send a request, and wait until the holder has done it; raises OSError.
+
+        After a request without an answer there are no more: its answer could be taken for that of another.
+        """
+        with self._lock:
+            if self._is_silent:
+                raise OSError(ETIMEDOUT, "the process that keeps shared memory has not answered")
+            try:
+                socket.send_fds(self._holder, [request], list(descriptors))
+                answer, _ = _receive(self._holder)
+            except TimeoutError as error:
+                self._is_silent = True
+                raise OSError(ETIMEDOUT, "the process that keeps shared memory has not answered") from error
+        if answer != _KEPT:
+            raise OSError(ENOBUFS, "the process that is to keep shared memory cannot take more of it")
+
+
+@final
 class LastingMemory:
-    """Regions of shared memory by name, which outlive this process. Used by one thread at a time.
+    """Regions of shared memory by name, which outlive this process. Used by one thread at a time, as is each `part`.
 
     Args:
         holder: this process's end of a `MemoryHolder`, which lives in another process.
@@ -44,11 +71,11 @@ class LastingMemory:
         True b'abcd'
     """
 
-    def __init__(self, holder: socket.socket, found: dict[str, int]) -> None:
-        self._holder = holder
+    def __init__(self, requests: _Requests, found: dict[str, int], prefix: str = "") -> None:
+        self._requests = requests
         self._descriptors = found
+        self._prefix = prefix  # of all names, as the holder knows them
         self._mapped: dict[str, memoryview] = {}
-        self._is_silent = False  # a request was not answered
         self.is_successor: Final = bool(found)
         weakref.finalize(self, _close_all, found).atexit = False
 
@@ -65,7 +92,7 @@ class LastingMemory:
                 if not message:
                     raise OSError(EPIPE, "the process that keeps shared memory has ended")
                 if message == _END + mark:
-                    return LastingMemory(holder, found)
+                    return LastingMemory(_Requests(holder), found)
                 if not message.startswith(mark):  # an answer that the predecessor has not read any more
                     _close_all(dict(enumerate(descriptors)))
                 elif not descriptors:
@@ -75,6 +102,17 @@ class LastingMemory:
         except BaseException:
             _close_all(found)
             raise
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all that is there."""
+        return list(self._descriptors)
+
+    def part(self, prefix: str) -> "LastingMemory":
+        """Return the regions whose names begin so, as memory of their own with shorter names; they are gone here."""
+        mine = [name for name in self._descriptors if name.startswith(prefix)]
+        found = {name.removeprefix(prefix): self._descriptors.pop(name) for name in mine}
+        return LastingMemory(self._requests, found, self._prefix + prefix)
 
     def has(self, name: str) -> bool:
         """Return whether there is a region of this name."""
@@ -116,33 +154,25 @@ class LastingMemory:
     def drop(self, name: str) -> None:
         """Let a region go, which is freed with its last view; does nothing if there is none. Raises OSError."""
         if name in self._descriptors:
-            self._ask(_DROP + name.encode())
+            self._requests.ask(_DROP + self._named(name))
             self._mapped.pop(name, None)
             os.close(self._descriptors.pop(name))
 
+    def drop_all(self) -> None:
+        """Let all regions go. Raises OSError."""
+        for name in self.names:
+            self.drop(name)
+
     def _give(self, name: str, descriptor: int) -> None:
         try:
-            self._ask(_KEEP + name.encode(), descriptor)
+            self._requests.ask(_KEEP + self._named(name), descriptor)
         except OSError:
             os.close(descriptor)
             raise
         self._descriptors[name] = descriptor
 
-    def _ask(self, request: bytes, *descriptors: int) -> None:
-        """Send a request, and wait until the holder has done it; raises OSError.
-
-        After a request without an answer there are no more: its answer could be taken for that of another.
-        """
-        if self._is_silent:
-            raise OSError(ETIMEDOUT, "the process that keeps shared memory has not answered")
-        try:
-            socket.send_fds(self._holder, [request], list(descriptors))
-            answer, _ = _receive(self._holder)
-        except TimeoutError as error:
-            self._is_silent = True
-            raise OSError(ETIMEDOUT, "the process that keeps shared memory has not answered") from error
-        if answer != _KEPT:
-            raise OSError(ENOBUFS, "the process that is to keep shared memory cannot take more of it")
+    def _named(self, name: str) -> bytes:
+        return f"{self._prefix}{name}".encode()
 
 
 @final
@@ -181,6 +211,22 @@ class MemoryHolder:
             descriptor = self._kept.get(name.encode())
             return b"" if descriptor is None else os.pread(descriptor, num_bytes, 0)
 
+    def adopt(self, name: str, descriptor: int) -> None:
+        """Keep something from now on, as if the other process had asked for it; the descriptor stays the caller's."""
+        with self._lock:
+            _close_all({name: self._kept.pop(name.encode())} if name.encode() in self._kept else {})
+            self._kept[name.encode()] = os.dup(descriptor)
+
+    def names(self) -> list[str]:
+        """Return the names of all that is kept."""
+        with self._lock:
+            return [name.decode() for name in self._kept]
+
+    def drop(self, name: str) -> None:
+        """Let go of something."""
+        with self._lock:
+            _close_all({name: self._kept.pop(name.encode())} if name.encode() in self._kept else {})
+
     def close(self) -> None:
         """Let all memory go."""
         with suppress(OSError):  # it has ended already
@@ -202,8 +248,10 @@ class MemoryHolder:
                 self._answer(message[:1], message[1:], descriptors)
 
     def _answer(self, request: bytes, name: bytes, descriptors: list[int]) -> None:
-        if request == _ALL:  # this thread alone changes what is kept, so it may send without the lock
-            for known, descriptor in self._kept.items():
+        if request == _ALL:
+            with self._lock:
+                kept = dict(self._kept)  # changed by this thread alone while another process uses it
+            for known, descriptor in kept.items():
                 socket.send_fds(self._requests, [name + known], [descriptor])
             self._requests.send(_END + name)
             return

@@ -73,6 +73,10 @@ class TcpTransport:
 
     def listen(self, address: str) -> StreamListener:
         """Listen on an address; raises UsageError when it is taken, or needs TLS and has none."""
+        return self.listen_again(*self.bind(address))
+
+    def bind(self, address: str) -> tuple[str, int]:
+        """Return the address and the descriptor, the caller's, of a new socket that listens; raises as `listen`."""
         family, host, port = self._parse(address)
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -83,7 +87,7 @@ class TcpTransport:
         except OSError as error:
             sock.close()
             raise _explain_bind(error, host, port) from error
-        return self._serve(f"tcp://{bound}", sock)
+        return f"tcp://{bound}", sock.detach()
 
     def listen_again(self, address: str, descriptor: int) -> StreamListener:
         """Go on with a socket that listens already; see `HandsOver.listen_again`."""

@@ -25,6 +25,7 @@ from paceline.update.placement import as_tensor, torch_dtype
 from paceline.update.rows.layout import IDS, layouts, use_columns
 from paceline.update.rows.memory import PIECE_ROWS
 from paceline.update.rules import Hyper
+from paceline.update.saved_tensors import SavedTensors
 from paceline.update.summing import CHUNK
 from paceline.update.table import TableSpec, cut
 
@@ -229,7 +230,7 @@ class ShardSettings:
     begun: bool = False
 
 
-_SHARD_NUMBERS: Final = ("num_applied", "version", "num_zeroed", "initialised", "steps_row")
+_SHARD_NUMBERS: Final = ("num_applied", "version", "num_zeroed", "initialised", "steps_row", "num_saves")
 _settings_decoder: Final = msgspec.msgpack.Decoder(ShardSettings)
 _SETTINGS_BYTES: Final = 64 * 1024  # and more for each group and piece
 
@@ -283,6 +284,7 @@ class ShardMemory:
             for thread in range(most_threads)
             if lasting.has(name := f"saved/{thread}/{saved_bytes}") or thread < num_threads
         ]
+        self.saved: Final = SavedTensors(lasting, f"{self._prefix}saved")  # of rules that update whole tensors
         self._saver = saver if all_bytes >= _LEAST_AHEAD_BYTES else None
         self.progress: Final = UpdateProgress(progress, num_chunks, saved, whole)
 

@@ -13,7 +13,7 @@ import torch
 from paceline.errors import ProtocolBug, UsageError
 from paceline.update.chunked import Chunked
 from paceline.update.kernels import Kernel
-from paceline.update.lasting import ShardMemory
+from paceline.update.lasting import ShardMemory, ShardSettings
 from paceline.update.placement import as_tensor
 from paceline.update.rules import Hyper, Quorum, UpdateRule
 from paceline.update.summing import (
@@ -82,6 +82,7 @@ class Merger:
 
 
 VALUES = "values"
+_STATE = "state."  # before the names of a rule, in a copy
 
 
 @final
@@ -128,6 +129,7 @@ class Shard:
         self.span = span
         self._dtype: torch.dtype = getattr(torch, spec.dtype)
         self._lasting = lasting
+        self.cold = ""  # why the shard does not last any more
         if lasting is not None:
             values = as_tensor(lasting.memory, self._dtype)
         self.values: Tensor = torch.empty(span.length, dtype=self._dtype) if values is None else values
@@ -149,7 +151,7 @@ class Shard:
         self._updates = (
             Chunked(rule, self._pieces, self.values, policy, self._threads, lasting)
             if isinstance(rule, Kernel)
-            else WholeTensors(rule, self._pieces, self.values, policy, self._threads)
+            else WholeTensors(rule, self._pieces, self.values, policy, self._threads, lasting)
         )
 
     def store(self, values: Tensor) -> None:
@@ -214,8 +216,8 @@ class Shard:
         self.hyper = contributions[0].hyper or self.hyper
         self.num_zeroed += self._updates.apply(contributions, self.hyper)
         self.version += 1
-        if self._lasting is not None and isinstance(self._updates, Chunked):
-            self._commit(is_update=True)
+        self._commit(is_update=True)
+        if isinstance(self._updates, Chunked):
             self._updates.save_ahead()
 
     @property
@@ -248,12 +250,18 @@ class Shard:
     def _commit(self, *, is_update: bool = False, has_settings: bool = False) -> None:
         """Have a successor go on from here."""
         lasting, updates = self._lasting, self._updates
-        if lasting is None or not isinstance(updates, Chunked):
+        if lasting is None:
             return
+        if isinstance(updates, WholeTensors):
+            self.cold = updates.save(lasting)
+            if self.cold:
+                self._lasting = None
+                return
         lasting.commit(
             updates.settings(self.hyper) if updates.is_changed or has_settings else None,
-            advances_steps=is_update,
+            advances_steps=is_update and isinstance(updates, Chunked),
             num_applied=self.num_applied + is_update,
+            num_saves=lasting.record.numbers["num_saves"] + isinstance(updates, WholeTensors),
             version=self.version,
             num_zeroed=self.num_zeroed,
             initialised=self.initialised,
@@ -337,6 +345,7 @@ class WholeTensors:
         values: (elements of the range,), changed in place.
         policy: scale and treatment of non-finite elements, see `TableSpec`.
         threads: pool that adds the gradients.
+        lasting: where values and state are copied to, to outlive this process; a predecessor's copy is taken over.
     """
 
     def __init__(
@@ -346,11 +355,16 @@ class WholeTensors:
         values: Tensor,
         policy: tuple[Scale, NonFinite],
         threads: ThreadPool,
+        lasting: ShardMemory | None = None,
     ) -> None:
         self._rule, self._pieces, self._policy, self._threads = rule, pieces, policy, threads
         self._values = values
         self._views = [piece.view(values) for piece in pieces]
         self._sum: Tensor | None = None  # allocated by the first update that adds; same shape as the values
+        self._numbers: tuple[Hyper, ...] = ()  # all hyperparameters of each group, as of the last update
+        self.is_changed = False  # the settings, since they were last committed
+        if lasting is not None and lasting.record.numbers["num_saves"]:
+            self._take_over(lasting)
 
     def apply(self, contributions: Sequence[Contribution], hyper: tuple[Hyper, ...]) -> int:
         """Update the values once; return the number of gradient elements that were replaced by 0."""
@@ -360,10 +374,44 @@ class WholeTensors:
         ]
         combined, num_zeroed = self._combine(contributions, having)
         gradients = [piece.view(combined) if there else None for piece, there in zip(self._pieces, having, strict=True)]
+        numbers = tuple({**old, **new} for old, new in zip(self._numbers or hyper, hyper, strict=True))
+        self.is_changed = self.is_changed or numbers != self._numbers
+        self._numbers = numbers
         if self._pieces:
+            # A class of torch keeps the numbers that a push leaves out, and so a successor has to be told of them.
+            given = numbers if isinstance(self._rule, TorchRule) else hyper
             with own_code("The update rule"):
-                self._rule.update(self._views, gradients, hyper, [piece.group for piece in self._pieces])
+                self._rule.update(self._views, gradients, given, [piece.group for piece in self._pieces])
         return num_zeroed
+
+    def save(self, lasting: ShardMemory) -> str:
+        """Copy values and state to where they outlive this process; return why that failed, "" if it did not.
+
+        The copy counts with its number, which is committed next.
+        """
+        try:
+            state = {f"{_STATE}{key}": value for key, value in self.state().items()}
+            lasting.saved.write(lasting.record.numbers["num_saves"] + 1, {VALUES: self._values, **state})
+        except Exception as error:  # noqa: BLE001 - the user's class may return and raise anything
+            why = error.strerror if isinstance(error, OSError) else error
+            return f"values and state cannot be copied ({why})"
+        return ""
+
+    def settings(self, hyper: tuple[Hyper, ...]) -> ShardSettings:
+        """Return what a successor has to know besides the tensors; note that it is committed."""
+        self.is_changed = False
+        return ShardSettings(hyper, self._numbers)
+
+    def _take_over(self, lasting: ShardMemory) -> None:
+        """Go on from the last copy of a predecessor, which may have been killed in the middle of the next update."""
+        saved = lasting.saved.read(lasting.record.numbers["num_saves"])
+        self._values.copy_(saved.pop(VALUES))
+        state = {key.removeprefix(_STATE): value.clone() for key, value in saved.items()}
+        if state:
+            with own_code("The update rule"):
+                self._rule.load_state(state)
+        settings = lasting.settings
+        self._numbers = () if settings is None else settings.numbers
 
     def state(self) -> Mapping[str, Tensor]:
         """Return the live state of every piece; see `UpdateRule.state`."""
@@ -386,6 +434,7 @@ class WholeTensors:
                         f"State '{key}' has shape {tuple(value.shape)}, expected {tuple(expected)}, or () for one "
                         "number."
                     )
+        self._numbers = ()
         with own_code("The update rule"):
             self._rule.load_state(state)
 

@@ -1,0 +1,199 @@
+"""A process that serves is killed, or a newer one takes over: clients go on, and no push is lost or counts twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.serve.daemon import Daemon, daemon
+from tests.serve.test_command import DEADLINE_S, add_one, address_in, open_sum, serving
+
+import paceline
+from paceline.errors import PacelineError, UsageError
+from paceline.serve import supervise
+from paceline.serve.orders import HAND_OVER, LISTENER, LOCK, ServeOffer, ServeOrders, ServeVersion, ready
+from paceline.serve.state import StateFolder
+from paceline.serve.supervise import CONTROL_NAME, RepeatedDeaths, ServeSupervisor, take_from
+from paceline.transport.lasting_memory import LastingMemory, MemoryHolder
+
+
+def offer_of(state: Path) -> ServeOffer:
+    """What the supervisor of this folder says of its processes."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+        end.connect(str(state / CONTROL_NAME))
+        end.send(ready())
+        return msgspec.json.decode(end.recv(1 << 16), type=ServeOffer)
+
+
+def wait_for_successor(state: Path) -> ServeOffer:
+    """Wait until a process is ready to go on in the place of the one that serves."""
+    give_up, pause = time.monotonic() + DEADLINE_S, threading.Event()
+    while not ((found := offer_of(state)).serving and found.waiting):
+        assert time.monotonic() < give_up
+        pause.wait(0.05)
+    return found
+
+
+def test_clients_go_on_when_the_server_is_killed_and_when_a_newer_one_takes_over(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    with serving(state, "--save-every", "1000") as (process, line):
+        with paceline.connect(address_in(line, "job"), token=state / "token") as ps:
+            table = open_sum(ps)
+            sums = [add_one(ps, table) for _ in range(3)]
+            found = wait_for_successor(state)
+            os.kill(found.serving, signal.SIGKILL)
+            sums += [add_one(ps, table) for _ in range(3)]
+            with serving(state, "--take-over") as (newer, told):
+                assert told.split(" with ")[0] == line.split(" with ")[0]
+                assert process.wait(DEADLINE_S) == 0
+                sums += [add_one(ps, table) for _ in range(3)]
+                assert sums == [float(number) for number in range(1, 10)]
+                assert offer_of(state).serving not in (0, found.serving, found.waiting)
+                newer.send_signal(signal.SIGTERM)
+                _, stderr = newer.communicate(timeout=DEADLINE_S)
+                assert (newer.returncode, stderr) == (0, "paceline: saving, and ending\n")
+                ps.close(politely=False)
+        _, stderr = process.communicate(timeout=DEADLINE_S)
+    told_lines = [text for text in stderr.splitlines() if "turned away" not in text]
+    killed = f"the process that serves (pid {found.serving}) was killed by SIGKILL"
+    assert told_lines == [
+        f"paceline: {killed}; another process goes on in its place",
+        "paceline: another process has taken over",
+    ]
+    with daemon(state) as served, served.connect("job") as ps:
+        assert float(open_sum(ps).pull()[0]) == 9.0
+
+
+@pytest.mark.campaign
+def test_a_process_that_is_started_anew_takes_over_at_a_signal(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    with serving(state, "--save-every", "1000") as (process, line):
+        with paceline.connect(address_in(line, "job"), token=state / "token") as ps:
+            table, sums, done = open_sum(ps), [1.0], threading.Event()
+            add_one(ps, table)
+            before = wait_for_successor(state)
+            process.send_signal(signal.SIGUSR2)
+            give_up = time.monotonic() + DEADLINE_S
+            while offer_of(state).serving in (0, before.serving):
+                assert time.monotonic() < give_up
+                sums.append(add_one(ps, table))
+                done.wait(0.01)
+            sums.append(add_one(ps, table))
+            assert sums == [float(number + 1) for number in range(len(sums))]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE_S) == 0
+
+
+@contextmanager
+def supervisor(state: Path) -> Iterator[tuple[ServeSupervisor, socket.socket]]:
+    """A supervisor that runs no process yet, and the socket where it is asked."""
+    folder = StateFolder(state)
+    with MemoryHolder() as memory, socket.socket() as listener:
+        memory.start()
+        memory.adopt(LISTENER, listener.fileno())
+        memory.adopt(LOCK, folder.lock)
+        orders = ServeOrders(
+            state=str(state), address="tcp://127.0.0.1:7", keys=None, save_every_s=1.0, allow=(), or_previous=False
+        )
+        with ServeSupervisor(orders, state, memory) as found, supervise._control_socket(state) as control:
+            yield found, control
+        folder.close()
+
+
+def asked(found: ServeSupervisor, control: socket.socket) -> tuple[threading.Thread, list[bool]]:
+    """Have it answer in a thread."""
+    answers = list[bool]()
+    thread = threading.Thread(target=lambda: answers.append(found._answer(control)))
+    thread.start()
+    return thread, answers
+
+
+def test_memory_and_socket_of_a_server_go_to_the_one_that_takes_over(tmp_path: Path) -> None:
+    state, checked = tmp_path / "state", list[str]()
+    with supervisor(state) as (found, control), MemoryHolder() as newer:
+        thread, answers = asked(found, control)
+        assert take_from(state, newer, checked.append) == "tcp://127.0.0.1:7" == checked[0]
+        thread.join(DEADLINE_S)
+        assert answers == [True]
+        assert sorted(newer.names()) == [LISTENER, LOCK]
+    assert int((state / "lock").read_text()) == os.getpid()
+
+
+def test_a_server_goes_on_where_none_can_take_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = tmp_path / "state"
+
+    def refuse(address: str) -> None:
+        raise UsageError(f"not {address}")
+
+    with supervisor(state) as (found, control), MemoryHolder() as newer:
+        thread, answers = asked(found, control)
+        with pytest.raises(UsageError, match=r"not tcp://127\.0\.0\.1:7"):
+            take_from(state, newer, refuse)
+        thread.join(DEADLINE_S)
+        thread, answers = asked(found, control)
+        monkeypatch.setattr(supervise, "ready", lambda: ready(ServeVersion(format=0, program="0.0.1")))
+        with pytest.raises(UsageError, match=r"paceline 0\.0\.1 cannot go on with what the server keeps in memory"):
+            take_from(state, newer, lambda _: None)
+        thread.join(DEADLINE_S)
+        assert (answers, newer.names()) == ([False], [])
+        assert sorted(found.memory.names()) == [LISTENER, LOCK]
+    with MemoryHolder() as newer, pytest.raises(UsageError, match="start one without --take-over"):
+        take_from(state, newer, lambda _: None)
+
+
+def test_a_supervisor_that_is_killed_while_another_takes_over_leaves_it_nothing_half(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    with supervisor(state) as (_, control), MemoryHolder() as newer:
+
+        def vanish() -> None:
+            asking, _ = control.accept()
+            with asking:
+                asking.recv(1 << 16)
+                asking.send(msgspec.json.encode(ServeOffer("tcp://127.0.0.1:7")))
+                assert asking.recv(1 << 16) == HAND_OVER
+
+        thread = threading.Thread(target=vanish)
+        thread.start()
+        with pytest.raises(PacelineError, match="has not let go of it"):
+            take_from(state, newer, lambda _: None)
+        thread.join(DEADLINE_S)
+        assert newer.names() == []
+
+
+def test_a_process_that_is_killed_again_and_again_is_not_followed_for_ever() -> None:
+    with MemoryHolder() as memory:
+        deaths = RepeatedDeaths()
+        assert [deaths.note_death(memory) for _ in range(6)] == [False] * 5 + [True]
+
+
+def assert_opened(served: Daemon, name: str, generation: int, incarnations: dict[int, int]) -> None:
+    """What another process would find of a namespace; nothing refers to its memory afterwards."""
+    memory = served.namespaces._open[name]._memory
+    opened = None if memory is None else memory.opened
+    assert opened is not None
+    assert (opened.generation, opened.workers, opened.incarnations) == (generation, None, incarnations)
+
+
+def test_what_cannot_be_kept_is_told_and_a_namespace_that_has_ended_leaves_no_memory(tmp_path: Path) -> None:
+    merging = paceline.update.Merging(paceline.update.Add(), quorum=1, num_workers=1)
+    with MemoryHolder() as holder:
+        holder.start()
+        memory = LastingMemory.connect(holder.theirs)
+        with daemon(tmp_path / "state", memory=memory, save_every_s=1000.0) as served:
+            with served.connect("job") as ps:
+                add_one(ps, open_sum(ps))
+                assert_opened(served, "job", 1, {0: 0})
+                with served.connect("merged") as other:
+                    other.table("w", shape=(2,), update=merging, consistency="asynchronous")
+                    assert not served.namespaces._open["merged"].can_be_succeeded
+                served.told.wait("namespace 'merged' goes on from its newest save if this process is killed: table 'w'")
+            served.wait_empty()
+            assert holder.names() == []
