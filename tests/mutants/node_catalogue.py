@@ -86,6 +86,22 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "core/test_worker_pushes",
         "r5",
     ),
+    _of(
+        "an update changes values that are on their way",
+        DENSE_TABLE,
+        "            self._lent.take_back()\n            self.shard.apply",
+        "            self.shard.apply",
+        "server/test_served_table",
+        "on_their_way",
+    ),
+    _of(
+        "a function changes values that are on their way",
+        DENSE_TABLE,
+        "        self._lent.take_back()\n        if self._early is not None:",
+        "        if self._early is not None:",
+        "server/test_served_table",
+        "on_their_way",
+    ),
     # -- values ahead of their clock ---------------------------------------------------------------------------------
     _of(
         "early values count without a look at the update",
@@ -151,7 +167,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     _of(
         "a connection that has ended holds up the parts on others",
         "wire/send_queue.py",
-        "        _end_pieces(dropped)\n",
+        "        for frame in dropped:\n            _end(frame)\n",
         "",
         "wire/test_send_order",
         "holds_up",

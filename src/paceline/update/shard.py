@@ -97,6 +97,8 @@ class Shard:
         now: the time in seconds, for a rule that waits for a quorum.
         lasting: where the values and the state lie if they outlive this process (`outlasts` says which rules can); what
             a predecessor has left there is taken over, in the middle of an update, too.
+        when_idle: is given, after each update, what saves a lasting shard ahead of the next one, and calls it once at
+            most, on any thread; late calls do nothing.
 
     Raises:
         ProtocolBug: the range cuts a tensor that the rule needs whole, or `values` does not fit.
@@ -123,11 +125,13 @@ class Shard:
         num_threads: int = 1,
         now: Callable[[], float] = time.monotonic,
         lasting: ShardMemory | None = None,
+        when_idle: Callable[[Callable[[], object]], object] = lambda save: save(),
     ) -> None:
         self.spec = spec
         self.span = span
         self._dtype: torch.dtype = getattr(torch, spec.dtype)
         self._lasting = lasting
+        self._when_idle = when_idle
         if lasting is not None:
             values = as_tensor(lasting.memory, self._dtype)
         self.values: Tensor = torch.empty(span.length, dtype=self._dtype) if values is None else values
@@ -216,7 +220,9 @@ class Shard:
         self.version += 1
         if self._lasting is not None and isinstance(self._updates, Chunked):
             self._commit(is_update=True)
-            self._updates.save_ahead()
+            save = self._updates.saving()
+            if save is not None:
+                self._when_idle(save)
 
     @property
     def can_preview(self) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -15,6 +15,7 @@ from typing import NamedTuple, final
 
 from paceline.errors import PeerError, UsageError
 from paceline.transport.base import EMPTY, MAX_TOGETHER, Connection
+from paceline.transport.lent_body import LentBody, SendsLent
 from paceline.wire.send_order import OrderedPiece
 
 _TIMEOUT_S = 60.0  # for a small frame
@@ -36,10 +37,15 @@ class _Frame(NamedTuple):
     body: memoryview
     urgent: bool
     owed: str
-    copy: Callable[[], memoryview] | None
+    lent: LentBody | None
     on_sent: Callable[[], None] | None
     name: bytes
     piece: OrderedPiece | None
+
+    @property
+    def bytes(self) -> memoryview:
+        """The body, wherever it is by now."""
+        return self.body if self.lent is None else self.lent.memory
 
 
 @final
@@ -150,7 +156,7 @@ class SendQueue:
         *,
         urgent: bool = False,
         owed: str = "",
-        copy: Callable[[], memoryview] | None = None,
+        lent: LentBody | None = None,
         on_sent: Callable[[], None] | None = None,
         last_of: bytes = b"",
         piece: OrderedPiece | None = None,
@@ -158,18 +164,19 @@ class SendQueue:
         """Send one frame, or leave it to the thread; does not wait for the peer.
 
         An urgent frame passes all waiting ones that are not urgent. A repetition of a waiting frame is dropped, and so
-        is the frame with the header `last_of`, of which this is the last piece. If the queue copies bodies, `copy`
-        returns a copy that queues may share; it is called only if one is needed. `on_sent` is called, on the thread
-        that sends, once the transport has taken the frame, or when it is dropped; not when the connection has ended.
+        is the frame with the header `last_of`, of which this is the last piece. A queue that copies bodies
+        does not copy `lent` ones, whose owner says when they change; then `body` is their memory. `on_sent` is called,
+        on the thread that sends, once the transport has taken the frame, or when it is dropped; not when the connection
+        has ended.
         The frame of a `piece` waits for its turn, and those behind it with it.
 
         A bounded queue drops a frame with a body while too many bytes wait: the peer requests it again. Frames that a
         peer never requests are not dropped; `owed` names their subject. A peer with more waiting frames than it can
         have requested, or more than 2 of one `owed` subject, is disconnected.
         """
-        frame = _Frame(header, body, urgent, owed, copy, on_sent, last_of or header, piece)
+        frame = _Frame(header, body, urgent, owed, lent, on_sent, last_of or header, piece)
         if self._closed:
-            _end_pieces([frame])
+            _end(frame)
         elif self.hold is not None and self.hold.is_entered:
             self._hold(frame, self.hold)
         else:
@@ -179,7 +186,8 @@ class SendQueue:
         """Send the frames that are held, together if none has to wait."""
         held, self._held, self._num_held_bytes = self._held, [], 0
         if self._closed:
-            _end_pieces(held)
+            for frame in held:
+                _end(frame)
         elif not (len(held) > 1 and self._has_sent(held)):
             for frame in held:
                 self._send_or_queue(frame)
@@ -223,7 +231,7 @@ class SendQueue:
                 self._put(self._kept(frame), self._urgent if frame.urgent else self._waiting)
             is_flooded = self.bounded and self._is_flooded(frame.owed)
         if is_over:
-            _end_pieces([frame])
+            _end(frame)
         elif is_flooded:
             self._give_up()
         elif is_dropped:
@@ -234,7 +242,7 @@ class SendQueue:
         if self._is_open or self._urgent or self._waiting:  # without the lock: only the calling thread adds to them
             return False
         try:
-            if not self.connection.try_send([(frame.header, frame.body) for frame in frames], timeout_s=_TIMEOUT_S):
+            if not self.connection.try_send([(frame.header, frame.bytes) for frame in frames], timeout_s=_TIMEOUT_S):
                 return False
         except (PeerError, UsageError):  # see `_send`
             self._give_up()
@@ -250,8 +258,12 @@ class SendQueue:
         """Return the frame with a body that does not change while it waits."""
         if not self.copies or not frame.body.nbytes:
             return frame
-        body = memoryview(bytes(frame.body)) if frame.copy is None else frame.copy()
-        return frame._replace(body=body, copy=lambda: body)
+        if frame.lent is not None and isinstance(self.connection, SendsLent):
+            return frame
+        body = memoryview(bytes(frame.bytes))
+        if frame.lent is not None:
+            frame.lent.note_left()
+        return frame._replace(body=body, lent=None)
 
     def _put(self, frame: _Frame, queue: deque[_Frame]) -> None:
         """Leave a frame to the thread."""
@@ -315,7 +327,10 @@ class SendQueue:
     def _send(self, frame: _Frame) -> None:
         timeout_s = _TIMEOUT_S + frame.body.nbytes / _LEAST_BYTES_PER_S
         try:
-            self.connection.send(frame.header, frame.body, timeout_s=timeout_s)
+            if frame.lent is not None and isinstance(self.connection, SendsLent):
+                self.connection.send_lent(frame.header, frame.lent, timeout_s=timeout_s)
+            else:
+                self.connection.send(frame.header, frame.bytes, timeout_s=timeout_s)
         except (PeerError, UsageError):  # the peer is gone, or its request makes a frame over the limits
             self._give_up()
 
@@ -330,7 +345,8 @@ class SendQueue:
             self._num_waiting_bytes = 0
             self._held = []
             self._changed.notify_all()
-        _end_pieces(dropped)
+        for frame in dropped:
+            _end(frame)
 
     def _give_up(self) -> None:
         self._drop_all()
@@ -341,10 +357,12 @@ def _note_sent(frame: _Frame) -> None:
     """Let the sender of a frame know that it has left, or is not needed."""
     if frame.on_sent is not None:
         frame.on_sent()
-    _end_pieces([frame])
+    _end(frame)
 
 
-def _end_pieces(frames: Iterable[_Frame]) -> None:
-    for frame in frames:
-        if frame.piece is not None:
-            frame.piece.note_left()
+def _end(frame: _Frame) -> None:
+    """Note that a frame has left, or will not; called once for each."""
+    if frame.piece is not None:
+        frame.piece.note_left()
+    if frame.lent is not None:
+        frame.lent.note_left()
