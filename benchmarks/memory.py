@@ -5,8 +5,8 @@
 A table of N bytes needs, under bsp over shared memory: values, momentum, and the gradient of each of P workers, which
 is also the message; nothing else, (2 + P) N on the whole host. Values are mapped by all, a gradient by its worker and
 the server, and what is mapped by several counts in equal parts on each (PSS): the server has
-(1 + 1/(1 + P) + P/2) N, a worker (1/(1 + P) + 1/2) N. Over tcp nothing is shared: on the server values, momentum, a
-push of each worker, and one copy of the values for those whose lines are slow to take them, (3 + P) N; on a worker
+(1 + 1/(1 + P) + P/2) N, a worker (1/(1 + P) + 1/2) N. Over tcp nothing is shared: on the server values and momentum,
+what of both is saved for a successor, and a push of each worker, (4 + P) N; on a worker
 parameters, gradient and the values that arrive, 3 N.
 What a process of an almost empty table takes (the interpreter and torch) is measured in the same run and taken off.
 """
@@ -134,7 +134,7 @@ def read_fields(path: Path, wanted: dict[str, str]) -> dict[str, int]:
 def formula(num_workers: int, table_bytes: int, transport: str) -> tuple[float, float]:
     """Return the bytes that a server and a worker must have, of shared memory their part."""
     if transport == "tcp":
-        return (3 + num_workers) * table_bytes, 3 * table_bytes
+        return (4 + num_workers) * table_bytes, 3 * table_bytes
     values = 1 / (1 + num_workers)
     return (1 + values + num_workers / 2) * table_bytes, (values + 1 / 2) * table_bytes
 

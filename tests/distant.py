@@ -13,9 +13,11 @@ from paceline.worker.dense import DenseClient
 from paceline.worker.pushes import PushOutcome
 
 
-def make_distant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Treat every server as another machine, and a few hundred parameters as many: pieces have 16 float32."""
+def make_distant(monkeypatch: pytest.MonkeyPatch, *, small: bool = True) -> None:
+    """Treat every server as another machine; if `small`, a few hundred parameters as many: pieces have 16 float32."""
     monkeypatch.setattr(TcpTransport, "leaves_machine", lambda *_: True)
+    if not small:
+        return
     monkeypatch.setattr("paceline.worker.dense._LEAST_IN_PIECES_BYTES", 1)
     monkeypatch.setattr("paceline.worker.pushes._LEAST_PIECE_BYTES", 64)
     monkeypatch.setattr("paceline.worker.pushes._PAGE_BYTES", 64)

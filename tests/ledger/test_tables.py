@@ -69,10 +69,30 @@ def test_every_acknowledged_push_counts_once_whatever_happens_to_frames(choice: 
 def test_every_acknowledged_push_counts_once_where_values_leave_ahead_of_their_clock(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_distant(monkeypatch)
+    run_early(monkeypatch, tmp_path, 1 << 10, fault)
+
+
+@pytest.mark.parametrize("fault", ["", "dropped", "cut"])
+def test_every_acknowledged_push_counts_once_where_large_tables_leave_in_pieces(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_early(monkeypatch, tmp_path, (256 << 10) + 4, fault)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("fault", ["", *FAULTS])
+@pytest.mark.parametrize("size_bytes", [size for size in SIZES if size > 256 << 10])
+def test_every_acknowledged_push_counts_once_in_all_sizes_that_leave_in_pieces(
+    size_bytes: int, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_early(monkeypatch, tmp_path, size_bytes, fault)
+
+
+def run_early(monkeypatch: pytest.MonkeyPatch, folder: Path, size_bytes: int, fault: str) -> None:
+    make_distant(monkeypatch, small=size_bytes <= 1 << 10)
     monkeypatch.setattr(DenseClient, "push", push_to_read)
-    place = {"carrier": "tcp", "policy": "bsp", "kind": "dense", "size_bytes": 1 << 10, "fault": fault}
-    run(place | {"num_servers": 2, "num_tables": 2}, tmp_path)
+    place = {"carrier": "tcp", "policy": "bsp", "kind": "dense", "size_bytes": size_bytes, "fault": fault}
+    run(place | {"num_servers": 2, "num_tables": 2}, folder)
 
 
 @pytest.mark.campaign

@@ -43,9 +43,9 @@ def body(at: int, size: int) -> memoryview:
 
 def test_a_push_is_whole_with_its_last_piece_and_copies_of_pieces_change_nothing() -> None:
     coming = assemblies()
-    for at in (0, 0, 512, 0, 512, 256):
+    for at, num_bytes in ((0, 256), (0, 256), (512, 256), (0, 256), (512, 256), (256, 512)):
         assert coming.add(piece(at), body(at, 256), FIRST, LIKE) is None  # 256 is missing until the last
-    assert coming.coming(0)[PushId(0, 0, 0, 0)][1] == 512
+        assert coming.coming(0)[PushId(0, 0, 0, 0)][1] == num_bytes
     assert coming.coming(1) == {}
     assert coming.add(piece(512), body(512, 256), FIRST, LIKE) is None
     whole = coming.add(piece(768), body(768, 256), FIRST, LIKE)
@@ -156,6 +156,15 @@ def test_a_connection_that_has_ended_was_sent_nothing_and_other_members_are_wait
     series.early.forget_connection(SECOND)
     assert series.update(0, 1) == (BYTES, 0)
     assert series.make(BYTES, BYTES, clock=1) is None  # no member takes any
+
+
+def test_what_was_sent_over_another_connection_does_not_count() -> None:
+    series = Series()
+    assert series.make(BYTES, BYTES)
+    series.values += sum(series.gradients)
+    series.early.prove()
+    assert series.early.take_sent((0, 0), SECOND) == 0
+    assert series.early.take_sent((0, 0), FIRST) == BYTES
 
 
 def test_an_update_that_cannot_be_computed_ahead_is_not() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save
 from tests.nodes.cluster import hosted_tables
 from tests.nodes.own_functions import HERE as OWN_FUNCTIONS
 
 from paceline.core.messages import Delivered, Fetched, Pull, Push, PushId, Sender
 from paceline.errors import PeerError, UsageError
+from paceline.server.dense_table import ServedDenseTable
 from paceline.server.served_table import ACCEPTED, ServedTable
 from paceline.server.tables import ServedTables
 from paceline.transport.base import EMPTY, Connection
@@ -291,8 +293,33 @@ def test_a_delivery_has_the_newest_values(world: World) -> None:
     served = world.table.serve(LIFE, HERE, Delivered("t", 1, 1, 0, (), -1))
     assert served is not None
     assert bytes(served.body).endswith(bytes(full(1.0)))
-    assert served.copy is None or bytes(served.copy()) == bytes(served.body)
+    assert served.lent is None or bytes(served.lent.memory) == bytes(served.body)
     tables.close()
+
+
+CHANGES: dict[str, Callable[[World], object]] = {
+    "an update": lambda world: (world.accept(0, 2.0), world.table.apply([made(0).id], 0)),
+    "a function": lambda world: world.table.carry_out(call(world), EMPTY, 0),
+    "a state": lambda world: world.table.load_state(memoryview(save({"values": torch.full((NUMEL,), 2.0)}))),
+    "two updates": lambda world: [CHANGES["an update"](world), CHANGES["a function"](world)],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_values_on_their_way_stay_as_they_were(change: str) -> None:
+    world = World(Dense())
+    on_their_way = [world.table.serve((worker, 0), HERE, Fetched(1, "t", 0, 0, 0, ())) for worker in range(3)]
+    bodies = [served.lent for served in on_their_way if served is not None and served.lent is not None]
+    assert len(bodies) == len(on_their_way)
+    memory = world.table.memory if isinstance(world.table, ServedDenseTable) else EMPTY
+    assert all(body.memory.obj is memory.obj for body in bodies)  # nothing is copied
+    bodies[2].note_left()
+    CHANGES[change](world)
+    assert all(bytes(body.memory) == bytes(full(0.0)) for body in bodies[:2])
+    assert bodies[0].memory.obj is bodies[1].memory.obj  # one copy for all
+    assert bodies[2].memory.obj is memory.obj
+    assert world.read()[0] > 0.0
+    world.tables.close()
 
 
 def test_only_messages_about_its_own_content_may_be_large(world: World) -> None:

@@ -11,6 +11,7 @@ from tests.transport.carriers import connect_pair, make_carrier
 
 from paceline.errors import ConnectionLost
 from paceline.transport.base import EMPTY, MAX_TOGETHER, Frame, Place, receive_all
+from paceline.transport.lent_body import LentBody, LentMemory
 from paceline.wire.send_queue import SendHold, SendQueue
 
 LARGE = 1 << 20
@@ -275,26 +276,36 @@ def test_what_is_held_is_bounded(size_bytes: int, num: int) -> None:
         assert gate.num_together == [num]
 
 
-def test_a_large_frame_leaves_at_once_with_what_is_held_before_it_and_is_not_copied() -> None:
-    gate, hold = Gate(), SendHold()
-    copies: list[int] = []
-    gate.num_expected = 2
+class LendingGate(Gate):
+    """A gate that sends lent bodies from where they are."""
+
+    def send_lent(self, header: bytes, body: LentBody, *, timeout_s: float) -> None:
+        self.begun.set()
+        assert self.open.wait(min(timeout_s, PATIENCE_S))
+        with body.lock:
+            self.send(header, body.memory[: LARGE - 1], timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("kind", [Gate, LendingGate])
+def test_lent_values_leave_as_they_were(kind: type[Gate]) -> None:
+    gate, hold, values = kind(), SendHold(), bytearray(LARGE)
+    memory = LentMemory(memoryview(values))
+    gate.num_expected = 3
     post = SendQueue(gate, on_broken=gate.close, copies=True, hold=hold)
-
-    def copy() -> memoryview:
-        copies.append(1)
-        return memoryview(bytes(LARGE))
-
     with hold:
         post.send(b"applied")
-        post.send(b"values", memoryview(bytes(LARGE - 1)), copy=copy)
-        assert gate.num_together == [2]
-        assert not copies
-        post.send(b"more", memoryview(bytes(LARGE)), copy=copy)
+        lent = memory.lend(1)
+        post.send(b"values", lent.memory, lent=lent)
+        assert gate.num_together == [2]  # one byte less is not large
+        lent = memory.lend()
+        post.send(b"more", lent.memory, lent=lent)
         assert gate.begun.wait(PATIENCE_S)
-        assert len(copies) == 1  # as it waits
+    memory.take_back()
+    values[:2] = b"ab"
     gate.open.set()
+    assert gate.all_taken.wait(PATIENCE_S)
     post.close()
+    assert gate.taken == [(b"applied", b""), (b"values", b"\0"), (b"more", b"\0")]
 
 
 @pytest.mark.parametrize("copies", [False, True])

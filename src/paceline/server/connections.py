@@ -20,6 +20,7 @@ from paceline.observe.trace import Load, Trace
 from paceline.transport.base import EMPTY, Connection, Frame, Listener, Place, Transport, receive_all
 from paceline.transport.buffer_pool import Buffer
 from paceline.transport.deadline import Deadline
+from paceline.transport.lent_body import LentBody
 from paceline.transport.poller import Poller
 from paceline.wire.messages import Hello, encode
 from paceline.wire.permissions import check_server
@@ -298,18 +299,18 @@ class Connections:
         incarnation: int,
         message: object,
         body: memoryview = EMPTY,
-        copy: Callable[[], memoryview] | None = None,
+        lent: LentBody | None = None,
     ) -> None:
         """Queue a message for this incarnation of a worker; a large body that does not fit its queue is left out.
 
-        A body that has to wait is copied, by `copy` if given, so `body` may change as soon as this returns; memory that
+        A body that has to wait is copied unless it is `lent`, so `body` may change as soon as this returns; memory that
         the transport maps may not.
         """
         _, queue = self._workers.get((worker, incarnation), (0, None))
         if queue is not None:
             self.sent_bytes += len(body)
             urgent, owed = isinstance(message, _URGENT), message.table if isinstance(message, Delivered) else ""
-            queue.send(encode(message), body, urgent=urgent, owed=owed, copy=copy)
+            queue.send(encode(message), body, urgent=urgent, owed=owed, lent=lent)
 
     def send_server(self, server: int, message: object) -> None:
         """Queue a message for another server; connects when first needed. Dropped if the server cannot be reached."""

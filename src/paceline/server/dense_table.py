@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
-from weakref import ReferenceType, ref
 
 import torch
 from safetensors.torch import load, load_file, save, save_file
@@ -28,6 +28,7 @@ from paceline.server.served_table import ACCEPTED, Acceptance, Kind, ServedValue
 from paceline.transport.base import Connection, Frame, SharesMemory
 from paceline.transport.buffer_pool import Buffer, BufferPool, ExactAllocator
 from paceline.transport.buffers import fresh_buffer
+from paceline.transport.lent_body import LentMemory
 from paceline.update.kernels import Kernel
 from paceline.update.lasting import ShardMemory
 from paceline.update.named_rules import resolve
@@ -63,36 +64,14 @@ class _WaitingPush:
             self.buffer.release()
 
 
+def _unless_closed(save: Callable[[], object]) -> None:
+    with suppress(RuntimeError):  # of an executor that takes no more
+        save()
+
+
 def _contribution(frame: PushFrame, gradient: Tensor) -> Contribution:
     absent, worker = frozenset(frame.absent), frame.push.id.worker
     return Contribution(gradient, frame.count, absent, frame.hyper, worker, expected=frame.expected)
-
-
-@dataclass(slots=True)
-class ValuesCopy:
-    """The newest copy of a table's values, which waits for slow connections while the table changes.
-
-    One copy serves all readers of a version, and is kept while one of them references it.
-    """
-
-    _version: object = None
-    _copy: ReferenceType[memoryview] | None = None
-
-    def of(self, version: object, values: memoryview) -> memoryview:
-        """Return a copy of these values: the existing one if it has the same version and is still referenced.
-
-        >>> copy, values = ValuesCopy(), memoryview(bytearray(b"ab"))
-        >>> first, second = copy.of(7, values), copy.of(7, values)
-        >>> values[0] = 99
-        >>> first is second, bytes(first), bytes(copy.of(8, values))
-        (True, b'ab', b'cb')
-        """
-        found = self._copy() if self._copy is not None and self._version == version else None
-        if found is None:
-            found = fresh_buffer(values.nbytes)
-            found[:] = values
-            self._version, self._copy = version, ref(found)
-        return found
 
 
 @dataclass(slots=True)
@@ -125,7 +104,7 @@ class ServedDenseTable:
     # Workers that map the values instead of receiving copies.
     _live: set[Life] = field(default_factory=set[Life])
     _waiting: dict[PushId, _WaitingPush] = field(default_factory=dict[PushId, _WaitingPush])
-    _copy: ValuesCopy = field(default_factory=ValuesCopy)
+    _lent: LentMemory = field(init=False)  # the values, to frames that have not left
     _assemblies: Assemblies = field(init=False)
     _early: EarlySeries | None = None
     _cold: str = ""
@@ -148,7 +127,16 @@ class ServedDenseTable:
             else:
                 self.memory = lasting.memory
             values = as_tensor(self.memory, self._dtype)
-            self.shard = Shard(spec, parts[server], rule=rule, values=values, num_threads=num_threads, lasting=lasting)
+            self._lent = LentMemory(self.memory)
+            self.shard = Shard(
+                spec,
+                parts[server],
+                rule=rule,
+                values=values,
+                num_threads=num_threads,
+                lasting=lasting,
+                when_idle=self._when_idle,
+            )
         except (RuntimeError, OSError) as error:  # torch and mmap raise these when memory is short
             raise UsageError(f"{host.name} cannot hold table '{spec.name}': {error}") from error
         self.trusts_screening = transport.maps_memory
@@ -325,6 +313,7 @@ class ServedDenseTable:
                 if zlib.crc32(push.body) != push.checksum:
                     worker = push.contribution.worker
                     raise ProtocolBug(f"the memory of a push of worker {worker} changed while it waited")
+            self._lent.take_back()
             self.shard.apply([push.contribution for push in pushes])
 
         problem = self._attempt(update)
@@ -333,6 +322,13 @@ class ServedDenseTable:
         for push in pushes:
             push.release()
         return problem
+
+    def _when_idle(self, save: Callable[[], object]) -> None:
+        """Have the shard saved for a successor: now, or where values have to be sent when workers have them."""
+        if self.host.transport.maps_memory:
+            save()
+        else:
+            self._lent.when_left(partial(_unless_closed, save))
 
     def _attempt(self, update: Callable[[], None]) -> str:
         """Run an update unless an earlier one has failed; return why the table is broken, "" if it is not."""
@@ -361,14 +357,15 @@ class ServedDenseTable:
     def serve(self, life: Life, connection: Connection, message: Fetched | Delivered) -> ServedValues | None:
         """Return the values after the updates that are due; see `ServedTable.serve`."""
         self._settle()
-        body, num_early = self.memory, 0
+        if self.host.transport.maps_memory:
+            return ServedValues(self.memory if life in self._live else self._shared_copy(connection, message))
+        num_early = 0
         if self._early is not None and isinstance(message, Fetched):
             num_early = self._early.take_sent(life, connection)
-            body = body[num_early:]
-        if self.host.transport.maps_memory and life not in self._live:
-            body = self._shared_copy(connection, message)  # else the worker maps the values, or the transport copies
-        version = message.version, self.shard.version, num_early
-        return ServedValues(body, partial(self._copy.of, version, body), num_early)
+        if self.spec.rule.quorum is not None:  # it may be reached at any access
+            return ServedValues(self.memory)
+        lent = self._lent.lend(num_early)
+        return ServedValues(lent.memory, lent, num_early)
 
     def _shared_copy(self, connection: Connection, message: Fetched | Delivered) -> memoryview:
         """Return a copy of the values in memory shared with this worker."""
@@ -431,8 +428,9 @@ class ServedDenseTable:
             case _:
                 return 0, SMALL_BYTES
 
-    def _forget_early(self) -> None:
-        """Note that values change otherwise than by pushes."""
+    def _prepare_change(self) -> None:
+        """Call before values change otherwise than by pushes: what was sent early does not count."""
+        self._lent.take_back()
         if self._early is not None:
             self._early.forget()
 
@@ -443,8 +441,8 @@ class ServedDenseTable:
         expected = self.memory.nbytes
         if len(body) != expected:
             raise UsageError(f"first values of '{self.spec.name}' have {len(body)} bytes, expected {expected}")
+        self._prepare_change()
         self.shard.store(as_tensor(body, self._dtype))
-        self._forget_early()
 
     def state(self) -> bytes:
         """Return values and rule state, after merging pushes that wait for a quorum; see `ServedTable.state`."""
@@ -460,14 +458,14 @@ class ServedDenseTable:
     def load_state(self, body: memoryview) -> None:
         """See `ServedTable.load_state`."""
         require_memory(f"the state of table '{self.spec.name}'", 3 * body.nbytes)
+        self._prepare_change()
         self.shard.load_state(load(bytes(body)), version=self.shard.version + 1)
         self.broken = ""  # all that a failed update may have changed is replaced
-        self._forget_early()
 
     def carry_out(self, request: WholeTable, body: memoryview, clock: int) -> memoryview:
         """Run a function over the range here; see `ServedTable.carry_out`."""
         self._settle()
-        self._forget_early()
+        self._prepare_change()
         if not isinstance(request, CallFunction):
             raise UsageError(f"table '{self.spec.name}' on {self.host.name} has a shape, and no rows")
         return call_over_range(request, self.shard, self.host)
@@ -478,5 +476,6 @@ class ServedDenseTable:
 
     def restore(self, path: Path, clock: int, version: int, hyper: tuple[Hyper, ...]) -> None:
         """See `ServedTable.restore`."""
+        self._prepare_change()
         self.shard.load_state(load_file(path), version=version)
         self.shard.restore_hyper(hyper)

@@ -57,6 +57,7 @@ from paceline.server.tables import ServedTables, ServerCall, ServerState
 from paceline.stopwatch import Stopwatch
 from paceline.transport.base import EMPTY, Connection, Frame, Listener, Transport
 from paceline.transport.lasting_memory import LastingMemory
+from paceline.transport.lent_body import LentBody
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.table import TableSpec
 from paceline.wire.messages import (
@@ -422,7 +423,7 @@ class ServerNode:
         if early is not None:
             for life, connection in early.readers.items():
                 if self._peers.connection_of(*life) is connection:
-                    self._peers.send_worker(*life, early.message, early.body, lambda: early.body)
+                    self._peers.send_worker(*life, early.message, early.body, LentBody(early.body))
 
     def _on_pull(self, message: PullFrame | RowPullFrame, connection: Connection, body: memoryview) -> None:
         pull = message.pull
@@ -553,7 +554,7 @@ class ServerNode:
             said: object = message
             if values.num_early and isinstance(message, Fetched):
                 said = FetchedRest(message, values.num_early)
-            self._peers.send_worker(*life, said, values.body, values.copy)
+            self._peers.send_worker(*life, said, values.body, values.lent)
 
     def _on_membership(self, effect: MembershipChanged) -> None:
         now, rank = time.monotonic(), self.settings.server

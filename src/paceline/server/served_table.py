@@ -26,6 +26,7 @@ from paceline.server.push_checks import SameGradients
 from paceline.transport.base import Connection, Frame, Transport
 from paceline.transport.buffer_pool import Buffer
 from paceline.transport.lasting_memory import LastingMemory
+from paceline.transport.lent_body import LentBody
 from paceline.update.rows.ops import RowOps, row_ops
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.rules import Hyper
@@ -103,12 +104,12 @@ ACCEPTED = Acceptance()
 class ServedValues:
     """The body of an answer or a delivery.
 
-    `copy` returns a copy of it, which is sent if the connection cannot take the body now; None: it does not change.
+    `lent` is the body if it is memory that will change; None: it does not change, or a transport maps it.
     `num_early`: bytes before it that the reader was sent ahead.
     """
 
     body: memoryview
-    copy: Callable[[], memoryview] | None = None
+    lent: LentBody | None = None
     num_early: int = 0
 
 

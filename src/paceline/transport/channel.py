@@ -16,11 +16,13 @@ from contextlib import suppress
 from typing import Final, Protocol, final
 
 from paceline.transport.deadline import Deadline
+from paceline.transport.lent_body import LentBody
 
 # A peer whose machine is gone is given up so long after it was last heard, whether or not anything was sent to it.
 SILENCE_S: Final = 11.0
 _LEAST_S: Final = 1.0  # for an answer to what was sent late
 _PAUSE_S: Final = 0.25  # between two checks at least
+_LOOK_MS: Final = 250  # so long a write waits for room before the line is checked
 _NUM_PROBES: Final = 3  # of a closed window that went unanswered: fewer may be under way
 # Of struct tcp_info: tcpi_retransmits, tcpi_probes, and tcpi_last_data_recv, tcpi_last_ack_recv: how many ms ago.
 _INFO: Final = struct.Struct("2xBB48xII")
@@ -84,6 +86,10 @@ class Channel(Protocol):
 
     def write(self, buffers: Sequence[memoryview | bytes], deadline: Deadline, descriptor: int | None = None) -> None:
         """Write all of the buffers in turn; `descriptor`, if any, goes along with the first byte."""
+        ...
+
+    def write_lent(self, buffers: Sequence[memoryview | bytes], body: LentBody, deadline: Deadline) -> None:
+        """Write these buffers and a lent body, whose lock is not held while the other end is waited for."""
         ...
 
     def has_room(self) -> bool:
@@ -169,6 +175,23 @@ class SocketChannel:
             buffers, ancillary = _after(buffers, num_sent), []
             num_written += num_sent
             num_left -= num_sent
+
+    def write_lent(self, buffers: Sequence[memoryview | bytes], body: LentBody, deadline: Deadline) -> None:
+        """Write all; see `Channel.write_lent`."""
+        self._check_line()
+        num_left, num_written = sum(map(len, buffers)) + len(body.memory), 0
+        while num_left:
+            try:
+                with body.lock:
+                    rest = _after([*buffers, body.memory], num_written)
+                    num_sent = self._socket.sendmsg(rest, [], _NO_WAIT | _NO_SIGNAL)
+            except BlockingIOError:
+                self._check_line()
+                if not self._is_writable(min(deadline.remaining_ms(), _LOOK_MS)) and not deadline.remaining_ms():
+                    raise OutOfTime(num_written) from None
+            else:
+                num_written += num_sent
+                num_left -= num_sent
 
     def has_room(self) -> bool:
         """Return whether the kernel has room, which it reports once a third of its buffer is free."""

@@ -3,7 +3,8 @@
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -15,6 +16,7 @@ from paceline.transport.channel import Channel, OutOfTime
 from paceline.transport.deadline import Deadline, seconds
 from paceline.transport.frames import PREFIX_BYTES, Kind, Prefix, decode_prefix, encode_prefix
 from paceline.transport.handshake import HandshakeResult
+from paceline.transport.lent_body import LentBody
 from paceline.transport.payloads import Payloads, Placement
 
 # What is read ahead of a body is copied once more, so it must be little beside bodies for which a copy matters.
@@ -121,13 +123,24 @@ class StreamConnection:
 
     def send(self, header: bytes, body: memoryview = EMPTY, *, timeout_s: float) -> None:
         """Send one frame; see `Connection.send`."""
-        deadline = Deadline.after(timeout_s)
         frame = header, self._checked(header, body)
+        with self._turn_to_send(timeout_s) as deadline:
+            self._send_frames([frame], deadline, timeout_s)
+
+    def send_lent(self, header: bytes, body: LentBody, *, timeout_s: float) -> None:
+        """Send one frame, whose body travels in the stream; see `SendsLent.send_lent`."""
+        whole = self._checked(header, body.memory)
+        with self._turn_to_send(timeout_s) as deadline:
+            self._write([_prefix_of(header, whole, None) + header], None, deadline, timeout_s, body)
+
+    @contextmanager
+    def _turn_to_send(self, timeout_s: float) -> Generator[Deadline]:
+        deadline = Deadline.after(timeout_s)
         if not self._sending.acquire(timeout=deadline.remaining_s()):
             raise DeadlineExceeded(f"waited {seconds(timeout_s)} for other threads to finish sending to {self.peer}")
         try:
             self._check_open()
-            self._send_frames([frame], deadline, timeout_s)
+            yield deadline
         finally:
             self._sending.release()
 
@@ -249,17 +262,25 @@ class StreamConnection:
             self._write(buffers, None, deadline, timeout_s)
 
     def _write(
-        self, buffers: Sequence[bytes | memoryview], descriptor: int | None, deadline: Deadline, timeout_s: float
+        self,
+        buffers: Sequence[bytes | memoryview],
+        descriptor: int | None,
+        deadline: Deadline,
+        timeout_s: float,
+        lent: LentBody | None = None,
     ) -> None:
         try:
-            self._channel.write(buffers, deadline, descriptor)
+            if lent is None:
+                self._channel.write(buffers, deadline, descriptor)
+            else:
+                self._channel.write_lent(buffers, lent, deadline)
             self._retirements = b""
         except OutOfTime as late:
             if late.num_written:
                 self._end(f"a frame could be sent only in part within {seconds(timeout_s)}")
             raise DeadlineExceeded(
                 f"waited {seconds(timeout_s)} for {self.peer} to take a frame; sent {late.num_written} of "
-                f"{sum(map(len, buffers))} bytes"
+                f"{sum(map(len, buffers)) + (0 if lent is None else len(lent.memory))} bytes"
             ) from None
         except (EOFError, OSError) as error:
             raise self._loss(error) from None

@@ -21,6 +21,7 @@ from paceline.transport.deadline import Deadline
 from paceline.transport.file_watch import FileWatch
 from paceline.transport.frames import MAGIC, what_speaks
 from paceline.transport.handshake import MAX_TLS_HANDSHAKE_BYTES, HandshakeResult, TokenHandshake
+from paceline.transport.lent_body import LentBody
 from paceline.transport.peer_identity import clock, read_identity, read_revoked, validity
 
 # Sixteen records of the largest size: enough that the cost of a call does not matter.
@@ -96,15 +97,34 @@ class TlsChannel:
         """Write all; see `Channel.write`."""
         if descriptor is not None:
             raise ProtocolBug("a descriptor cannot pass through TLS")
+        self._write_first(buffers, deadline)
+        self._flush(deadline, sum(map(len, buffers)))
+
+    def write_lent(self, buffers: Sequence[memoryview | bytes], body: LentBody, deadline: Deadline) -> None:
+        """Write all; see `Channel.write_lent`."""
+        num_encrypted = self._write_first(buffers, deadline)
+        for start in range(0, len(body.memory), _TURN_BYTES):
+            with body.lock:
+                num_encrypted += self._encrypt(body.memory[start : start + _TURN_BYTES])
+            self._flush_full(deadline, num_encrypted)
+        self._flush(deadline, num_encrypted)
+
+    def _write_first(self, buffers: Sequence[memoryview | bytes], deadline: Deadline) -> int:
+        """Write all but for the last records; returns how many bytes are encrypted."""
         self._inner.wait_for_room(deadline)  # once it is encrypted, a record cannot be taken back
         num_encrypted = 0
         for piece in _pieces(buffers):
-            with self._lock:
-                self._tls.write(piece)
-            num_encrypted += len(piece)
-            if self._leaving.pending >= _TURN_BYTES:
-                self._flush(deadline, num_encrypted)
-        self._flush(deadline, num_encrypted)
+            num_encrypted += self._encrypt(piece)
+            self._flush_full(deadline, num_encrypted)
+        return num_encrypted
+
+    def _encrypt(self, piece: memoryview) -> int:
+        with self._lock:
+            return self._tls.write(piece)
+
+    def _flush_full(self, deadline: Deadline, num_encrypted: int) -> None:
+        if self._leaving.pending >= _TURN_BYTES:
+            self._flush(deadline, num_encrypted)
 
     def has_room(self) -> bool:
         """Return whether the kernel has room; see `Channel.has_room`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
@@ -331,10 +331,11 @@ class Chunked:
         part.apply(contributions, hyper)
         return part._values
 
-    def save_ahead(self) -> None:
-        """Have the chunks of the last update saved for the next one, which mostly has the same."""
-        if self._lasting is not None and self._plan is not None:
-            self._lasting.save_ahead([chunk.memory for chunk in self._plan.chunks])
+    def saving(self) -> Callable[[], object] | None:
+        """Return what has the chunks of the last update saved for the next one, which mostly has the same."""
+        if self._lasting is None or self._plan is None:
+            return None
+        return self._lasting.saving([chunk.memory for chunk in self._plan.chunks])
 
     def _take_over(self, lasting: ShardMemory) -> None:
         """Go on with what a predecessor has committed, if there was one."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from mmap import PAGESIZE
@@ -307,10 +307,10 @@ class ShardMemory:
         start = number * self.value_bytes
         return as_tensor(self._states[start : start + self.value_bytes], self._dtype)
 
-    def save_ahead(self, chunks: Sequence[ChunkMemory]) -> None:
-        """Save these chunks for the next update, while the server waits for it; does not block."""
-        if self._saver is not None:
-            self._saver.submit(self.progress.save_ahead, chunks, self.progress.epoch)
+    def saving(self, chunks: Sequence[ChunkMemory]) -> Callable[[], object] | None:
+        """Return what has these chunks saved for the next update, while the server waits for it; does not block."""
+        saver, progress, epoch = self._saver, self.progress, self.progress.epoch
+        return None if saver is None else lambda: saver.submit(progress.save_ahead, chunks, epoch)
 
     @property
     def steps(self) -> Tensor:

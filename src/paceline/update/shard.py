@@ -98,6 +98,8 @@ class Shard:
         now: the time in seconds, for a rule that waits for a quorum.
         lasting: where the values and the state lie if they outlive this process (`outlasts` says which rules can); what
             a predecessor has left there is taken over, in the middle of an update, too.
+        when_idle: is given, after each update, what saves a lasting shard ahead of the next one, and calls it once at
+            most, on any thread; late calls do nothing.
 
     Raises:
         ProtocolBug: the range cuts a tensor that the rule needs whole, or `values` does not fit.
@@ -124,12 +126,14 @@ class Shard:
         num_threads: int = 1,
         now: Callable[[], float] = time.monotonic,
         lasting: ShardMemory | None = None,
+        when_idle: Callable[[Callable[[], object]], object] = lambda save: save(),
     ) -> None:
         self.spec = spec
         self.span = span
         self._dtype: torch.dtype = getattr(torch, spec.dtype)
         self._lasting = lasting
         self.cold = ""  # why the shard does not last any more
+        self._when_idle = when_idle
         if lasting is not None:
             values = as_tensor(lasting.memory, self._dtype)
         self.values: Tensor = torch.empty(span.length, dtype=self._dtype) if values is None else values
@@ -217,8 +221,9 @@ class Shard:
         self.num_zeroed += self._updates.apply(contributions, self.hyper)
         self.version += 1
         self._commit(is_update=True)
-        if isinstance(self._updates, Chunked):
-            self._updates.save_ahead()
+        save = self._updates.saving() if isinstance(self._updates, Chunked) else None
+        if save is not None:
+            self._when_idle(save)
 
     @property
     def can_preview(self) -> bool:

@@ -21,6 +21,7 @@ from paceline.transport.deadline import seconds
 from paceline.transport.poller import Poller
 from paceline.wire.messages import Hello, encode, is_joined, is_said_again
 from paceline.wire.permissions import check_server
+from paceline.wire.send_order import OrderedPiece
 from paceline.wire.send_queue import SendHold, SendQueue
 
 ASIDE_S = 0.02  # after a wait, the next one mostly follows as soon, and nothing else is worth a wake-up
@@ -250,14 +251,22 @@ class ReconnectingConnection:
         self._reader = threading.Thread(target=self._read, name=f"paceline-link-{self.address}", daemon=True)
         self._reader.start()
 
-    def send(self, header: bytes, body: memoryview = EMPTY, *, urgent: bool = False, last_of: bytes = b"") -> None:
+    def send(
+        self,
+        header: bytes,
+        body: memoryview = EMPTY,
+        *,
+        urgent: bool = False,
+        last_of: bytes = b"",
+        piece: OrderedPiece | None = None,
+    ) -> None:
         """Send one frame without waiting for the server; see `SendQueue`.
 
         On a broken connection the frame is lost; the protocol repeats it after a reconnect. The body must not change
         until the frame is answered.
         """
         self._progress.note_sent(len(header) + body.nbytes)
-        self._post.send(header, body, urgent=urgent, last_of=last_of)
+        self._post.send(header, body, urgent=urgent, last_of=last_of, piece=piece)
 
     def close(self) -> None:
         """End the connection and its thread."""

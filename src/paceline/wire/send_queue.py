@@ -15,6 +15,8 @@ from typing import NamedTuple, final
 
 from paceline.errors import PeerError, UsageError
 from paceline.transport.base import EMPTY, MAX_TOGETHER, Connection
+from paceline.transport.lent_body import LentBody, SendsLent
+from paceline.wire.send_order import OrderedPiece
 
 _TIMEOUT_S = 60.0  # for a small frame
 _LEAST_BYTES_PER_S = 1e6  # a peer that receives large frames more slowly than this is disconnected
@@ -35,9 +37,15 @@ class _Frame(NamedTuple):
     body: memoryview
     urgent: bool
     owed: str
-    copy: Callable[[], memoryview] | None
+    lent: LentBody | None
     on_sent: Callable[[], None] | None
     name: bytes
+    piece: OrderedPiece | None
+
+    @property
+    def bytes(self) -> memoryview:
+        """The body, wherever it is by now."""
+        return self.body if self.lent is None else self.lent.memory
 
 
 @final
@@ -148,24 +156,27 @@ class SendQueue:
         *,
         urgent: bool = False,
         owed: str = "",
-        copy: Callable[[], memoryview] | None = None,
+        lent: LentBody | None = None,
         on_sent: Callable[[], None] | None = None,
         last_of: bytes = b"",
+        piece: OrderedPiece | None = None,
     ) -> None:
         """Send one frame, or leave it to the thread; does not wait for the peer.
 
         An urgent frame passes all waiting ones that are not urgent. A repetition of a waiting frame is dropped, and so
-        is the frame with the header `last_of`, of which this is the last piece. If the queue copies bodies, `copy`
-        returns a copy that queues may share; it is called only if one is needed. `on_sent` is called, on the thread
-        that sends, once the transport has taken the frame, or when it is dropped; not when the connection has ended.
+        is the frame with the header `last_of`, of which this is the last piece. A queue that copies bodies
+        does not copy `lent` ones, whose owner says when they change; then `body` is their memory. `on_sent` is called,
+        on the thread that sends, once the transport has taken the frame, or when it is dropped; not when the connection
+        has ended.
+        The frame of a `piece` waits for its turn, and those behind it with it.
 
         A bounded queue drops a frame with a body while too many bytes wait: the peer requests it again. Frames that a
         peer never requests are not dropped; `owed` names their subject. A peer with more waiting frames than it can
         have requested, or more than 2 of one `owed` subject, is disconnected.
         """
-        frame = _Frame(header, body, urgent, owed, copy, on_sent, last_of or header)
+        frame = _Frame(header, body, urgent, owed, lent, on_sent, last_of or header, piece)
         if self._closed:
-            pass
+            _end(frame)
         elif self.hold is not None and self.hold.is_entered:
             self._hold(frame, self.hold)
         else:
@@ -174,10 +185,11 @@ class SendQueue:
     def release(self) -> None:
         """Send the frames that are held, together if none has to wait."""
         held, self._held, self._num_held_bytes = self._held, [], 0
-        if self._closed or (len(held) > 1 and self._has_sent(held)):
-            return
-        for frame in held:
-            if not self._closed:
+        if self._closed:
+            for frame in held:
+                _end(frame)
+        elif not (len(held) > 1 and self._has_sent(held)):
+            for frame in held:
                 self._send_or_queue(frame)
 
     @property
@@ -192,8 +204,7 @@ class SendQueue:
 
     def close(self) -> None:
         """End the connection, and the thread if there is one; waiting frames are lost. May be repeated."""
-        with self._changed:
-            self._drop_all()
+        self._drop_all()
         self.connection.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_TIMEOUT_S)
@@ -210,34 +221,34 @@ class SendQueue:
             hold.add(self)
 
     def _send_or_queue(self, frame: _Frame) -> None:
-        if self._has_sent([frame]):
+        if not self._closed and self._has_sent([frame]):
             return
         with self._changed:
-            if self._closed:
-                return
             may_wait = not self.bounded or not frame.body.nbytes or bool(frame.owed) or self._has_room()
+            is_over = self._closed
             is_dropped = not may_wait or frame.header in self._names
-            if not is_dropped:
+            if not is_over and not is_dropped:
                 self._put(self._kept(frame), self._urgent if frame.urgent else self._waiting)
             is_flooded = self.bounded and self._is_flooded(frame.owed)
-        if is_flooded:
+        if is_over:
+            _end(frame)
+        elif is_flooded:
             self._give_up()
-        elif is_dropped and frame.on_sent is not None:
-            frame.on_sent()
+        elif is_dropped:
+            _note_sent(frame)
 
     def _has_sent(self, frames: list[_Frame]) -> bool:
         """Send frames if none waits and none of these would; return whether they need no further care."""
         if self._is_open or self._urgent or self._waiting:  # without the lock: only the calling thread adds to them
             return False
         try:
-            if not self.connection.try_send([(frame.header, frame.body) for frame in frames], timeout_s=_TIMEOUT_S):
+            if not self.connection.try_send([(frame.header, frame.bytes) for frame in frames], timeout_s=_TIMEOUT_S):
                 return False
         except (PeerError, UsageError):  # see `_send`
             self._give_up()
             return True
         for frame in frames:
-            if frame.on_sent is not None:
-                frame.on_sent()
+            _note_sent(frame)
         return True
 
     def _is_flooded(self, owed: str) -> bool:
@@ -247,8 +258,12 @@ class SendQueue:
         """Return the frame with a body that does not change while it waits."""
         if not self.copies or not frame.body.nbytes:
             return frame
-        body = memoryview(bytes(frame.body)) if frame.copy is None else frame.copy()
-        return frame._replace(body=body, copy=lambda: body)
+        if frame.lent is not None and isinstance(self.connection, SendsLent):
+            return frame
+        body = memoryview(bytes(frame.bytes))
+        if frame.lent is not None:
+            frame.lent.note_left()
+        return frame._replace(body=body, lent=None)
 
     def _put(self, frame: _Frame, queue: deque[_Frame]) -> None:
         """Leave a frame to the thread."""
@@ -283,41 +298,71 @@ class SendQueue:
         """Send the waiting frames until closed."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._urgent or self._waiting or self._closed)
+                self._changed.wait_for(lambda: self._urgent or self._is_due() or self._closed)
                 if self._closed:
                     return
                 queue = self._urgent or self._waiting
                 frame = queue[0]
             self._send(frame)
-            on_sent = frame.on_sent
-            del frame  # frees its memory while the thread waits for the next one
             with self._changed:
                 is_over = self._closed
                 if not is_over:
                     self._remove_first(queue)
                 self._changed.notify_all()
-            if on_sent is not None and not is_over:
-                on_sent()
-                del on_sent
+            if not is_over:
+                _note_sent(frame)
+            del frame  # frees its memory while the thread waits for the next one
+
+    def _is_due(self) -> bool:
+        """Return whether the first of the frames that wait may leave; if not, the thread is woken when it may."""
+        if not self._waiting:
+            return False
+        piece = self._waiting[0].piece
+        return piece is None or piece.may_leave(self._wake)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _send(self, frame: _Frame) -> None:
         timeout_s = _TIMEOUT_S + frame.body.nbytes / _LEAST_BYTES_PER_S
         try:
-            self.connection.send(frame.header, frame.body, timeout_s=timeout_s)
+            if frame.lent is not None and isinstance(self.connection, SendsLent):
+                self.connection.send_lent(frame.header, frame.lent, timeout_s=timeout_s)
+            else:
+                self.connection.send(frame.header, frame.bytes, timeout_s=timeout_s)
         except (PeerError, UsageError):  # the peer is gone, or its request makes a frame over the limits
             self._give_up()
 
     def _drop_all(self) -> None:
-        self._closed = True
-        self._urgent.clear()
-        self._waiting.clear()
-        self._names.clear()
-        self._num_owed.clear()
-        self._num_waiting_bytes = 0
-        self._held = []
-        self._changed.notify_all()
+        with self._changed:
+            self._closed = True
+            dropped = [*self._waiting, *self._urgent, *self._held]
+            self._urgent.clear()
+            self._waiting.clear()
+            self._names.clear()
+            self._num_owed.clear()
+            self._num_waiting_bytes = 0
+            self._held = []
+            self._changed.notify_all()
+        for frame in dropped:
+            _end(frame)
 
     def _give_up(self) -> None:
-        with self._changed:
-            self._drop_all()
+        self._drop_all()
         self.on_broken()
+
+
+def _note_sent(frame: _Frame) -> None:
+    """Let the sender of a frame know that it has left, or is not needed."""
+    if frame.on_sent is not None:
+        frame.on_sent()
+    _end(frame)
+
+
+def _end(frame: _Frame) -> None:
+    """Note that a frame has left, or will not; called once for each."""
+    if frame.piece is not None:
+        frame.piece.note_left()
+    if frame.lent is not None:
+        frame.lent.note_left()

@@ -319,10 +319,12 @@ class DenseClient:
 
     def _send_pieces(self, server: int, outgoing: Outgoing) -> None:
         frame, body = outgoing.frame, outgoing.bodies[server]
-        size = piece_bytes(body.nbytes)
-        for at in range(0, body.nbytes, size):
-            last_of = frame if at + size >= body.nbytes else None
-            self.context.send(server, PushPiece(frame, at), body[at : at + size], last_of=last_of)
+        size, whole = piece_bytes(body.nbytes), body.nbytes
+        for at in range(0, whole, size):
+            end = min(at + size, whole)
+            piece = outgoing.order.piece(server, at / whole, end / whole)
+            last_of = frame if end == whole else None
+            self.context.send(server, PushPiece(frame, at), body[at:end], last_of=last_of, piece=piece)
 
     def push_part(self, server: int, push: Push) -> tuple[PushFrame, memoryview] | None:
         """Return a server's part of a push, None if the server has answered it."""

@@ -24,6 +24,7 @@ from paceline.wire.connection import ReconnectingConnection
 from paceline.wire.malformed import REQUEST_ERRORS, describe_error
 from paceline.wire.messages import EarlyValues, FetchedRest, Hello, KeysWanted, StepFrame, decode, encode, joined
 from paceline.wire.requests import RequestDone, RequestFailed
+from paceline.wire.send_order import OrderedPiece
 from paceline.wire.send_queue import SendHold
 from paceline.worker.lock import WorkerLock, WorkerOptions
 from paceline.worker.periodic import PeriodicThread
@@ -449,8 +450,7 @@ class WorkerNode:
         *,
         urgent: bool = False,
         last_of: object | None = None,
+        piece: OrderedPiece | None = None,
     ) -> None:
-        if last_of is None:
-            self._connections[server].send(encode(message), body, urgent=urgent)
-        else:
-            self._connections[server].send(encode(message), body, urgent=urgent, last_of=encode(last_of))
+        whole = b"" if last_of is None else encode(last_of)
+        self._connections[server].send(encode(message), body, urgent=urgent, last_of=whole, piece=piece)

@@ -21,6 +21,7 @@ from paceline.update.placement import as_tensor, torch_dtype
 from paceline.update.summing import num_nonfinite
 from paceline.update.table import TableSpec
 from paceline.wire.messages import PushFrame
+from paceline.wire.send_order import SendOrder
 
 T = TypeVar("T")
 
@@ -126,6 +127,7 @@ class Outgoing:
     bodies: dict[int, memoryview]  # by server, parts of the buffer. Invariant: exactly those that have not answered
     future: Future[PushOutcome]
     in_pieces: set[int]  # servers that are sent their part in pieces, and have not been sent it yet
+    order: SendOrder = field(default_factory=SendOrder)  # of the pieces
     answers: Answers = field(default_factory=Answers)
 
 

@@ -18,6 +18,7 @@ from paceline.errors import PacelineError
 from paceline.transport.base import EMPTY, Transport
 from paceline.update.placement import RowSharding
 from paceline.wire.messages import EarlyValues, FetchedRest, KeysWanted, PullFrame, PushFrame
+from paceline.wire.send_order import OrderedPiece
 from paceline.worker.lock import WorkerLock, WorkerOptions
 from paceline.worker.rows.throttle import Throttle
 from paceline.worker.rpc import Rpc
@@ -34,8 +35,9 @@ class SendFrame(Protocol):
         *,
         urgent: bool = False,
         last_of: object | None = None,
+        piece: OrderedPiece | None = None,
     ) -> None:
-        """Send; does not block for long. `last_of`: the message whose last piece it is, see `SendQueue.send`."""
+        """Send; does not block for long. `last_of`: the message whose last piece it is; see `SendQueue.send`."""
         ...
 
 

@@ -1,0 +1,102 @@
+"""Bodies that are sent from memory whose owner will change it, without a copy unless it does so meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol, final, runtime_checkable
+
+from paceline.transport.buffers import fresh_buffer
+
+
+@final
+class LentBody:
+    """A body of a frame: the memory of its owner, or a copy once the owner has taken that back.
+
+    `lock` is held while bytes are taken from `memory`, which no thread does for long.
+
+    Args:
+        memory: to send.
+        owner: has lent it; None if it never changes.
+        start: where it lies in the memory of its owner.
+    """
+
+    __slots__ = ("lock", "memory", "owner", "start")
+
+    def __init__(self, memory: memoryview, owner: LentMemory | None = None, start: int = 0) -> None:
+        self.lock = threading.Lock()
+        self.memory = memory
+        self.owner = owner
+        self.start = start
+
+    def replace(self, copy: memoryview) -> None:
+        """Have the bytes that have not been taken yet come from a copy."""
+        with self.lock:
+            self.memory = copy
+
+    def note_left(self) -> None:
+        """Note that its frame has left, or will not."""
+        if self.owner is not None:
+            self.owner.note_left(self)
+
+
+@final
+class LentMemory:
+    """Memory of which bodies are lent. Used by one thread, the one that changes the memory, but for `note_left`.
+
+    Example:
+        >>> values = bytearray(b"ab")
+        >>> memory = LentMemory(memoryview(values))
+        >>> body = memory.lend(1)
+        >>> memory.take_back()
+        >>> values[:] = b"cd"
+        >>> bytes(body.memory)
+        b'b'
+    """
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._lock = threading.Lock()
+        self._bodies: set[LentBody] = set()
+        self._then: Callable[[], object] | None = None
+
+    def lend(self, start: int = 0) -> LentBody:
+        """Return the memory from `start` on as a body."""
+        body = LentBody(self._memory[start:], self, start)
+        with self._lock:
+            self._bodies.add(body)
+        return body
+
+    def take_back(self) -> None:
+        """Call before the memory changes: frames that have not left get a copy, one for all."""
+        with self._lock:
+            bodies, self._bodies, self._then = self._bodies, set(), None
+        if bodies:
+            copy = fresh_buffer(self._memory.nbytes)
+            copy[:] = self._memory
+            for body in bodies:
+                body.replace(copy[body.start :])
+
+    def when_left(self, call: Callable[[], object]) -> None:
+        """Have `call` called, on any thread, when the next bodies that are lent have left; not once taken back."""
+        with self._lock:
+            self._then = call
+
+    def note_left(self, body: LentBody) -> None:
+        """See `LentBody.note_left`."""
+        with self._lock:
+            self._bodies.discard(body)
+            then = None if self._bodies else self._then
+            if then is not None:
+                self._then = None
+        if then is not None:
+            then()
+
+
+@runtime_checkable
+class SendsLent(Protocol):
+    """A connection that sends lent bodies from where they are."""
+
+    def send_lent(self, header: bytes, body: LentBody, *, timeout_s: float) -> None:
+        """Send one frame as `Connection.send` does; its bytes are taken one part after the other."""
+        ...
