@@ -29,7 +29,7 @@ from paceline.collective import meeting, peers
 from paceline.collective.meeting import Offer, Told
 from paceline.collective.peers import MOST_TAG, ROUND_TAG, SEGMENT_TAG, Peers
 from paceline.collective.process_group import OwnGroup
-from paceline.collective.rounds import Call, nothing
+from paceline.collective.rounds import Call, Step, nothing
 from paceline.collective.sent_rounds import SENT_SLOT_BYTES, Arrivals, SentRounds
 from paceline.collective.torch_backend import connect
 from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, UsageError
@@ -96,14 +96,14 @@ def test_a_worker_that_goes_in_the_middle_of_a_call_is_named_by_all(machines: st
     def work(group: OwnGroup, rank: int) -> None:
         between = between_machines(group)
         if between is not None:
-            run = between.run
+            end = between._end
 
-            def run_until_one_has_left(*told: Any) -> None:
-                run(*told)
+            def end_and_wait(*told: Any) -> None:
+                end(*told)
                 leaves.set()
                 assert gone.wait(WAIT_S)
 
-            between.run = run_until_one_has_left  # type: ignore[method-assign]
+            between._end = end_and_wait  # type: ignore[method-assign]
         if rank == leaver:
             group.allreduce([torch.ones(SENT_SLOT_BYTES)], AllreduceOptions())
             assert leaves.wait(WAIT_S)
@@ -210,7 +210,7 @@ def test_a_frame_that_no_worker_sends_ends_the_call_and_names_its_sender(
     rounds, own, wire = worker_and_wire()
     wire.send(told, memoryview(bytes(size_bytes)), timeout_s=WAIT_S)
     with pytest.raises(PeerError, match="worker 1 is gone: ") as error:
-        rounds.run(BARRIER, Deadline.after(WAIT_S), nothing, nothing, lambda source, to: (0, 8))
+        rounds.run(BARRIER, Deadline.after(WAIT_S), [Step(nothing, nothing, lambda source, to: (0, 8))])
     assert words in str(error.value)
     own.end("the test is over")
     wire.close()
@@ -220,27 +220,26 @@ def test_a_piece_that_is_not_the_one_expected_is_no_part_of_a_sum() -> None:
     rounds, own, wire = worker_and_wire()
     wire.send(piece_of(1, 8), memoryview(bytes(8)), timeout_s=WAIT_S)
     with pytest.raises(PeerError, match="worker 1 sent bytes 8 to 16 of its slot, expected 0 to 8"):
-        rounds.run(BARRIER, Deadline.after(WAIT_S), nothing, nothing, lambda source, to: (0, 8))
+        rounds.run(BARRIER, Deadline.after(WAIT_S), [Step(nothing, nothing, lambda source, to: (0, 8))])
     own.end("the test is over")
     wire.close()
 
 
-def test_a_worker_may_be_one_round_ahead_and_no_more() -> None:
+def test_a_worker_may_be_some_rounds_ahead_and_no_more() -> None:
     rounds, own, wire = worker_and_wire()
     found: list[int] = []
 
     def take(slots: Sequence[Tensor]) -> None:
         found.append(int(slots[1][0]))
 
-    for number in (1, 2, 3):
+    for number in range(1, 5):
         wire.send(piece_of(number, 0), memoryview(bytes([number] * 8)), timeout_s=WAIT_S)
-        if number > 1:
-            rounds.run(BARRIER, Deadline.after(WAIT_S), nothing, take, lambda *_: (0, 8))
-    rounds.run(BARRIER, Deadline.after(WAIT_S), nothing, take, lambda *_: (0, 8))
-    assert found == [1, 2, 3]
-    for number in (4, 5, 6):
+    steps = [Step(nothing, take, lambda source, to: (0, 8))] * 4
+    rounds.run(BARRIER, Deadline.after(WAIT_S), steps)
+    assert found == [1, 2, 3, 4]
+    for number in range(5, 10):
         wire.send(piece_of(number, 0), memoryview(bytes(8)), timeout_s=WAIT_S)
-    with pytest.raises(PeerError, match="it sent a piece of round 6, expected round 6, after 3"):
+    with pytest.raises(PeerError, match="it sent a piece of round 9, expected round 9, after 4"):
         own.wait(lambda: [1], "all_reduce", Deadline.after(WAIT_S))
     own.end("the test is over")
     wire.close()

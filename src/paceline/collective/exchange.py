@@ -5,14 +5,16 @@ A tensor longer than a slot goes in chunks. Reductions add in the order of ranks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from itertools import starmap
 from typing import Final, Protocol, final
 
 import torch
 from torch import Tensor
 
-from paceline.collective.rounds import REFUSAL_BYTES, REFUSED, Call, Piece, Rounds, no_piece, nothing
+from paceline.collective.rounds import REFUSAL_BYTES, REFUSED, Call, Piece, Rounds, Step, no_piece, nothing
 from paceline.errors import UsageError
 from paceline.transport.deadline import Deadline
 
@@ -83,45 +85,55 @@ class RoundsExchange:
         Each worker reduces its part of a chunk, and takes the parts of the others. Where there are two, or little to
         do, each reduces the whole.
         """
-        is_direct = self._size == 2 or flat.nbytes <= DIRECT_BYTES
-        for chunk in self._chunks(flat):
-            if is_direct:
-                reducing = _reducing(chunk, combine, self._place)
-                self._rounds.run(call, deadline, _filling(chunk), reducing, _whole(chunk))
-            else:
-                self._reduce_in_parts(call, chunk, combine, deadline)
+        chunks = list(self._chunks(flat))
+        if self._size == 2 or flat.nbytes <= DIRECT_BYTES:
+            self._run(call, deadline, (self._reduce_whole(chunk, combine) for chunk in chunks))
+            return
+        parts = [_parts(chunk, self._size) for chunk in chunks]
+        sums = [self._sum_part(*each, combine) for each in zip(chunks, parts, strict=True)]
+        wholes = [self._give_part(*each) for each in zip(chunks, parts, strict=True)]
+        self._run(call, deadline, _in_turns(sums, wholes, num_ahead=int(self._rounds.is_overlapping)))
 
-    def _reduce_in_parts(self, call: Call, chunk: Tensor, combine: Combine, deadline: Deadline) -> None:
-        parts = _parts(chunk, self._size)
-        bytes_of = _bytes(parts, chunk)
-        start, stop = parts[self._place]
-        own = chunk[start:stop]
-        reducing = _reducing(own, combine, self._place, start)
-        self._rounds.run(call, deadline, _filling(chunk), reducing, lambda _, to: bytes_of[to])
+    def _reduce_whole(self, chunk: Tensor, combine: Combine) -> Step:
+        return Step(_filling(chunk), _reducing(chunk, combine, self._place), _whole(chunk))
+
+    def _sum_part(self, chunk: Tensor, parts: Sequence[tuple[int, int]], combine: Combine) -> Step:
+        """Have this worker reduce its part of a chunk."""
+        bytes_of, (start, stop) = _bytes(parts, chunk), parts[self._place]
+        reducing = _reducing(chunk[start:stop], combine, self._place, start)
+        return Step(_filling(chunk), reducing, lambda _, to: bytes_of[to])
+
+    def _give_part(self, chunk: Tensor, parts: Sequence[tuple[int, int]]) -> Step:
+        """Give all others the part of a chunk that this worker has reduced, and take theirs."""
+        bytes_of, (start, stop) = _bytes(parts, chunk), parts[self._place]
 
         def take(slots: Sequence[Tensor]) -> None:
             for place, (first, last) in enumerate(parts):
                 if place != self._place:
                     chunk[first:last].copy_(_typed(slots[place], chunk[first:last], first))
 
-        filling = _filling(own, start)
-        self._rounds.run(call, deadline, filling, take, lambda source, _: bytes_of[source])
+        return Step(_filling(chunk[start:stop], start), take, lambda source, _: bytes_of[source])
 
     def reduce(self, call: Call, flat: Tensor, combine: Combine, root: int, deadline: Deadline) -> None:
         """Reduce to the root; see `Exchange`."""
-        for chunk in self._chunks(flat):
+
+        def step(chunk: Tensor) -> Step:
             take = _reducing(chunk, combine, root) if self._place == root else nothing
-            self._rounds.run(call, deadline, _filling(chunk), take, _towards(root, chunk))
+            return Step(_filling(chunk), take, _towards(root, chunk))
+
+        self._run(call, deadline, map(step, self._chunks(flat)))
 
     def broadcast(self, call: Call, flat: Tensor, root: int, deadline: Deadline) -> None:
         """Give all the root's tensor; see `Exchange`."""
-        for chunk in self._chunks(flat):
 
-            def take(slots: Sequence[Tensor], chunk: Tensor = chunk) -> None:
+        def step(chunk: Tensor) -> Step:
+            def take(slots: Sequence[Tensor]) -> None:
                 chunk.copy_(_typed(slots[root], chunk))
 
             how = (_filling(chunk), nothing) if self._place == root else (nothing, take)
-            self._rounds.run(call, deadline, *how, _from(root, chunk))
+            return Step(*how, _from(root, chunk))
+
+        self._run(call, deadline, map(step, self._chunks(flat)))
 
     def all_gather(self, call: Call, flat: Tensor, found: Sequence[Tensor], deadline: Deadline) -> None:
         """Give all to all; see `Exchange`."""
@@ -139,16 +151,18 @@ class RoundsExchange:
         piece: Callable[[Tensor], Piece],
         deadline: Deadline,
     ) -> None:
-        start = 0
-        for chunk in self._chunks(flat):
+        step = self._rounds.slot_bytes // flat.element_size()
 
-            def take(slots: Sequence[Tensor], start: int = start, length: int = len(chunk)) -> None:
+        def gathering(number: int, chunk: Tensor) -> Step:
+            start, stop = number * step, number * step + len(chunk)
+
+            def take(slots: Sequence[Tensor]) -> None:
                 for slot, one in zip(slots, found, strict=False):
-                    part = one[start : start + length]
-                    part.copy_(_typed(slot, part))
+                    one[start:stop].copy_(_typed(slot, one[start:stop]))
 
-            self._rounds.run(call, deadline, _filling(chunk), take, piece(chunk))
-            start += len(chunk)
+            return Step(_filling(chunk), take, piece(chunk))
+
+        self._run(call, deadline, starmap(gathering, enumerate(self._chunks(flat))))
 
     def scatter(self, call: Call, given: Sequence[Tensor], own: Tensor, root: int, deadline: Deadline) -> None:
         """Give each what the root has for it; see `Exchange`."""
@@ -171,14 +185,14 @@ class RoundsExchange:
 
     def barrier(self, call: Call, deadline: Deadline) -> None:
         """Wait for all; see `Exchange`."""
-        self._rounds.run(call, deadline, nothing, nothing, no_piece)
+        self._run(call, deadline, [Step(nothing, nothing, no_piece)])
 
     def refuse(self, text: str, deadline: Deadline) -> None:
         """Tell the others, instead of making their call, why it is not made: that raises UsageError there."""
         told = text.encode()[: REFUSAL_BYTES - 1].ljust(REFUSAL_BYTES, b"\0")
         words = torch.frombuffer(bytearray(told), dtype=torch.uint8)
         with suppress(UsageError):  # of their calls, which are others
-            self._rounds.run(REFUSED, deadline, _filling(words), nothing, _whole(words))
+            self._run(REFUSED, deadline, [Step(_filling(words), nothing, _whole(words))])
 
     def close(self) -> None:
         """Let go of the memory of the rounds; see `Exchange`."""
@@ -201,26 +215,46 @@ class RoundsExchange:
         place, itemsize = self._place, call.dtype.itemsize
         step = max(1, self._rounds.slot_bytes // self._size // _LINE_BYTES * _LINE_BYTES // itemsize)
         width = step * itemsize
-        for start in range(0, max(1, length), step):
+
+        def spreading(start: int) -> Step:
             at = slice(start, min(start + step, length))
             num_bytes = (at.stop - at.start) * itemsize
 
-            def fill(slot: Tensor, at: slice = at, num_bytes: int = num_bytes) -> None:
+            def fill(slot: Tensor) -> None:
                 for other, tensor in enumerate(given):
                     slot[other * width : other * width + num_bytes].view(call.dtype).copy_(tensor[at])
 
-            def take_own(slots: Sequence[Tensor], at: slice = at, num_bytes: int = num_bytes) -> None:
+            def take_own(slots: Sequence[Tensor]) -> None:
                 take([slot[place * width : place * width + num_bytes].view(call.dtype) for slot in slots], at)
 
-            def piece(source: int, to: int, num_bytes: int = num_bytes) -> tuple[int, int]:
+            def piece(source: int, to: int) -> tuple[int, int]:
                 return (to * width, to * width + num_bytes) if root in (None, source) else (0, 0)
 
-            self._rounds.run(call, deadline, fill, take_own, piece)
+            return Step(fill, take_own, piece)
+
+        self._run(call, deadline, map(spreading, range(0, max(1, length), step)))
+
+    def _run(self, call: Call, deadline: Deadline, steps: Iterable[Step]) -> None:
+        self._rounds.run(call, deadline, steps)
 
     def _chunks(self, flat: Tensor) -> Iterator[Tensor]:
         """Return what fits into a slot at once, one empty chunk of an empty tensor: a call is at least one round."""
         step = self._rounds.slot_bytes // flat.element_size()
         return (flat[start : start + step] for start in range(0, max(1, len(flat)), step))
+
+
+def _in_turns(sums: Sequence[Step], wholes: Sequence[Step], num_ahead: int) -> Iterator[Step]:
+    """Return the rounds in which parts are added, and those that give them to all, each so many after the former."""
+    places: list[int] = []  # of the sums, among all rounds
+    num_steps = 0
+    for number in range(len(sums) + num_ahead):
+        if number < len(sums):
+            places.append(num_steps)
+            num_steps += 1
+            yield sums[number]
+        if number >= num_ahead:
+            num_steps += 1
+            yield replace(wholes[number - num_ahead], needs=places[number - num_ahead])
 
 
 def _parts(chunk: Tensor, num_workers: int) -> list[tuple[int, int]]:

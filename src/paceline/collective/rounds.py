@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from os import sched_yield
@@ -87,6 +87,23 @@ Take = Callable[[Sequence[Tensor]], object]
 Piece = Callable[[int, int], tuple[int, int]]
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One round of a call.
+
+    Args:
+        fill: is given the slot of this worker, `slot_bytes` of uint8.
+        take: is given the slots of all workers, by place, which it may only read, and not keep.
+        piece: which bytes are taken of the slot of one worker by another one, the same on all workers.
+        needs: the number of the round of this call whose `take` comes before `fill`; -1 for none.
+    """
+
+    fill: Fill
+    take: Take
+    piece: Piece
+    needs: int = -1
+
+
 class Rounds(Protocol):
     """The rounds of one worker among the members of a group, or some of them; one thread at a time."""
 
@@ -105,25 +122,21 @@ class Rounds(Protocol):
         """The size of a slot."""
         ...
 
-    def run(
-        self,
-        call: Call,
-        deadline: Deadline,
-        fill: Fill,
-        take: Take,
-        piece: Piece,
-    ) -> None:
-        """Fill this worker's slot, wait until all have filled theirs, and take from them.
+    @property
+    def is_overlapping(self) -> bool:
+        """Whether a round begins before the one before it has ended."""
+        ...
+
+    def run(self, call: Call, deadline: Deadline, steps: Iterable[Step]) -> None:
+        """Fill this worker's slot, wait until all have filled theirs, and take from them; for each step.
 
         Args:
-            call: what the round belongs to.
-            deadline: of the wait.
-            fill: is given the slot of this worker, `slot_bytes` of uint8.
-            take: is given the slots of all workers, by place, which it may only read, and not keep.
-            piece: which bytes are taken of the slot of one worker by another one, the same on all workers.
+            call: what the rounds belong to.
+            deadline: of all waits together.
+            steps: the rounds, at least one.
 
         Raises:
-            UsageError: another worker makes another call.
+            UsageError: another worker makes another call; then one round was made, whatever number of steps there are.
             PeerError: a worker is gone, or has not come in time.
         """
         ...
@@ -153,6 +166,7 @@ class SharedRounds:
     def __init__(self, peers: Peers, segments: Mapping[int, memoryview]) -> None:
         ranks = self._ranks = sorted(segments)
         self.slot_bytes: Final = SLOT_BYTES
+        self.is_overlapping: Final = False
         self.place: Final = ranks.index(peers.rank)
         self.size: Final = len(ranks)
         self.peers: Final = peers
@@ -165,8 +179,12 @@ class SharedRounds:
         self._slots = [[one[start : start + SLOT_BYTES] for one in whole] for start in starts]
         self._num_rounds = 0
 
-    def run(self, call: Call, deadline: Deadline, fill: Fill, take: Take, piece: Piece = no_piece) -> None:
-        """Make one round; see `Rounds.run`. All see all of a slot."""
+    def run(self, call: Call, deadline: Deadline, steps: Iterable[Step]) -> None:
+        """Make rounds; see `Rounds.run`. All see all of a slot."""
+        for step in steps:
+            self._run(call, deadline, step.fill, step.take)
+
+    def _run(self, call: Call, deadline: Deadline, fill: Fill, take: Take) -> None:
         peers, turn = self.peers, self._num_rounds % 2
         peers.require_open()
         slots, at, encoded = self._slots[turn], _CALLS_AT[turn], call.encoded()
