@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         size,
     )
     from paceline.api.session import Session
+    from paceline.collective.meeting import FarAccess
     from paceline.core.consistency import Consistency, asynchronous, backup, bsp, essp, ssp
     from paceline.data.files import files
     from paceline.data.prefetching import prefetch
@@ -123,7 +124,14 @@ _MODULES = {
 }
 
 
-_register_backend()
+def _find_far_access() -> "FarAccess | None":
+    """Return how other machines reach this process, if it is a worker of a job: for the backend of torch."""
+    join = sys.modules.get("paceline.api.join")
+    session = None if join is None else join.open_session()
+    return None if session is None else session.exchange.worker_set.far_access
+
+
+_register_backend(_find_far_access)
 
 
 def __getattr__(name: str) -> object:

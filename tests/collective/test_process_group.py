@@ -1,4 +1,4 @@
-"""One contract for the process groups that carry collective calls: Gloo's and the one in shared memory."""
+"""One contract for the process groups that carry collective calls: Gloo's and ours, in memory and over connections."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.collective.groups import BACKENDS, OWN, TIMEOUT, run_group, succeed
 from tests.jobs import start_and_join
 from tests.leaks import nothing_left_behind
 from torch import Tensor
@@ -28,50 +29,14 @@ from torch.distributed import HashStore
 
 from paceline.collective import process_group
 from paceline.collective.exchange import DIRECT_BYTES
-from paceline.collective.group import connect_gloo
 from paceline.collective.process_group import OwnGroup
 from paceline.collective.rounds import SLOT_BYTES
 from paceline.collective.torch_backend import connect
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
 
-BACKENDS = ("gloo", "paceline")
-TIMEOUT = timedelta(seconds=30)
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8)
 DIRECT, SLOT = DIRECT_BYTES // 4, SLOT_BYTES // 4
 SIZES = (0, 1, 7, 1000, DIRECT, DIRECT + 1, SLOT - 1, SLOT, SLOT + 1, 2 * SLOT + 13)
-
-Work = Callable[[Any, int], object]
-
-
-def run_group(backend: str, num_workers: int, work: Work, timeout: timedelta = TIMEOUT) -> list[Any]:
-    """Run `work` as every worker of a group; return what each returned or raised."""
-    store, results = HashStore(), [None] * num_workers
-
-    def live(rank: int) -> None:
-        torch.set_num_threads(1)
-        try:
-            if backend == "gloo":
-                results[rank] = work(connect_gloo(store, rank, num_workers, "127.0.0.1", timeout), rank)
-                return
-            group = connect(store, rank, num_workers, timeout)
-            try:
-                results[rank] = work(group, rank)
-            finally:
-                group.shutdown()
-        except Exception as error:
-            results[rank] = error.with_traceback(None)  # its frames hold the memory of the group
-
-    with nothing_left_behind():
-        start_and_join([threading.Thread(target=live, args=(rank,)) for rank in range(num_workers)])
-    return results
-
-
-def succeed(backend: str, num_workers: int, work: Work) -> list[Any]:
-    results = run_group(backend, num_workers, work)
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    return results
 
 
 def numbers(rank: int, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -225,7 +190,8 @@ def test_what_is_not_contiguous_or_needs_a_gradient_is_replaced_in_place() -> No
     succeed("paceline", 2, work)
 
 
-def test_calls_that_are_not_waited_for_go_on_in_order() -> None:
+@pytest.mark.parametrize("backend", OWN)
+def test_calls_that_are_not_waited_for_go_on_in_order(backend: str) -> None:
     def work(group: Any, rank: int) -> list[float]:
         given = [torch.full((3,), float(number)) for number in range(5)]
         works = [group.allreduce([one], AllreduceOptions()) for one in given]
@@ -238,10 +204,11 @@ def test_calls_that_are_not_waited_for_go_on_in_order() -> None:
         assert all(one.is_completed() and one.is_success() for one in works)
         return [one[0].item() for one in given]
 
-    assert succeed("paceline", 2, work) == [[0.0, 2.0, 4.0, 6.0, 8.0]] * 2
+    assert succeed(backend, 2, work) == [[0.0, 2.0, 4.0, 6.0, 8.0]] * 2
 
 
-def test_workers_that_make_different_calls_are_told_and_may_go_on() -> None:
+@pytest.mark.parametrize("backend", OWN)
+def test_workers_that_make_different_calls_are_told_and_may_go_on(backend: str) -> None:
     def work(group: Any, rank: int) -> str:
         calls = (lambda: reduce_all(group, torch.ones(4)), lambda: group.barrier(BarrierOptions()).wait())
         with pytest.raises(UsageError) as told:
@@ -249,13 +216,14 @@ def test_workers_that_make_different_calls_are_told_and_may_go_on() -> None:
         same(reduce_all(group, torch.ones(4)), torch.full((4,), 3.0))
         return str(told.value)
 
-    said = succeed("paceline", 3, work)
+    said = succeed(backend, 3, work)
     assert said[0].startswith("worker 0: expected all_reduce of 4 x float32 (0) of every worker, got barrier from work")
     assert "expected barrier of every worker, got all_reduce of 4 x float32 (0) from worker 0" in said[1]
     assert "from worker 1" in said[2]
 
 
-def test_a_worker_that_leaves_or_does_not_come_is_named() -> None:
+@pytest.mark.parametrize("backend", OWN)
+def test_a_worker_that_leaves_or_does_not_come_is_named(backend: str) -> None:
     left = threading.Event()
 
     def leave(group: Any, rank: int) -> None:
@@ -267,7 +235,7 @@ def test_a_worker_that_leaves_or_does_not_come_is_named() -> None:
         assert left.wait(30)
         reduce_all(group, torch.ones(4))
 
-    for gone in (run_group("paceline", 3, leave)[rank] for rank in (0, 2)):
+    for gone in (run_group(backend, 3, leave)[rank] for rank in (0, 2)):
         assert isinstance(gone, PeerError)
         assert "worker 1 is gone" in str(gone)
 
@@ -282,7 +250,7 @@ def test_a_worker_that_leaves_or_does_not_come_is_named() -> None:
         finally:
             over.set()
 
-    late = run_group("paceline", 2, lag, timedelta(seconds=1.5))[0]
+    late = run_group(backend, 2, lag, timedelta(seconds=1.5))[0]
     assert isinstance(late, DeadlineExceeded)
     assert str(late) == "worker 0, all_reduce: worker 1 did not come in time"
 

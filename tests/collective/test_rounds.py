@@ -8,13 +8,17 @@ import pytest
 from tests.jobs import join_all
 
 from paceline.collective.peers import Peers
-from paceline.collective.rounds import SEGMENT_BYTES, Call, SharedRounds, nothing
+from paceline.collective.rounds import SEGMENT_BYTES, Call, Fill, SharedRounds, Step, Take, no_piece, nothing
 from paceline.errors import DeadlineExceeded, PeerError
 from paceline.transport.deadline import Deadline
 from paceline.transport.memory import MemoryTransport
 
 CALL = Call("barrier")
 WAIT_S = 30.0
+
+
+def step(fill: Fill = nothing, take: Take = nothing) -> Step:
+    return Step(fill, take, no_piece)
 
 
 def rounds_of_two() -> tuple[SharedRounds, SharedRounds]:
@@ -32,18 +36,18 @@ def test_a_round_that_all_have_filled_stays_good_though_a_worker_gives_up_in_the
     found: list[float] = []
 
     def run_slowly() -> None:
-        slow.run(CALL, Deadline.after(WAIT_S), nothing, lambda slots: found.append(slots[1][0].item()))
+        slow.run(CALL, Deadline.after(WAIT_S), [step(take=lambda slots: found.append(slots[1][0].item()))])
 
     thread = threading.Thread(target=run_slowly, daemon=True)
     with slow.peers.news:  # the slow worker has filled its slot, and looks at those of others after this
         thread.start()
-        quick.run(CALL, Deadline.after(WAIT_S), lambda slot: slot[0].fill_(7), nothing)
+        quick.run(CALL, Deadline.after(WAIT_S), [step(fill=lambda slot: slot[0].fill_(7))])
         with pytest.raises(DeadlineExceeded, match="worker 0 did not come in time"):
-            quick.run(CALL, Deadline.after(0), nothing, nothing)
+            quick.run(CALL, Deadline.after(0), [step()])
     join_all([thread])
     assert found == [7]
     with pytest.raises(PeerError, match="worker 1"):  # that round is the one in which it gave up
-        slow.run(CALL, Deadline.after(0), nothing, nothing)
+        slow.run(CALL, Deadline.after(0), [step()])
     for rounds in (slow, quick):
         rounds.peers.end("the test is over")
         rounds.close()

@@ -40,7 +40,6 @@ def torchrun(network: ShapedNetwork, folder: Path) -> Iterator[list[subprocess.P
         "OMP_NUM_THREADS": "1",
         "PACELINE_RUN_DIR": str(folder / "runs"),
         "PACELINE_SERVERS": "node:1",
-        "PACELINE_PLAIN_COLLECTIVES": "1",
     }
     with ExitStack() as running:
         agents: list[subprocess.Popen[str]] = []

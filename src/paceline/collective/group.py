@@ -17,10 +17,12 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Proces
 from torch.distributed import ProcessGroup, Work
 
 from paceline.collective.failures import FailureReports, Liveness, names
-from paceline.collective.meeting import Offer, are_together
+from paceline.collective.meeting import FarAccess, Offer, Told, can_meet
 from paceline.collective.process_group import OwnGroup
 from paceline.collective.signature import NUM_WORDS, CallSignature, require_same
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
+from paceline.job.carriers import CARRIERS
+from paceline.wire.messages import Hello
 from paceline.wire.requests import Barrier
 from paceline.worker.node import WorkerNode
 from paceline.worker.waits import About
@@ -54,8 +56,8 @@ def meeting_address(server: str, *, plain: bool = False) -> str:
         raise UsageError(
             "collective calls (all-reduce, fsdp, stages and tensor ranks of a model, patterns) are between machines "
             f"here, from {own} on, and Gloo, which carries them, does not encrypt: others on the network could "
-            "read and change them. Let a parameter server carry the updates, or set PACELINE_PLAIN_COLLECTIVES=1 where "
-            "all of the network is trusted"
+            "read and change them. Give the job certificates and do not ask for Gloo, let a parameter server carry the "
+            "updates, or set PACELINE_PLAIN_COLLECTIVES=1 where all of the network is trusted"
         )
     return str(own)
 
@@ -99,6 +101,19 @@ class WorkerSet:
     def address(self) -> str:
         """The address for connections of the others; raises UsageError if they may not travel between machines."""
         return meeting_address(self.node.addresses[0], plain=self.plain)
+
+    @property
+    def far_access(self) -> FarAccess | None:
+        """How workers on other machines reach this one; None where the carrier of the job joins those of one machine.
+
+        Listening there fails where it would have to be encrypted, and the job has no certificates.
+        """
+        carrier, sender = CARRIERS.get(self.node.transport.name), self.node.settings.sender
+        if carrier is None or self.run_dir is None or not self.node.addresses[0].startswith("tcp://"):
+            return None
+        host = meeting_address(self.node.addresses[0], plain=True)
+        hello = Hello("worker", self.rank, sender.incarnation, sender.generation)
+        return FarAccess(self.node.transport, carrier.free_address(host, str(self.run_dir), "group"), hello)
 
     @property
     def others(self) -> list[int]:
@@ -283,7 +298,7 @@ def connect_members(
     *,
     at_once: bool = False,
 ) -> OwnGroup | ProcessGroupGloo:
-    """Connect a group of workers: by shared memory where they are on one machine, else by Gloo. Blocks until all have.
+    """Connect a group of workers, between machines by the carrier of the job, else by Gloo. Blocks until all have.
 
     Args:
         worker_set: all workers.
@@ -295,22 +310,21 @@ def connect_members(
         at_once: make calls in the thread of their caller, where that is to be chosen.
 
     Raises:
-        UsageError: connections would be between machines, and may not.
+        UsageError: connections would be between machines and neither encrypted nor allowed in plain.
         PeerError: a worker is gone, or has not come in time.
     """
-    folder = worker_set.run_dir
-    offer = None if worker_set.gloo or folder is None else Offer.make(folder)
+    folder = None if worker_set.gloo else worker_set.run_dir
+    offer = Offer() if folder is None else Offer.make(folder, worker_set.far_access)
     try:
-        store.set(f"offer/{rank}", offer.text if offer is not None else "")
-        if offer is None:
+        store.set(f"offer/{rank}", offer.told.text)
+        if offer.told == Told():
             _ = worker_set.address  # which may be refused: before the others wait
         meet()
-        told = [store.get(f"offer/{other}").decode() for other in range(size)]
-        if offer is not None and are_together(told):
-            return OwnGroup(offer.accept(rank, told, worker_set.timeout_s), NEVER.total_seconds(), at_once=at_once)
+        told = [Told.read(store.get(f"offer/{other}").decode()) for other in range(size)]
+        if can_meet(told):
+            return OwnGroup(*offer.accept(rank, told, worker_set.timeout_s), NEVER.total_seconds(), at_once=at_once)
     finally:
-        if offer is not None:
-            offer.listener.close()
+        offer.close()
     return connect_gloo(store, rank, size, worker_set.address, timeout)
 
 

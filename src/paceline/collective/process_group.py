@@ -1,4 +1,4 @@
-"""A process group of torch over Paceline's own rounds: what torch.distributed and its modules call."""
+"""A process group of torch over Paceline's own collectives: what torch.distributed and its modules call."""
 
 # Torch calls these methods by position; its own signatures are several for each name.
 # pyright: reportIncompatibleMethodOverride=false, reportAssignmentType=false
@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from paceline.collective import exchange
-from paceline.collective.exchange import COMBINE, REDUCTIONS, Combine
-from paceline.collective.peers import Peers
-from paceline.collective.rounds import Call, Rounds
+from paceline.collective.exchange import COMBINE, REDUCTIONS, Combine, Exchange
+from paceline.collective.peers import MOST_TAG, Peers
+from paceline.collective.rounds import Call
 from paceline.collective.torch_backend import NAME
 from paceline.errors import PeerError, UsageError
 from paceline.transport.deadline import Deadline
@@ -28,7 +27,7 @@ from paceline.transport.deadline import Deadline
 Options = Any  # torch has a class of them for each call
 
 _MAX_TAG: Final = 1 << 40
-_SPLIT_TAG: Final = 1 << 41  # of all_to_all, beyond the tags of a script
+_SPLIT_TAG: Final = MOST_TAG  # of all_to_all, beyond the tags of a script
 
 
 @final
@@ -38,15 +37,16 @@ class OwnGroup(ProcessGroup):
     Tensors on other devices go through the memory of the host. A failed call ends the group for this worker.
 
     Args:
-        rounds: what calls are made of.
+        peers: the other workers.
+        exchange: makes the collectives among all of them.
         timeout_s: the deadline of calls that name none.
         at_once: make all calls in the caller's thread.
     """
 
-    def __init__(self, rounds: Rounds, timeout_s: float, *, at_once: bool = False) -> None:
-        super().__init__(rounds.peers.rank, rounds.peers.size)  # pyright: ignore[reportCallIssue] - torch has two of them
-        self.peers: Final = rounds.peers
-        self._rounds = rounds
+    def __init__(self, peers: Peers, exchange: Exchange, timeout_s: float, *, at_once: bool = False) -> None:
+        super().__init__(peers.rank, peers.size)  # pyright: ignore[reportCallIssue] - torch has two of them
+        self.peers: Final = peers
+        self._exchange = exchange
         self._timeout_s = timeout_s
         self._at_once = at_once
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -99,7 +99,7 @@ class OwnGroup(ProcessGroup):
 
         def act(flats: Sequence[Tensor], deadline: Deadline) -> None:
             for flat in flats:
-                exchange.all_reduce(self._rounds, _call_over("all_reduce", flat, how), flat, combine, deadline)
+                self._exchange.all_reduce(_call_over("all_reduce", flat, how), flat, combine, deadline)
 
         return self._call(tensors, opts, act)
 
@@ -109,8 +109,8 @@ class OwnGroup(ProcessGroup):
         return self._call(
             tensors,
             opts,
-            lambda flats, deadline: exchange.broadcast(
-                self._rounds, _call_over("broadcast", flats[0], root), flats[0], root, deadline
+            lambda flats, deadline: self._exchange.broadcast(
+                _call_over("broadcast", flats[0], root), flats[0], root, deadline
             ),
         )
 
@@ -121,8 +121,7 @@ class OwnGroup(ProcessGroup):
         return self._call(
             tensors,
             opts,
-            lambda flats, deadline: exchange.reduce(
-                self._rounds,
+            lambda flats, deadline: self._exchange.reduce(
                 _call_over("reduce", flats[0], how + len(REDUCTIONS) * root),
                 flats[0],
                 combine,
@@ -177,7 +176,7 @@ class OwnGroup(ProcessGroup):
 
         def act(flats: Sequence[Tensor], deadline: Deadline) -> None:
             call = _call_over("gather", flats[-1], root)
-            exchange.gather(self._rounds, call, flats[-1], flats[:num_found], root, deadline)
+            self._exchange.gather(call, flats[-1], flats[:num_found], root, deadline)
 
         return self._call([*found, input_tensors[0]], opts, act, num_results=num_found)
 
@@ -189,7 +188,7 @@ class OwnGroup(ProcessGroup):
 
         def act(flats: Sequence[Tensor], deadline: Deadline) -> None:
             call = _call_over("scatter", flats[0], root)
-            exchange.scatter(self._rounds, call, flats[1:], flats[0], root, deadline)
+            self._exchange.scatter(call, flats[1:], flats[0], root, deadline)
 
         return self._call([output_tensors[0], *given], opts, act, num_results=1)
 
@@ -204,8 +203,7 @@ class OwnGroup(ProcessGroup):
         return self._call(
             [*found, *parts],
             opts,
-            lambda flats, deadline: exchange.all_to_all(
-                self._rounds,
+            lambda flats, deadline: self._exchange.all_to_all(
                 _call_over("all_to_all", flats[0]),
                 flats[num_workers:],
                 flats[:num_workers],
@@ -232,7 +230,7 @@ class OwnGroup(ProcessGroup):
         """Wait until all workers have called this."""
 
         def act(_: Sequence[Tensor], deadline: Deadline) -> None:
-            self._rounds.run(Call("barrier"), deadline, _nothing, _nothing)
+            self._exchange.barrier(Call("barrier"), deadline)
 
         return self._call([], opts, act)
 
@@ -264,7 +262,7 @@ class OwnGroup(ProcessGroup):
             self._queue.put(None)
         if self._calling.acquire(blocking=False):  # else a thread is in a call, which uses the memory of the group
             try:
-                self._rounds.close()
+                self._exchange.close()
             finally:
                 self._calling.release()
 
@@ -276,7 +274,7 @@ class OwnGroup(ProcessGroup):
             thread.join(self._timeout_s)
         self.abort()
         with self._calling:
-            self._rounds.close()
+            self._exchange.close()
 
     # What older versions of torch call them.
     _allgather_base = all_gather_single
@@ -292,7 +290,11 @@ class OwnGroup(ProcessGroup):
         found = [torch.empty_like(words) for _ in range(self.peers.size)]
         with self._calling:
             call = _call_over("agree", words)
-            exchange.all_gather(self._rounds, call, words, found, Deadline.after(self._timeout_s))
+            try:
+                self._exchange.all_gather(call, words, found, Deadline.after(self._timeout_s))
+            except PeerError as error:
+                self.peers.end(f"an earlier call has failed: {error}", error)
+                raise
         return found
 
     def receive(self, tensors: list[Tensor], sources: Sequence[int], tag: int, timeout_s: float | None) -> int:
@@ -310,8 +312,8 @@ class OwnGroup(ProcessGroup):
         return self._call(
             [*found, given],
             opts,
-            lambda flats, deadline: exchange.all_gather(
-                self._rounds, _call_over("all_gather", flats[-1]), flats[-1], flats[:num_found], deadline
+            lambda flats, deadline: self._exchange.all_gather(
+                _call_over("all_gather", flats[-1]), flats[-1], flats[:num_found], deadline
             ),
             num_results=num_found,
         )
@@ -322,8 +324,8 @@ class OwnGroup(ProcessGroup):
         return self._call(
             [found, *given],
             opts,
-            lambda flats, deadline: exchange.reduce_scatter(
-                self._rounds, _call_over("reduce_scatter", flats[0], how), flats[1:], flats[0], combine, deadline
+            lambda flats, deadline: self._exchange.reduce_scatter(
+                _call_over("reduce_scatter", flats[0], how), flats[1:], flats[0], combine, deadline
             ),
             num_results=1,
         )
@@ -331,7 +333,7 @@ class OwnGroup(ProcessGroup):
     def _send(self, flat: Tensor, to: int, tag: int) -> None:
         if to == self.peers.rank:
             raise UsageError(f"worker {to} cannot send to itself.")
-        self.peers.send(to, tag, body=flat.view(torch.uint8).numpy().data)
+        self.peers.send(to, tag, body=flat.view(torch.uint8).numpy().data, timeout_s=self._timeout_s)
 
     def _receive(self, flat: Tensor, sources: Sequence[int], tag: int, deadline: Deadline) -> int:
         source, (_, body) = self.peers.take(sources, tag, "receive", deadline)
@@ -367,7 +369,7 @@ class OwnGroup(ProcessGroup):
                 try:
                     act(flats, deadline)
                 except PeerError as error:
-                    self.peers.end(f"an earlier call has failed: {error}")
+                    self.peers.end(f"an earlier call has failed: {error}", error)
                     raise
                 for tensor, flat in zip(results, flats, strict=False):
                     _copy_back(tensor, flat)
@@ -526,10 +528,6 @@ class _Receive(Work):
         """Return a future with the tensor; blocks for it."""
         self.wait()
         return _Done(self._tensors).get_future()
-
-
-def _nothing(_: object) -> None:
-    """Fill or take nothing."""
 
 
 def _timeout_s(timeout: timedelta, usual_s: float) -> float:

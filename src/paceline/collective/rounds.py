@@ -1,14 +1,14 @@
 """Rounds: every worker puts bytes into its slot, and once all have, takes what it needs from the slots of all.
 
 Collectives are made of rounds. On one machine the slots are shared memory, and a round is a counter that each worker
-raises in memory that the others see.
+raises in memory that the others see. Between machines it is frames (`sent_rounds.py`).
 """
 
 from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from os import sched_yield
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from paceline.collective.failures import names
-from paceline.collective.peers import Peers
+from paceline.collective.peers import SEGMENT_TAG, Peers
 from paceline.errors import PeerError, UsageError
+from paceline.transport.base import EMPTY
 from paceline.transport.deadline import Deadline
 
 # Small enough that the slots of some workers stay in the cache between being filled and being taken.
 SLOT_BYTES: Final = 1 << 21
-SEGMENT_TAG: Final = -1
 _CONTROL_BYTES: Final = 4096
 SEGMENT_BYTES: Final = _CONTROL_BYTES + 2 * SLOT_BYTES
 # Words of the first page, in cache lines of their own: how many rounds are filled, whether this worker sleeps, and in
@@ -33,14 +33,16 @@ _FILLED: Final = 0
 _SLEEPS: Final = 8
 _GAVE_UP: Final = 9
 _CALL: Final = struct.Struct("<4q")
+CALL_BYTES: Final = _CALL.size
 _CALLS_AT: Final = (128, 192)  # in bytes, one for each slot
 _NUM_LOOKS: Final = 200
 _SPIN_S: Final = 100e-6
 
 KINDS: Final = (
     *("all_reduce", "broadcast", "all_gather", "reduce", "reduce_scatter", "gather", "scatter", "all_to_all"),
-    *("barrier", "agree"),
+    *("barrier", "agree", "refused"),
 )
+REFUSAL_BYTES: Final = 1024
 DTYPES: Final = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8),
     *(torch.uint8, torch.bool, torch.complex64, torch.complex128),
@@ -74,41 +76,67 @@ class Call:
         kind, dtype, num_elements, how = _CALL.unpack(encoded)
         name = KINDS[kind] if 0 <= kind < len(KINDS) else "an unknown call"
         of = str(DTYPES[dtype]).removeprefix("torch.") if 0 <= dtype < len(DTYPES) else "another dtype"
-        return name if name == "barrier" else f"{name} of {num_elements} x {of} ({how})"
+        return name if name in ("barrier", "refused") else f"{name} of {num_elements} x {of} ({how})"
 
+
+REFUSED: Final = Call("refused")  # a round of a worker that tells others why it does not make their call
 
 Fill = Callable[[Tensor], object]
 Take = Callable[[Sequence[Tensor]], object]
-Piece = tuple[int, int]
+# Which bytes of a worker's slot, from where to where, another one takes; both by their places among the members.
+Piece = Callable[[int, int], tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One round of a call.
+
+    Args:
+        fill: is given the slot of this worker, `slot_bytes` of uint8.
+        take: is given the slots of all workers, by place, which it may only read, and not keep.
+        piece: which bytes are taken of the slot of one worker by another one, the same on all workers.
+        needs: the number of the round of this call whose `take` comes before `fill`; -1 for none.
+    """
+
+    fill: Fill
+    take: Take
+    piece: Piece
+    needs: int = -1
 
 
 class Rounds(Protocol):
-    """The rounds of one worker in a group; one thread at a time."""
+    """The rounds of one worker among the members of a group, or some of them; one thread at a time."""
 
     @property
-    def peers(self) -> Peers:
-        """The other workers."""
+    def place(self) -> int:
+        """The place of this worker among those that make the rounds, who are in the order of their ranks."""
         ...
 
-    def run(
-        self,
-        call: Call,
-        deadline: Deadline,
-        fill: Fill,
-        take: Take,
-        pieces: Sequence[Piece] | None = None,
-    ) -> None:
-        """Fill this worker's slot, wait until all have filled theirs, and take from them.
+    @property
+    def size(self) -> int:
+        """How many make the rounds."""
+        ...
+
+    @property
+    def slot_bytes(self) -> int:
+        """The size of a slot."""
+        ...
+
+    @property
+    def is_overlapping(self) -> bool:
+        """Whether a round begins before the one before it has ended."""
+        ...
+
+    def run(self, call: Call, deadline: Deadline, steps: Iterable[Step]) -> None:
+        """Fill this worker's slot, wait until all have filled theirs, and take from them; for each step.
 
         Args:
-            call: what the round belongs to.
-            deadline: of the wait.
-            fill: is given the slot of this worker, `SLOT_BYTES` of uint8.
-            take: is given the slots of all workers, by rank, which it may only read, and not keep.
-            pieces: by rank, which bytes of this worker's slot, from where to where, others take.
+            call: what the rounds belong to.
+            deadline: of all waits together.
+            steps: the rounds, at least one.
 
         Raises:
-            UsageError: another worker makes another call.
+            UsageError: another worker makes another call; then one round was made, whatever number of steps there are.
             PeerError: a worker is gone, or has not come in time.
         """
         ...
@@ -122,6 +150,11 @@ def nothing(_: object) -> None:
     """Fill or take nothing."""
 
 
+def no_piece(_source: int, _to: int) -> tuple[int, int]:
+    """Return that no bytes are taken."""
+    return (0, 0)
+
+
 @final
 class SharedRounds:
     """Rounds on one machine, in shared memory that each worker owns and the others only read.
@@ -131,40 +164,50 @@ class SharedRounds:
     """
 
     def __init__(self, peers: Peers, segments: Mapping[int, memoryview]) -> None:
+        ranks = self._ranks = sorted(segments)
+        self.slot_bytes: Final = SLOT_BYTES
+        self.is_overlapping: Final = False
+        self.place: Final = ranks.index(peers.rank)
+        self.size: Final = len(ranks)
         self.peers: Final = peers
-        self._bytes = [segments[rank] for rank in range(peers.size)]
-        self._words = [memory[:_CONTROL_BYTES].cast("q") for memory in self._bytes]
-        whole = [torch.frombuffer(memory, dtype=torch.uint8) for memory in self._bytes]
+        self._own = segments[peers.rank]
+        self._others = [rank for rank in ranks if rank != peers.rank]
+        self._bytes = dict(segments)
+        self._words = {rank: memory[:_CONTROL_BYTES].cast("q") for rank, memory in segments.items()}
+        whole = [torch.frombuffer(segments[rank], dtype=torch.uint8) for rank in ranks]
         starts = (_CONTROL_BYTES, _CONTROL_BYTES + SLOT_BYTES)
         self._slots = [[one[start : start + SLOT_BYTES] for one in whole] for start in starts]
         self._num_rounds = 0
 
-    def run(
-        self, call: Call, deadline: Deadline, fill: Fill, take: Take, pieces: Sequence[Piece] | None = None
-    ) -> None:
-        """Make one round; see `Rounds.run`."""
+    def run(self, call: Call, deadline: Deadline, steps: Iterable[Step]) -> None:
+        """Make rounds; see `Rounds.run`. All see all of a slot."""
+        for step in steps:
+            self._run(call, deadline, step.fill, step.take)
+
+    def _run(self, call: Call, deadline: Deadline, fill: Fill, take: Take) -> None:
         peers, turn = self.peers, self._num_rounds % 2
         peers.require_open()
         slots, at, encoded = self._slots[turn], _CALLS_AT[turn], call.encoded()
-        fill(slots[peers.rank])
-        self._bytes[peers.rank][at : at + _CALL.size] = encoded
+        fill(slots[self.place])
+        self._own[at : at + _CALL.size] = encoded
         self._num_rounds += 1
         self._words[peers.rank][_FILLED] = self._num_rounds
         self._wake_sleeping()
         self._wait(call, deadline)
-        for rank in peers.others:
+        for rank in self._others:
             told = bytes(self._bytes[rank][at : at + _CALL.size])
             if told != encoded:
-                raise UsageError(different(peers.rank, encoded, rank, told))
+                raise refusal(peers.rank, encoded, rank, told, slots[self._ranks.index(rank)])
         take(slots)
 
     def close(self) -> None:
         """Let go of the memory; see `Rounds.close`."""
-        self._slots, self._bytes, self._words = [], [], []
+        self._slots, self._bytes, self._words = [], {}, {}
+        self._own = EMPTY
 
     def _missing(self) -> list[int]:
         """Return the workers that have not filled their slots, or else those that gave up in this round or before."""
-        others, words = self.peers.others, self._words
+        others, words = self._others, self._words
         absent = [rank for rank in others if words[rank][_FILLED] < self._num_rounds]
         return absent or [rank for rank in others if 0 < words[rank][_GAVE_UP] <= self._num_rounds]
 
@@ -193,25 +236,28 @@ class SharedRounds:
 
     def _wake_sleeping(self) -> None:
         with self.peers.news:  # orders what this worker has written before what it reads now
-            sleeping = [rank for rank in self.peers.others if self._words[rank][_SLEEPS]]
+            sleeping = [rank for rank in self._others if self._words[rank][_SLEEPS]]
         for rank in sleeping:
             self.peers.wake(rank)
 
 
-def different(rank: int, expected: bytes, other: int, told: bytes) -> str:
-    """Say that another worker makes another call."""
-    return (
+def refusal(rank: int, expected: bytes, other: int, told: bytes, slot: Tensor) -> UsageError:
+    """Return the error for another worker that makes another call, or says in its slot why it makes none."""
+    if told == REFUSED.encoded():
+        return UsageError(bytes(slot[:REFUSAL_BYTES].numpy()).partition(b"\0")[0].decode(errors="replace"))
+    return UsageError(
         f"worker {rank}: expected {Call.describe(expected)} of every worker, got {Call.describe(told)} from worker "
         f"{other}. All workers must make the same calls in the same order."
     )
 
 
-def share_segments(peers: Peers, own: memoryview, deadline: Deadline) -> SharedRounds:
-    """Give this worker's memory to all others, and map theirs; blocks until all have."""
-    for rank in peers.others:
+def share_segments(peers: Peers, ranks: Sequence[int], own: memoryview, deadline: Deadline) -> SharedRounds:
+    """Give this worker's memory to these others, and map theirs; blocks until all have."""
+    others = [rank for rank in ranks if rank != peers.rank]
+    for rank in others:
         peers.send(rank, SEGMENT_TAG, body=own)
     segments = {peers.rank: own}
-    for rank in peers.others:
+    for rank in others:
         _, (_, segments[rank]) = peers.take([rank], SEGMENT_TAG, "shared memory", deadline)
         if len(segments[rank]) != SEGMENT_BYTES:
             raise PeerError(f"{names([rank])} has sent {len(segments[rank])} bytes of shared memory")

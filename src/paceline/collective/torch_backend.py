@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -19,36 +20,41 @@ from paceline.errors import DeadlineExceeded, UsageError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+    from paceline.collective.meeting import FarAccess
     from paceline.collective.process_group import OwnGroup
 
 NAME: Final = "paceline"
 _TORCH_MODULE: Final = "torch.distributed.distributed_c10d"
 
 
-def connect(store: Store, rank: int, size: int, timeout: timedelta) -> OwnGroup:
+# Returns how other machines reach this process, where it is a worker of a job.
+FindAccess = Callable[[], "FarAccess | None"]
+
+
+def connect(store: Store, rank: int, size: int, timeout: timedelta, find_access: FindAccess = lambda: None) -> OwnGroup:
     """Connect the workers of a group, which find each other in a store of torch; blocks until all have.
 
     Raises:
-        UsageError: they are on several machines, or shared memory is not available.
+        UsageError: shared memory is not available, or they are on several machines and have no certificates.
         PeerError: a worker has died, or has not come in time.
     """
-    from paceline.collective.meeting import Offer, are_together, private_folder
+    from paceline.collective.meeting import Offer, Told, can_meet, private_folder
     from paceline.collective.process_group import OwnGroup
 
     folder = private_folder()
-    offer = Offer.make(folder)
+    offer = Offer.make(folder, find_access())
     try:
-        store.set(f"offer/{rank}", offer.text if offer is not None else "")
-        told = [_told(store, rank, other) for other in range(size)]
-        if offer is None or not are_together(told):
+        store.set(f"offer/{rank}", offer.told.text)
+        told = [Told.read(_told(store, rank, other)) for other in range(size)]
+        if not can_meet(told):
             raise UsageError(
-                f"worker {rank}: the backend {NAME!r} joins workers on one machine of type x86_64 by shared memory; "
-                "these are on several, or have none. Use the backend gloo."
+                f"worker {rank}: the backend {NAME!r} joins workers on one machine of type x86_64 by shared memory, "
+                "and those of several machines where paceline.init() has given them certificates; these have neither. "
+                "Use the backend gloo."
             )
-        return OwnGroup(offer.accept(rank, told, timeout.total_seconds()), timeout.total_seconds())
+        return OwnGroup(*offer.accept(rank, told, timeout.total_seconds()), timeout.total_seconds())
     finally:
-        if offer is not None:
-            offer.listener.close()
+        offer.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -60,23 +66,29 @@ def _told(store: Store, rank: int, other: int) -> str:
         raise DeadlineExceeded(f"worker {rank}: worker {other} did not come in time: {error}") from error
 
 
-def register() -> None:
-    """Make the backend known to torch.distributed: now if it is loaded, else as soon as it is."""
+def register(find_access: FindAccess = lambda: None) -> None:
+    """Make the backend known to torch.distributed: now if it is loaded, else as soon as it is.
+
+    `find_access` is called for each group.
+    """
     loaded = sys.modules.get(_TORCH_MODULE)
     if loaded is None:
-        sys.meta_path.insert(0, _WhenLoaded())
+        sys.meta_path.insert(0, _WhenLoaded(find_access))
     else:
-        _register_with(loaded)
+        _register_with(loaded, find_access)
 
 
-def _register_with(torch_module: ModuleType) -> None:
+def _register_with(torch_module: ModuleType, find_access: FindAccess) -> None:
     backend: Any = getattr(torch_module, "Backend", None)  # torch may be built without it
     if backend is not None and NAME not in backend.backend_list:
-        backend.register_backend(NAME, connect, devices=["cpu", "cuda"])
+        backend.register_backend(NAME, partial(connect, find_access=find_access), devices=["cpu", "cuda"])
 
 
 class _WhenLoaded(MetaPathFinder):
     """Finds one module of torch, and registers the backend once that is loaded."""
+
+    def __init__(self, find_access: FindAccess) -> None:
+        self._find_access = find_access
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -92,7 +104,7 @@ class _WhenLoaded(MetaPathFinder):
 
         def load(module: ModuleType) -> None:
             execute(module)
-            _register_with(module)
+            _register_with(module, self._find_access)
 
         spec.loader.exec_module = load
         return spec
