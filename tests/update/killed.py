@@ -17,6 +17,7 @@ import torch
 from paceline.transport.lasting_memory import LastingMemory, MemoryHolder
 from paceline.update.kernels import Kernel, Operands
 from paceline.update.lasting import ChunkMemory, Record, UpdateProgress
+from paceline.update.native_steps import NativeSteps, StepMemory
 from paceline.update.rows.index import RowIndex
 from paceline.update.rows.memory import RowMemory
 
@@ -69,6 +70,7 @@ def killing(target: int, kill: Callable[[], None] = _raise) -> Iterator[Countdow
         (UpdateProgress, "finish", None),
         (RowMemory, "write_column", _spoil_column),
         (RowIndex, "add", _spoil_index),
+        (NativeSteps, "step", _spoil_place),
         *((kernel, "step", _spoil_operands) for kernel in Kernel.__subclasses__()),
     ]
     patches = [patch.object(owner, name, around(getattr(owner, name), spoil)) for owner, name, spoil in points]
@@ -85,6 +87,12 @@ def _spoil_operands(_: Kernel, at: Operands, *__: object) -> None:
     """Leave a kernel's step in its middle: some values and states are changed already."""
     for tensors in (at.values, *at.state.values()):
         tensors[0][: max(1, tensors[0].numel() // 2)].fill_(torch.nan)
+
+
+def _spoil_place(_: NativeSteps, at: StepMemory, *__: object) -> None:
+    """Leave a step of the C library in its middle."""
+    for tensor in at.tensors:
+        tensor[: max(1, tensor.numel() // 2)].fill_(torch.nan)
 
 
 def _spoil_saved(progress: UpdateProgress, _: int, chunk: ChunkMemory, thread: int) -> None:
