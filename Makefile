@@ -10,7 +10,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(wildcard src tests benchmarks examples docs hatch_build.py)
-NATIVE := src/paceline/update/rows/native.c
+NATIVE := src/paceline/update/rows/native.c src/paceline/update/steps.c
 INSTALLED := pyproject.toml constraints.txt hatch_build.py $(NATIVE)
 STAMPS := $(VENV)/installed
 
@@ -52,7 +52,7 @@ docs: $(STAMPS)/docs  ## Build the manual into docs/_build/html.
 	@echo "Open docs/_build/html/index.html"
 
 clean:  ## Remove everything that the other targets make.
-	rm -rf $(VENV) $(NATIVE).so docs/_build report dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(addsuffix .so,$(NATIVE)) docs/_build report dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/pip:

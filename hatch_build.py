@@ -1,7 +1,7 @@
-"""Build the library of row operations with the package; without a compiler the package goes without it.
+"""Build the C libraries with the package; without a compiler the package goes without them.
 
-An ordinary wheel carries the library and the tag of its platform; an editable install finds it beside its source.
-`python hatch_build.py` builds it there too.
+An ordinary wheel carries them and the tag of its platform; an editable install finds each beside its source.
+`python hatch_build.py` builds them there too.
 """
 
 import os
@@ -10,30 +10,32 @@ import subprocess
 import sys
 import sysconfig
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE = Path("src/paceline/update/rows/native.c")
+SOURCES = Path("src/paceline/update/rows/native.c"), Path("src/paceline/update/steps.c")
 # No option for the processor of this machine: the wheel has to run on others.
-OPTIONS = ("-std=c99", "-O3", "-fPIC", "-shared")
+# Products and sums are joined where a source says so, and nowhere else.
+OPTIONS = ("-std=c99", "-O3", "-ffp-contract=off", "-fPIC", "-shared")
 TIMEOUT_S = 120.0
 
 
 class NativeBuildHook(BuildHookInterface):
-    """Compiles the library before a wheel is put together."""
+    """Compiles the libraries before a wheel is put together."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Add the library to the wheel, or say why it stays without."""
-        source = Path(self.root) / SOURCE
-        problem = build(source)
+        """Add the libraries to the wheel, or say why it stays without."""
+        sources = [Path(self.root) / source for source in SOURCES]
+        problem = build_all(sources)
         if problem:
             self.app.display_warning(notice(problem))
         elif version != "editable":
-            library = library_of(source)
-            build_data["force_include"][str(library)] = str(library.relative_to(Path(self.root) / "src"))
+            for library in map(library_of, sources):
+                build_data["force_include"][str(library)] = str(library.relative_to(Path(self.root) / "src"))
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{platform_tag()}"
 
@@ -41,6 +43,11 @@ class NativeBuildHook(BuildHookInterface):
 def library_of(source: Path) -> Path:
     """Return where the library of a source belongs."""
     return source.with_name(f"{source.name}.so")
+
+
+def build_all(sources: Sequence[Path]) -> str:
+    """Compile each library beside its source; return why the first failed, "" if none did."""
+    return next(filter(None, [build(source) for source in sources]), "")
 
 
 def build(source: Path) -> str:
@@ -70,13 +77,13 @@ def platform_tag() -> str:
 
 
 def notice(problem: str) -> str:
-    """Say what it means that there is no library."""
-    return f"Paceline goes without its C library, row tables will be slower: {problem}"
+    """Say what it means that there is a library missing."""
+    return f"Paceline goes without its C library, row tables and updates will be slower: {problem}"
 
 
 def main() -> int:
-    """Build the library beside its source; return 1 when that failed."""
-    problem = build(Path(__file__).parent / SOURCE)
+    """Build the libraries beside their sources; return 1 when that failed."""
+    problem = build_all([Path(__file__).parent / source for source in SOURCES])
     if problem:
         print(notice(problem), file=sys.stderr)
     return 1 if problem else 0

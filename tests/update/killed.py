@@ -18,6 +18,7 @@ from paceline.errors import UsageError
 from paceline.transport.lasting_memory import LastingMemory, MemoryHolder
 from paceline.update.kernels import Kernel, Operands
 from paceline.update.lasting import ChunkMemory, Record, UpdateProgress
+from paceline.update.native_steps import NativeSteps, StepMemory
 from paceline.update.rows.index import RowIndex
 from paceline.update.rows.memory import RowMemory
 from paceline.update.saved_tensors import SavedTensors
@@ -76,6 +77,7 @@ def killing(target: int, kill: Callable[[], None] = _raise) -> Iterator[Countdow
         (RowIndex, "add", _spoil_index),
         (SavedTensors, "write", _spoil_tensors),
         *((rule, "update", _spoil_values) for rule in (TorchRule, Decaying)),
+        (NativeSteps, "step", _spoil_place),
         *((kernel, "step", _spoil_operands) for kernel in Kernel.__subclasses__()),
     ]
     patches = [patch.object(owner, name, around(getattr(owner, name), spoil)) for owner, name, spoil in points]
@@ -104,6 +106,12 @@ def _spoil_tensors(saved: SavedTensors, number: int, tensors: dict[str, torch.Te
     size_bytes = 2 * sum(tensor.nbytes for tensor in tensors.values())
     memory = saved._room(number, size_bytes)
     memory[: size_bytes // 2] = bytes([255]) * (size_bytes // 2)
+
+
+def _spoil_place(_: NativeSteps, at: StepMemory, *__: object) -> None:
+    """Leave a step of the C library in its middle."""
+    for tensor in at.tensors:
+        tensor[: max(1, tensor.numel() // 2)].fill_(torch.nan)
 
 
 def _spoil_saved(progress: UpdateProgress, _: int, chunk: ChunkMemory, thread: int) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, final
 
 import torch
 from torch.nn.functional import pad
@@ -14,8 +14,9 @@ from torch.nn.functional import pad
 from paceline.errors import UsageError
 from paceline.update.kernels import Kernel, Numbers, Operands
 from paceline.update.lasting import ChunkMemory, ShardMemory, ShardSettings
+from paceline.update.native_steps import LANES, Addends, NativeSteps, StepMemory, steps_of
 from paceline.update.rules import Hyper
-from paceline.update.summing import CHUNK, Contribution, ThreadPool, combine_stretch, divisor_of
+from paceline.update.summing import CHUNK, Contribution, ThreadPool, combine_stretch, divisor_of, weights_of
 from paceline.update.table import NonFinite, Scale, SegmentPiece, cut_within
 from paceline.update.torch_rule import require_count
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 BLOCK: Final = 64  # elements: a multiple of torch's vector length on every machine and for every dtype
 _WHOLE: Final = (0, 0)
+# Neighbouring elements of a range, (start, stop), and the indices of the contributions with a gradient there.
+Stretch: TypeAlias = tuple[tuple[int, int], tuple[int, ...]]
 
 
 class Age(NamedTuple):
@@ -94,22 +97,58 @@ class UpdateCall:
 
 
 @dataclass(frozen=True, slots=True)
+class NativeCall:
+    """Calls of the C library for slices of one group and age.
+
+    Args:
+        age: of all slices, before this step.
+        piece: index of the piece of one slice.
+        having: indices of the contributions with a gradient there.
+        places: of the slices.
+    """
+
+    age: Age
+    piece: int
+    having: tuple[int, ...]
+    places: tuple[StepMemory, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """Neighbouring elements that one thread updates.
 
     Args:
         start: first element, counted from the start of the range.
         stop: one past the last element.
-        sums: (start, stop) in the range, and the indices of the contributions with a gradient there.
+        sums: what kernel calls step: (start, stop) in the range, and the indices of the contributions that have it.
         calls: kernel calls, in any order.
-        memory: what the calls change.
+        native: what the C library steps instead, in any order.
+        memory: what all these change.
     """
 
     start: int
     stop: int
-    sums: tuple[tuple[tuple[int, int], tuple[int, ...]], ...]
+    sums: tuple[Stretch, ...]
     calls: tuple[UpdateCall, ...]
+    native: tuple[NativeCall, ...]
     memory: ChunkMemory
+
+
+@dataclass(slots=True)
+class _Update:
+    """One update, as all its threads see it.
+
+    Args:
+        contributions: to add.
+        steps: of each piece, this one included.
+        divisor: of the sums that is left to the kernel, see `Operands`.
+        gradients: those of the contributions for the C library, if it is to be used.
+    """
+
+    contributions: Sequence[Contribution]
+    steps: Sequence[float]
+    divisor: float
+    gradients: Addends | None
 
 
 def cut_into_chunks(
@@ -162,6 +201,7 @@ def make_chunk(
     names: Sequence[tuple[str, ...]],
     *,
     in_lanes: bool,
+    is_native: bool,
     index: int,
     num_states: int,
 ) -> Chunk:
@@ -174,14 +214,15 @@ def make_chunk(
         memory: values of the range, and its state by name.
         names: states of each group.
         in_lanes: whether neighbouring slices get separate kernel calls.
+        is_native: whether the C library is to step what it can.
         index: number of the chunk.
         num_states: the most states that an element has.
     """
     start, stop = slices[0].start, slices[-1].stop
-    sums = [
+    sums: tuple[Stretch, ...] = tuple(
         ((members[0].start, members[-1].stop), having[members[0].piece])
         for members in _neighbours(slices, [having[each.piece] for each in slices])
-    ]
+    )
     grouped: dict[tuple[Age, tuple[int, int], int], list[tuple[int, int, int]]] = {}
     keys = [ages[each.piece] for each in slices]
     runs = [[each] for each in slices] if in_lanes else _neighbours(slices, keys)
@@ -204,7 +245,47 @@ def make_chunk(
     changed = [values, *(state[name] for name in sorted({name for call in calls for name in call.state}))]
     spans = tuple((part[start:stop].data_ptr(), part[start:stop].nbytes) for part in changed)
     offset = start * values.itemsize * (1 + num_states)
-    return Chunk(start, stop, tuple(sums), calls, ChunkMemory(index, offset, spans))
+    changes = ChunkMemory(index, offset, spans)
+    if not is_native or len({contributors for _, contributors in sums}) > 1:
+        return Chunk(start, stop, sums, calls, (), changes)
+    having_all = sums[0][1]
+    native = tuple(_native_call(call, start, having_all, in_lanes=in_lanes) for call in calls if call.filling == _WHOLE)
+    rest = tuple(left for call in calls if (left := _rest_of(call, in_lanes=in_lanes)).spans)
+    left_sums = tuple(((start + a, start + b), having_all) for call in rest for a, b in call.spans)
+    return Chunk(start, stop, left_sums, rest, native, changes)
+
+
+def _whole_lanes(num: int, *, in_lanes: bool) -> int:
+    """Return how many of these elements the C library steps: the last ones may have other bits in torch."""
+    return num - num % LANES if in_lanes else num
+
+
+def _native_call(call: UpdateCall, start: int, having: tuple[int, ...], *, in_lanes: bool) -> NativeCall:
+    """Return what the C library steps of a kernel call in a chunk that starts there."""
+    places: list[StepMemory] = []
+    for number, (a, b) in enumerate(call.spans):
+        num = _whole_lanes(b - a, in_lanes=in_lanes)
+        state = {name: parts[number][:num] for name, parts in call.state.items()}
+        places += [StepMemory.of(start + a, call.values[number][:num], state)] if num else []
+    return NativeCall(call.age, call.piece, having, tuple(places))
+
+
+def _rest_of(call: UpdateCall, *, in_lanes: bool) -> UpdateCall:
+    """Return what of a kernel call the C library leaves to torch."""
+    if call.filling != _WHOLE:
+        return call
+    firsts = [a + _whole_lanes(b - a, in_lanes=in_lanes) for a, b in call.spans]
+    kept = [number for number, (_, b) in enumerate(call.spans) if firsts[number] < b]
+
+    def tails(parts: list[Tensor]) -> list[Tensor]:
+        return [parts[number][firsts[number] - call.spans[number][0] :] for number in kept]
+
+    return replace(
+        call,
+        spans=tuple((firsts[number], call.spans[number][1]) for number in kept),
+        values=tails(call.values),
+        state={name: tails(parts) for name, parts in call.state.items()},
+    )
 
 
 def _neighbours(slices: Sequence[Slice], keys: Sequence[object]) -> list[list[Slice]]:
@@ -232,7 +313,7 @@ class _Plan:
         is_fresh: whether some of their state has never been written.
     """
 
-    key: tuple[tuple[frozenset[int], ...], list[tuple[str, ...]], bool]
+    key: tuple[tuple[frozenset[int], ...], list[tuple[str, ...]], bool, bool]
     chunks: list[Chunk]
     taken: Tensor
     is_fresh: bool
@@ -263,6 +344,8 @@ class Chunked:
         self._kernel, self._pieces, self._values, self._policy, self._threads = kernel, pieces, values, policy, threads
         self._numbers: list[dict[str, Any]] = []  # all hyperparameters of each group, as of the last update
         self._told: tuple[Hyper, ...] = ()  # the argument that `_numbers` was made from
+        # None where torch takes all steps; zeroing is left to it, too.
+        self._native: NativeSteps | None = steps_of(kernel, values) if policy[1] != "zero" else None
         self._plan: _Plan | None = None  # of the last update
         self._state: dict[str, Tensor] = {}  # by name, each as long as the range
         self._held: list[tuple[str, ...]] = [()] * len(pieces)  # states of each piece
@@ -280,35 +363,37 @@ class Chunked:
         """Update the values once; return the number of gradient elements that were replaced by 0."""
         self._set_hyper(hyper)
         self._begin()
-        chunks = self._planned(contributions)
+        gradients = self._native_gradients(contributions)
+        chunks = self._planned(contributions, is_native=gradients is not None)
         steps: list[float] = self._steps.tolist()
-        divisor = self._left_to_kernel(contributions)
+        update = _Update(contributions, steps, self._left_to_kernel(contributions), gradients)
         if self._lasting is not None:
-            return self._apply_lasting(self._lasting, chunks, contributions, steps, divisor)
-        return self._threads.total(chunks, lambda chunk, thread: self._do(chunk, contributions, steps, thread, divisor))
+            return self._apply_lasting(self._lasting, chunks, update)
+        return self._threads.total(chunks, lambda chunk, thread: self._do(chunk, update, thread))
 
-    def _apply_lasting(
-        self,
-        lasting: ShardMemory,
-        chunks: list[Chunk],
-        contributions: Sequence[Contribution],
-        steps: Sequence[float],
-        divisor: float,
-    ) -> int:
+    def _native_gradients(self, contributions: Sequence[Contribution]) -> Addends | None:
+        """Return what the C library needs of contributions; None if torch is to take the steps."""
+        if self._native is None:
+            return None
+        counts, scale = [contribution.count for contribution in contributions], self._policy[0]
+        tensors = [contribution.gradient for contribution in contributions]
+        return Addends.of(tensors, weights_of(counts, scale), divisor_of(counts, scale))
+
+    def _apply_lasting(self, lasting: ShardMemory, chunks: list[Chunk], update: _Update) -> int:
         """Update all chunks so that a successor can go on in the middle; go on where a predecessor was killed."""
-        progress, update = lasting.progress, lasting.record.numbers["num_applied"] + 1
+        progress, number = lasting.progress, lasting.record.numbers["num_applied"] + 1
         progress.note_change()
         if self._resumes:
-            progress.undo(update, [chunk.memory for chunk in chunks])
+            progress.undo(number, [chunk.memory for chunk in chunks])
             self._resumes = False
 
         def change(chunk: Chunk, thread: int) -> int:
-            done = progress.num_zeroed(update, chunk.memory)
+            done = progress.num_zeroed(number, chunk.memory)
             if done is not None:
                 return done
-            progress.save(update, chunk.memory, thread)
-            num_zeroed = self._do(chunk, contributions, steps, thread, divisor)
-            progress.finish(update, chunk.memory, num_zeroed)
+            progress.save(number, chunk.memory, thread)
+            num_zeroed = self._do(chunk, update, thread)
+            progress.finish(number, chunk.memory, num_zeroed)
             return num_zeroed
 
         return self._threads.total(chunks, change)
@@ -405,16 +490,18 @@ class Chunked:
         exact = divisor == torch.tensor(divisor).item()  # torch passes the divisor as a float32
         return divisor if exact else 1.0
 
-    def _do(
-        self,
-        chunk: Chunk,
-        contributions: Sequence[Contribution],
-        steps: Sequence[float],
-        thread: int,
-        divisor: float,
-    ) -> int:
+    def _do(self, chunk: Chunk, update: _Update, thread: int) -> int:
         """Update one chunk; return the number of gradient elements that were zeroed."""
-        scratch, num_zeroed, divide = self._scratch[thread], 0, divisor == 1.0
+        if self._native is not None and update.gradients is not None:
+            for call in chunk.native:
+                numbers, fresh = self._numbers[call.age.group], call.age.fresh
+                for place in call.places:
+                    self._native.step(place, update.gradients, call.having, numbers, fresh=fresh)
+        return self._do_in_torch(chunk, update, thread) if chunk.calls else 0
+
+    def _do_in_torch(self, chunk: Chunk, update: _Update, thread: int) -> int:
+        scratch, num_zeroed, divide = self._scratch[thread], 0, update.divisor == 1.0
+        contributions = update.contributions
         if len(contributions) == 1 and self._policy[1] != "zero":
             gradient = contributions[0].gradient[chunk.start : chunk.stop]
         else:
@@ -423,7 +510,8 @@ class Chunked:
                 out = gradient[start - chunk.start : stop - chunk.start]
                 num_zeroed += combine_stretch(out, (start, stop), having, contributions, self._policy, divide=divide)
         for call in chunk.calls:
-            call.run(self._kernel, gradient, scratch, steps[call.piece], self._numbers[call.age.group], divisor)
+            step, numbers = update.steps[call.piece], self._numbers[call.age.group]
+            call.run(self._kernel, gradient, scratch, step, numbers, update.divisor)
         return num_zeroed
 
     def _set_hyper(self, hyper: tuple[Hyper, ...]) -> None:
@@ -461,16 +549,16 @@ class Chunked:
             return torch.zeros_like(self._values)
         return self._lasting.state(self._kernel.known.index(name))
 
-    def _planned(self, contributions: Sequence[Contribution]) -> list[Chunk]:
+    def _planned(self, contributions: Sequence[Contribution], *, is_native: bool) -> list[Chunk]:
         """Return the chunks of an update, and count a step of each of its pieces."""
         names = [self._kernel.names(numbers) for numbers in self._numbers]
         in_lanes = self._values.dtype in _HALF or any(bool(numbers.get("fused")) for numbers in self._numbers)
         absent = tuple(contribution.absent for contribution in contributions)
-        key = (absent, names, in_lanes)
+        key = (absent, names, in_lanes, is_native)
         plan = self._plan
         if plan is None or plan.key != key:
-            chunks, taken = self._make_plan(absent, names, in_lanes=in_lanes)
-            is_fresh = any(call.age.fresh for chunk in chunks for call in chunk.calls)
+            chunks, taken = self._make_plan(absent, names, in_lanes=in_lanes, is_native=is_native)
+            is_fresh = any(call.age.fresh for chunk in chunks for call in (*chunk.calls, *chunk.native))
             plan = _Plan(key, chunks, taken, is_fresh)
         self._plan = None if plan.is_fresh else plan  # the next update has no fresh state here
         if self._kernel.counts_steps and self._lasting is None:
@@ -480,7 +568,7 @@ class Chunked:
         return plan.chunks
 
     def _make_plan(
-        self, absent: Sequence[frozenset[int]], names: list[tuple[str, ...]], *, in_lanes: bool
+        self, absent: Sequence[frozenset[int]], names: list[tuple[str, ...]], *, in_lanes: bool, is_native: bool
     ) -> tuple[list[Chunk], Tensor]:
         having = [
             tuple(number for number, gone in enumerate(absent) if piece.segment not in gone) for piece in self._pieces
@@ -501,6 +589,7 @@ class Chunked:
                 (self._values, self._state),
                 names,
                 in_lanes=in_lanes,
+                is_native=is_native,
                 index=number,
                 num_states=len(self._kernel.known),
             )

@@ -121,6 +121,11 @@ def divisor_of(all_samples: Sequence[float], scale: Scale) -> float:
     return 1.0 if scale == "sum" else float(len(all_samples))
 
 
+def weights_of(all_samples: Sequence[float], scale: Scale) -> tuple[float, ...]:
+    """Return what each contribution of an update counts, given the samples behind it; empty if all count once."""
+    return tuple(all_samples) if _is_weighted(all_samples, scale) else ()
+
+
 def _is_weighted(all_samples: Sequence[float], scale: Scale) -> bool:
     return scale == "samples" and len(set(all_samples)) > 1
 
@@ -146,15 +151,21 @@ def combine(
     """
     if _is_weighted(all_samples, scale):
         gradients = [gradient * count for gradient, count in zip(gradients, counts, strict=True)]
+    add_up(out, gradients)
+    divisor = divisor_of(all_samples, scale)
+    if divide and divisor != 1.0:
+        out.div_(divisor)
+
+
+def add_up(out: Tensor, gradients: Sequence[Tensor]) -> Tensor:
+    """Write ((g1 + g2) + g3) + ... to `out`, and return it."""
     if len(gradients) == 1:
         out.copy_(gradients[0])
     else:
         torch.add(gradients[0], gradients[1], out=out)
     for gradient in gradients[2:]:
         out.add_(gradient)
-    divisor = divisor_of(all_samples, scale)
-    if divide and divisor != 1.0:
-        out.div_(divisor)
+    return out
 
 
 def combine_stretch(

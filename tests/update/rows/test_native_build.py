@@ -1,4 +1,4 @@
-"""The C library comes with the package where there is a compiler, and its absence is no failure."""
+"""The C libraries come with the package where there is a compiler, and their absence is no failure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from tests.nodes.cluster import hosted_tables
 
 from paceline.update import rows
 from paceline.update.named_rules import Add
-from paceline.update.rows.native_ops import LIBRARY, NativeOps, load_library
+from paceline.update.native_steps import FUNCTIONS
+from paceline.update.native_steps import LIBRARY as STEPS
+from paceline.update.rows.native_ops import NativeOps, load_library
 from paceline.update.rows.ops import row_ops, tell_of_refused_library
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.rows.torch_ops import TorchOps
@@ -40,11 +42,18 @@ def hatch_build() -> ModuleType:
 
 @pytest.fixture
 def project(tmp_path: Path, hatch_build: ModuleType) -> Path:
-    """A project that has nothing but the source of the library."""
-    source = tmp_path / hatch_build.SOURCE
-    source.parent.mkdir(parents=True)
-    shutil.copy(ROOT / hatch_build.SOURCE, source)
+    """A project that has nothing but the sources of the libraries."""
+    for name in hatch_build.SOURCES:
+        source = tmp_path / name
+        source.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, source)
     return tmp_path
+
+
+@pytest.fixture(params=[0, 1], ids=["rows", "steps"])
+def source(request: pytest.FixtureRequest, project: Path, hatch_build: ModuleType) -> Path:
+    """The source of one of the libraries."""
+    return project / hatch_build.SOURCES[request.param]
 
 
 def build_data(hatch_build: ModuleType, project: Path, version: str) -> dict[str, Any]:
@@ -58,12 +67,16 @@ def build_data(hatch_build: ModuleType, project: Path, version: str) -> dict[str
 @needs_compiler
 def test_an_ordinary_installation_has_the_library() -> None:
     assert row_ops().name == "native", load_library()
+    assert not isinstance(load_library(STEPS, FUNCTIONS), str)
 
 
 @needs_compiler
 def test_a_wheel_carries_the_library_and_the_tag_of_its_platform(hatch_build: ModuleType, project: Path) -> None:
     data = build_data(hatch_build, project, "standard")
-    assert list(data["force_include"].values()) == ["paceline/update/rows/native.c.so"]
+    assert list(data["force_include"].values()) == [
+        "paceline/update/rows/native.c.so",
+        "paceline/update/steps.c.so",
+    ]
     assert not data["pure_python"]
     assert data["tag"].startswith("py3-none-")
     assert not set("-.") & set(data["tag"].removeprefix("py3-none-"))
@@ -75,8 +88,9 @@ def test_a_wheel_carries_the_library_and_the_tag_of_its_platform(hatch_build: Mo
 @needs_compiler
 def test_an_editable_installation_finds_it_beside_its_source(hatch_build: ModuleType, project: Path) -> None:
     assert build_data(hatch_build, project, "editable")["force_include"] == {}
-    folder = (project / hatch_build.SOURCE).parent
-    assert sorted(path.name for path in folder.iterdir()) == ["native.c", LIBRARY.name]
+    for source in hatch_build.SOURCES:
+        found = sorted(path.name for path in (project / source).parent.iterdir() if path.is_file())
+        assert found == [source.name, f"{source.name}.so"]
 
 
 @pytest.mark.parametrize("compiler", ["a-compiler-that-is-not-there", "false"])
@@ -88,19 +102,20 @@ def test_without_a_compiler_the_package_goes_without_and_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("CC", compiler)
-    old = hatch_build.library_of(project / hatch_build.SOURCE)
-    old.touch()
+    old = [hatch_build.library_of(project / source) for source in hatch_build.SOURCES]
+    for library in old:
+        library.touch()
     data = build_data(hatch_build, project, "standard")
     assert data == {"force_include": {}, "pure_python": True, "tag": ""}
-    assert not old.exists()
+    assert not any(library.exists() for library in old)
     output = capsys.readouterr()
-    assert "goes without its C library, row tables will be slower" in output.out + output.err
+    assert "goes without its C library, row tables and updates will be slower" in output.out + output.err
 
 
 @needs_compiler
-def test_the_source_compiles_without_a_warning(project: Path, hatch_build: ModuleType) -> None:
+def test_the_source_compiles_without_a_warning(source: Path, project: Path, hatch_build: ModuleType) -> None:
     warnings = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror"]
-    source, made = project / hatch_build.SOURCE, project / "made"
+    made = project / "made"
     command = ["cc", *hatch_build.OPTIONS, *warnings, "-o", str(made), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stderr) == (0, "")
@@ -122,7 +137,7 @@ def test_a_library_that_does_not_load_is_explained(tmp_path: Path) -> None:
 @needs_compiler
 def test_a_library_of_another_source_is_not_called(hatch_build: ModuleType, project: Path) -> None:
     """As after an update of a checkout: its functions take other arguments, which crashed the process."""
-    source = project / hatch_build.SOURCE
+    source = project / hatch_build.SOURCES[0]
     assert hatch_build.build(source) == ""
     library = hatch_build.library_of(source)
     assert not isinstance(load_library(library), str)
@@ -134,7 +149,7 @@ def test_a_library_of_another_source_is_not_called(hatch_build: ModuleType, proj
 def test_a_process_with_row_tables_tells_once_of_a_library_that_is_refused(
     hatch_build: ModuleType, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = project / hatch_build.SOURCE
+    source = project / hatch_build.SOURCES[0]
     assert hatch_build.build(source) == ""
     monkeypatch.setattr("paceline.update.rows.ops.LIBRARY", hatch_build.library_of(source))
 
@@ -168,13 +183,14 @@ def test_sanitizers_find_nothing(num_rounds: int, hatch_build: ModuleType, tmp_p
     ]
     if not all(Path(path).is_absolute() for path in loaded):
         pytest.skip("this compiler has no sanitizers")
-    library = tmp_path / "native.so"
     options = [option for option in hatch_build.OPTIONS if option != "-O3"]
     checks = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-Wall", "-Wextra", "-Werror")
-    command = ["cc", *options, *checks, "-o", str(library), str(ROOT / hatch_build.SOURCE)]
-    subprocess.run(command, check=True, timeout=hatch_build.TIMEOUT_S)
+    libraries = [str(tmp_path / f"{source.stem}.so") for source in hatch_build.SOURCES]
+    for source, library in zip(hatch_build.SOURCES, libraries, strict=True):
+        command = ["cc", *options, *checks, "-o", library, str(ROOT / source)]
+        subprocess.run(command, check=True, timeout=hatch_build.TIMEOUT_S)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.update.rows.scripts.sanitized", str(library), str(num_rounds)],
+        [sys.executable, "-m", "tests.update.rows.scripts.sanitized", *libraries, str(num_rounds)],
         env={**os.environ, "LD_PRELOAD": " ".join(loaded), "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
         capture_output=True,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping, Sequence
 from ctypes import CDLL, c_int64, c_uint32, c_uint64, c_void_p
 from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar, Final, final
+from typing import Any, ClassVar, Final, final
 
 import torch
 from torch import Tensor
@@ -37,16 +38,17 @@ _FUNCTIONS: Final = {
 }
 
 
-def load_library(path: Path = LIBRARY) -> CDLL | str:
-    """Return the library that was built with the package, or the reason why it cannot be used.
+def load_library(path: Path = LIBRARY, functions: Mapping[str, tuple[Any, Sequence[Any]]] = _FUNCTIONS) -> CDLL | str:
+    """Return a library that was built with the package, or the reason why it cannot be used.
 
     A library that was built from another source than the file beside it is refused: its functions may differ.
+    `functions`: result and arguments of each that it must have.
     """
     if not path.exists():
         return f"{path} is not there; install a C compiler, and then this package once more"
     try:
         library = CDLL(str(path))
-        for name, (result, arguments) in _FUNCTIONS.items():
+        for name, (result, arguments) in functions.items():
             function = getattr(library, name)  # which the library then keeps, unlike library[name]
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""Compare a library that was built with sanitizers with torch, on what callers may do and on what they may not.
+"""Compare the libraries, built with sanitizers, with torch, on what callers may do and on what they may not.
 
 Started with the sanitizers loaded first; they end the process at the first thing that C does not define.
 """
@@ -13,6 +13,9 @@ from pathlib import Path
 import torch
 
 from paceline.errors import ProtocolBug
+from paceline.update import native_steps
+from paceline.update.kernels import Operands, SGDKernel
+from paceline.update.native_steps import Addends, NativeSteps, StepMemory
 from paceline.update.rows import native_ops as native
 from paceline.update.rows import ops
 from paceline.update.rows.column import RowColumn
@@ -93,15 +96,56 @@ def check_wrong(dice: random.Random, library: ops.RowOps) -> None:
     assert (library.find(broken, ids, new) == -1).all()
 
 
-def main(path: str, num_rounds: str) -> None:
+def check_steps(dice: random.Random, steps: NativeSteps) -> None:
+    """Steps at any address and of any length change what they are given, and nothing beside it."""
+    length, start, num = dice.randint(1, 70), dice.randint(1, 9), dice.randint(1, 4)
+    memory = [torch.full((96,), torch.nan) for _ in range(2 + num)]
+    parts = [each[start : start + length] for each in memory]
+    for part in parts:
+        part.copy_(torch.randn(length))
+    numbers = {"lr": 0.1, "momentum": dice.choice((0.0, 0.9)), "dampening": 0.1, "weight_decay": 0.01}
+    numbers |= {"nesterov": dice.random() < 0.5, "maximize": dice.random() < 0.5}
+    values, buffer, *gradients = parts
+    weights = tuple(dice.choice((0.5, 2.0)) for _ in gradients) if dice.random() < 0.5 else ()
+    expected = [values.clone(), buffer.clone()]
+    total = sum(each * (weights[i] if weights else 1.0) for i, each in enumerate(gradients)) / 3
+    state = {"momentum_buffer": expected[1:]} if numbers["momentum"] else {}
+    at = Operands(expected[:1], [total], state, 1.0, fresh=False, spare=torch.empty(2, length))
+    SGDKernel("torch.optim.SGD").step(at, numbers)
+    given = Addends.of(gradients, weights, 3.0)
+    assert given is not None
+    skipped = dice.randrange(length)  # the elements before it stay as they are
+    state_there = {"momentum_buffer": buffer[skipped:]} if numbers["momentum"] else {}
+    place = StepMemory.of(skipped, values[skipped:], state_there)
+    before = values[:skipped].clone()
+    assert steps.step(place, given, range(num), numbers, fresh=False)
+    assert torch.equal(values[:skipped], before)
+    assert torch.equal(values[skipped:], expected[0][skipped:])
+    assert torch.equal(buffer[skipped:], expected[1][skipped:])
+    for each in memory:
+        assert int(each.isnan().sum()) == len(each) - length
+    for wrong in (StepMemory(-1, 1, 0, None), StepMemory(0, length + 1, 0, None), StepMemory(length, 1, 0, None)):
+        try:
+            given.at(wrong, [0])
+        except ProtocolBug:
+            continue
+        raise AssertionError(f"{wrong} was not refused")
+
+
+def main(rows_path: str, steps_path: str, num_rounds: str) -> None:
     """Run the rounds."""
-    library = native.load_library(Path(path))
+    library = native.load_library(Path(rows_path))
     assert not isinstance(library, str), library
+    stepping = native.load_library(Path(steps_path), native_steps.FUNCTIONS)
+    assert not isinstance(stepping, str), stepping
     for seed in range(int(num_rounds)):
         dice = random.Random(seed)
         torch.manual_seed(seed)
         for check in (check_index, check_moves, check_wrong):
             check(dice, native.NativeOps(library))
+        if stepping.paceline_can_step():
+            for _ in range(20):
+                check_steps(dice, NativeSteps(stepping))
     print("sound")
 
 

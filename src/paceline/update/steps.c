@@ -1,0 +1,143 @@
+/*
+ * Steps of update rules on float32: the sum of the gradients, their check, the divisor and the rule in one pass, with
+ * each element read and written once. steps.py calls it where its results are those of torch's operations bit for bit.
+ *
+ * Nothing here allocates, keeps state or takes a lock: all memory is the caller's, and calls that share no memory may
+ * run at once. What is multiplied and added is rounded once where it says fma, and twice elsewhere: the options of the
+ * build forbid the compiler to join the two by itself.
+ */
+#include <stddef.h>
+#include <stdint.h>
+
+#ifndef SOURCE_CRC
+#define SOURCE_CRC 0 /* of this file, as hatch_build.py gives it */
+#endif
+
+uint32_t paceline_source(void)
+{
+    return SOURCE_CRC;
+}
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+
+#define FAST __attribute__((target("avx2,fma")))
+#define INLINE static inline __attribute__((always_inline)) FAST
+#define WIDTH 8
+
+/* The gradients of one step: what is added is (g[0] + g[1]) + ..., each times its weight if there are weights. */
+typedef struct {
+    const float *const *gradients;
+    const float *weights;
+    int64_t num;
+} sum_t;
+
+typedef struct {
+    float lr, momentum, undamped, decay, divisor;
+} sgd_t;
+
+enum { NESTEROV = 1, MAXIMIZE = 2, FRESH = 4 };
+
+/* The elements from `at` on: all of them, or those with the highest bit of their lane set. */
+INLINE __m256 load(const float *from, int64_t at, const __m256i *lanes)
+{
+    return lanes ? _mm256_maskload_ps(from + at, *lanes) : _mm256_loadu_ps(from + at);
+}
+
+INLINE void store(float *to, int64_t at, const __m256i *lanes, __m256 value)
+{
+    if (lanes)
+        _mm256_maskstore_ps(to + at, *lanes, value);
+    else
+        _mm256_storeu_ps(to + at, value);
+}
+
+INLINE __m256 weighted(sum_t of, int64_t number, int64_t at, const __m256i *lanes)
+{
+    __m256 gradient = load(of.gradients[number], at, lanes);
+    return of.weights ? _mm256_mul_ps(gradient, _mm256_set1_ps(of.weights[number])) : gradient;
+}
+
+/* Adds NaN to `bad` where the sum is not finite. */
+INLINE __m256 sum_of(sum_t of, int64_t at, const __m256i *lanes, __m256 *bad)
+{
+    __m256 sum = weighted(of, 0, at, lanes);
+    for (int64_t number = 1; number < of.num; number++)
+        sum = _mm256_add_ps(sum, weighted(of, number, at, lanes));
+    *bad = _mm256_fmadd_ps(sum, _mm256_setzero_ps(), *bad);
+    return sum;
+}
+
+INLINE void sgd_step(float *values, float *buffer, sum_t of, int64_t at, const __m256i *lanes, const sgd_t *by, int how,
+                     __m256 *bad)
+{
+    __m256 gradient = sum_of(of, at, lanes, bad), value = load(values, at, lanes);
+    if (by->divisor != 1.0f)
+        gradient = _mm256_div_ps(gradient, _mm256_set1_ps(by->divisor));
+    if (how & MAXIMIZE)
+        gradient = _mm256_xor_ps(gradient, _mm256_set1_ps(-0.0f));
+    if (by->decay != 0.0f)
+        gradient = _mm256_fmadd_ps(value, _mm256_set1_ps(by->decay), gradient);
+    if (buffer) {
+        __m256 momentum = gradient;
+        if (!(how & FRESH)) {
+            momentum = _mm256_mul_ps(load(buffer, at, lanes), _mm256_set1_ps(by->momentum));
+            momentum = _mm256_fmadd_ps(gradient, _mm256_set1_ps(by->undamped), momentum);
+        }
+        store(buffer, at, lanes, momentum);
+        gradient = how & NESTEROV ? _mm256_fmadd_ps(momentum, _mm256_set1_ps(by->momentum), gradient) : momentum;
+    }
+    store(values, at, lanes, _mm256_fmadd_ps(gradient, _mm256_set1_ps(-by->lr), value));
+}
+
+INLINE __m256i first_lanes(int64_t num)
+{
+    const __m256i numbers = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)num), numbers);
+}
+
+INLINE int has_nan(__m256 bad)
+{
+    return _mm256_movemask_ps(_mm256_cmp_ps(bad, bad, _CMP_UNORD_Q)) != 0;
+}
+
+int paceline_can_step(void)
+{
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+
+/*
+ * One step of torch.optim.SGD; returns whether some sum of gradients is not finite. `buffer` is NULL without momentum,
+ * `weights` where every gradient counts once. The processor must be one that can step.
+ */
+FAST int paceline_sgd(float *values, float *buffer, int64_t length, const float *const *gradients, const float *weights,
+                      int64_t num_gradients, float lr, float momentum, float undamped, float decay, float divisor,
+                      int how)
+{
+    sum_t of = {gradients, weights, num_gradients};
+    sgd_t by = {lr, momentum, undamped, decay, divisor};
+    __m256 bad = _mm256_setzero_ps();
+    int64_t at = 0;
+    for (; at + WIDTH <= length; at += WIDTH)
+        sgd_step(values, buffer, of, at, NULL, &by, how, &bad);
+    if (at < length) {
+        __m256i lanes = first_lanes(length - at);
+        sgd_step(values, buffer, of, at, &lanes, &by, how, &bad);
+    }
+    return has_nan(bad);
+}
+#else
+int paceline_can_step(void)
+{
+    return 0;
+}
+
+int paceline_sgd(float *values, float *buffer, int64_t length, const float *const *gradients, const float *weights,
+                 int64_t num_gradients, float lr, float momentum, float undamped, float decay, float divisor, int how)
+{
+    (void)values, (void)buffer, (void)length, (void)gradients, (void)weights, (void)num_gradients;
+    (void)lr, (void)momentum, (void)undamped, (void)decay, (void)divisor, (void)how;
+    return 1;
+}
+#endif
