@@ -124,6 +124,7 @@ class ServedDenseTable:
     _dtype: torch.dtype = field(init=False)
     # Workers that map the values instead of receiving copies.
     _live: set[Life] = field(default_factory=set[Life])
+    _last: PushFrame | None = None  # the last push that was accepted
     _waiting: dict[PushId, _WaitingPush] = field(default_factory=dict[PushId, _WaitingPush])
     _copy: ValuesCopy = field(default_factory=ValuesCopy)
     _assemblies: Assemblies = field(init=False)
@@ -256,17 +257,25 @@ class ServedDenseTable:
         checksum = zlib.crc32(body) if self.host.checks_memory or frame.checksums else 0
         if frame.checksums[server : server + 1] not in ((), (checksum,)):
             return f"its {expected} bytes on server {server} are not those that worker {frame.push.id.worker} sent"
-        absent = frozenset(frame.absent)
-        problem = push_problem(self.spec, frame) or self._absent_problem(frame.absent)
+        absent, last = frozenset(frame.absent), self._last
+        is_as_last = last is not None and (
+            frame.hyper == last.hyper
+            and frame.absent == last.absent
+            and frame.count == last.count
+            and frame.expected == last.expected
+        )
+        problem = "" if is_as_last else push_problem(self.spec, frame) or self._absent_problem(frame.absent)
         if problem:
             return problem
+        self._last = frame
         gradient = as_tensor(body, self._dtype)
         if self.spec.nonfinite in ("reject", "halt") and not (frame.screened and self.trusts_screening):
             num_bad = self.shard.screen(gradient, absent)
             if num_bad:
                 return f"{num_bad} of its {gradient.numel()} elements on server {server} are NaN or infinite"
         self.host.same_gradients.note(frame.push, gradient)
-        contribution = _contribution(frame, gradient)
+        worker = frame.push.id.worker
+        contribution = Contribution(gradient, frame.count, absent, frame.hyper, worker, expected=frame.expected)
         self._waiting[frame.push.id] = _WaitingPush(contribution, body, buffer, checksum, frame.push.clock)
         return ""
 
@@ -321,10 +330,11 @@ class ServedDenseTable:
             self.shard.apply([push.contribution for push in pushes])
 
         problem = self._attempt(update)
-        if self._early is not None:
+        if self._early is not None and self._early.is_used:
             self._early.prove()
         for push in pushes:
-            push.release()
+            if push.buffer is not None:
+                push.buffer.release()
         return problem
 
     def _attempt(self, update: Callable[[], None]) -> str:
@@ -348,14 +358,16 @@ class ServedDenseTable:
         """See `ServedTable.accept_pull`."""
         if not isinstance(frame, PullFrame):
             raise PeerError(f"row pull of dense table '{self.spec.name}'")
-        self.send_buffers.reclaim(connection, "read", frame.taken)
+        if self.send_buffers.lent:
+            self.send_buffers.reclaim(connection, "read", frame.taken)
         return ACCEPTED
 
     def serve(self, life: Life, connection: Connection, message: Fetched | Delivered) -> ServedValues | None:
         """Return the values after the updates that are due; see `ServedTable.serve`."""
-        self._settle()
+        if self.broken or self.spec.rule.quorum is not None:
+            self._settle()
         body, num_early = self.memory, 0
-        if self._early is not None and isinstance(message, Fetched):
+        if self._early is not None and self._early.is_used and isinstance(message, Fetched):
             num_early = self._early.take_sent(life, connection)
             body = body[num_early:]
         if self.host.transport.maps_memory and life not in self._live:

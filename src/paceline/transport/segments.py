@@ -81,7 +81,9 @@ class PeerMemory(mmap.mmap):
         stop = start + -(-len(self) // mmap.PAGESIZE)
         first = start + self._turn * _STRETCH_PAGES
         self._turn = 0 if first + _STRETCH_PAGES >= stop else self._turn + 1
-        stretches = [(first, min(stop - first, _STRETCH_PAGES)), *((address // mmap.PAGESIZE, 1) for address in at)]
+        stretches = [(first, min(stop - first, _STRETCH_PAGES))]
+        if stop - start > _STRETCH_PAGES:
+            stretches += [(address // mmap.PAGESIZE, 1) for address in at]
         return _any_own(stretches)
 
     def was_written_anywhere(self) -> bool:
@@ -144,7 +146,7 @@ class Segments:
     def __init__(self, create_memory: CreateMemory, notice: Notice) -> None:
         self._create_memory = create_memory
         self._notice = notice
-        self._regions = MemoryRegions()
+        self.regions: Final = MemoryRegions()
         forked = weakref.WeakMethod(self._keep_private)
         os.register_at_fork(after_in_child=lambda: act() if (act := forked()) is not None else None)
 
@@ -163,7 +165,7 @@ class Segments:
             return fresh_buffer(size_bytes)
         # Not at exit: a thread may then still be sending it, and the kernel closes it anyway.
         weakref.finalize(mapping, os.close, descriptor).atexit = False
-        self._regions.add(mapping, descriptor)
+        self.regions.add(mapping, descriptor)
         return memoryview(mapping)
 
     def share(self, memory: memoryview, descriptor: int) -> None:
@@ -175,15 +177,15 @@ class Segments:
         os.fchmod(descriptor, stat.S_IRUSR)  # so that what peers get cannot be opened anew for writing
         shown = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(mapping, os.close, shown).atexit = False
-        self._regions.add(mapping, shown)
+        self.regions.add(mapping, shown)
 
     def find(self, body: memoryview) -> tuple[MemoryRegion, int] | None:
         """Return the segment that a flat body lies wholly inside, and where in it, or None."""
-        return self._regions.find(body)
+        return self.regions.find(body)
 
     def _keep_private(self) -> None:
         """Keep what this forked child writes from the processes that share the memory."""
-        for region in self._regions.alive():
+        for region in self.regions.alive():
             if region.descriptor is not None:
                 map_privately(region.start, region.size_bytes, region.descriptor)
 

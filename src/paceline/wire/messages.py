@@ -128,8 +128,8 @@ class StepFrame:
     @property
     def step(self) -> messages.WholeStep:
         """The step, for the core."""
-        pushes, pulls = tuple(frame.push for frame in self.pushes), tuple(frame.pull for frame in self.pulls)
-        sender = pushes[0].id.sender if pushes else pulls[0].sender
+        pushes, pulls = tuple([frame.push for frame in self.pushes]), tuple([frame.pull for frame in self.pulls])
+        sender = pulls[0].sender if pulls else pushes[0].id.sender
         return messages.WholeStep(pushes, None if self.ends < 0 else messages.Clock(sender, self.ends), pulls)
 
     def check(self) -> None:
@@ -141,6 +141,8 @@ class StepFrame:
 
     def bodies(self, body: memoryview) -> list[memoryview]:
         """Return the body of each push, as views of the body of the frame; raises PeerError if it has other bytes."""
+        if len(self.sizes) == 1 and self.sizes[0] == len(body):
+            return [body]
         starts = _starts(self.sizes)
         if starts[-1] != len(body):
             raise PeerError(f"a step of {len(self.pushes)} pushes came with {len(body)} bytes, expected {starts[-1]}")
