@@ -50,6 +50,9 @@ class PeerMemory(mmap.mmap):
     """The private mapping of a segment. A page that is written to here becomes this process's own copy of it."""
 
     _turn = 0  # which stretch is looked at next
+    _pagemap = -1  # what tells which pages are whose, once it is open
+    _owner = 0  # the process that has opened it: it shows the pages of that one
+    _closing: weakref.finalize[[int], PeerMemory] | None = None
 
     @staticmethod
     def of(descriptor: int, size_bytes: int) -> PeerMemory:
@@ -84,7 +87,25 @@ class PeerMemory(mmap.mmap):
         stretches = [(first, min(stop - first, _STRETCH_PAGES))]
         if stop - start > _STRETCH_PAGES:
             stretches += [(address // mmap.PAGESIZE, 1) for address in at]
-        return _any_own(stretches)
+        try:
+            if self._owner != os.getpid():
+                self._open_pagemap()
+            return any(_has_own(self._pagemap, first, num_pages) for first, num_pages in stretches)
+        except OSError:
+            return True
+
+    def _open_pagemap(self) -> None:
+        """Open what tells which pages are whose, for as long as the mapping lives; raises OSError."""
+        self._pagemap = os.open(_PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)
+        self._owner = os.getpid()
+        self._closing = weakref.finalize(self, os.close, self._pagemap)
+        self._closing.atexit = False
+
+    def close(self) -> None:
+        """Unmap the memory, and free the descriptor beside it."""
+        super().close()
+        if self._closing is not None:
+            self._closing()
 
     def was_written_anywhere(self) -> bool:
         """Return whether this process has written to any page; looks at all of them."""
@@ -106,18 +127,6 @@ def _succeeded(address: int | None) -> int:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
     return address
-
-
-def _any_own(stretches: Iterable[tuple[int, int]]) -> bool:
-    """Return whether this process owns a page of these stretches, each (first page, number of pages)."""
-    try:
-        pagemap = os.open(_PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return True
-    try:
-        return any(_has_own(pagemap, first, num_pages) for first, num_pages in stretches)
-    finally:
-        os.close(pagemap)
 
 
 def _has_own(pagemap: int, first: int, num_pages: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from paceline.core.effects import Forget, Install, ReadDone, Release
 from paceline.core.events import Opened, Timeout, WantPush, WantRead
 from paceline.core.messages import Fetched, Pull, Push
 from paceline.core.table_reads import TableReads
+from paceline.core.value_classes import value_class
 from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.transport.base import EMPTY
 from paceline.transport.buffers import fresh_buffer
@@ -51,15 +53,43 @@ _LEAST_IN_PIECES_BYTES: Final = 256 << 10
 _SLOTS: Final = 2  # pushes of one table in flight
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class PendingRead:
-    """A read in flight, and the clock of the worker when it was started."""
+    """A read in flight, and the clock of the worker when it was started. Used under the lock, apart from `future`."""
 
     clock: int
-    future: Future[ReadDone]
+    lock: threading.Condition
+    done: ReadDone | None = None
+    error: PacelineError | None = None
+    _future: Future[ReadDone] | None = None
+
+    def is_over(self) -> bool:
+        """Return whether it has ended, well or with an error."""
+        return self.done is not None or self.error is not None
+
+    def end(self, done: ReadDone | None, error: PacelineError | None = None) -> None:
+        """Note how it has ended."""
+        self.done, self.error = done, error
+        if self._future is not None:
+            self._settle(self._future)
+
+    @property
+    def future(self) -> Future[ReadDone]:
+        """How it ends, as a future; made on demand, as most reads are waited for by `wait_read`."""
+        with self.lock:
+            if self._future is None:
+                self._future = pending_future(ReadDone)
+                self._settle(self._future)
+            return self._future
+
+    def _settle(self, future: Future[ReadDone]) -> None:
+        if self.done is not None:
+            future.set_result(self.done)
+        elif self.error is not None:
+            future.set_exception(self.error)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ReadOutcome:
     """How a read ended: the clocks of reader and values, their source, and how long it waited."""
 
@@ -73,24 +103,23 @@ class ReadOutcome:
 class Reads:
     """The reads of a table in flight, by request. A newer read replaces an older one, so both end together."""
 
-    _under_way: dict[int, Future[ReadDone]] = field(default_factory=dict[int, Future[ReadDone]])
+    _under_way: dict[int, PendingRead] = field(default_factory=dict[int, PendingRead])
 
-    def add(self, request: int) -> Future[ReadDone]:
-        """Add a read; the future ends when it does."""
-        self._under_way[request] = future = pending_future(ReadDone)
-        return future
+    def add(self, request: int, read: PendingRead) -> None:
+        """Add a read, which ends when that request or a later one is answered."""
+        self._under_way[request] = read
 
     def finish(self, done: ReadDone) -> None:
         """End a read, and earlier ones."""
         for request in list(self._under_way):
             if request <= done.request:
-                self._under_way.pop(request).set_result(done)
+                self._under_way.pop(request).end(done)
 
     def abandon(self, error: PacelineError) -> None:
         """End all reads with an error."""
         while self._under_way:
-            _, future = self._under_way.popitem()
-            future.set_exception(error)
+            _, read = self._under_way.popitem()
+            read.end(None, error)
 
 
 @dataclass(slots=True)
@@ -241,7 +270,8 @@ class DenseClient:
         with lock.changed:
             if lock.failure:
                 lock.check()
-            started = PendingRead(core.clock, self._reads.add(core.next_request))
+            started = PendingRead(core.clock, lock.changed)
+            self._reads.add(core.next_request, started)
             context.handle(WantRead(self.name, refresh, exact, more))
         return started
 
@@ -251,18 +281,20 @@ class DenseClient:
 
     def wait_read(self, started: PendingRead, use: Callable[[TableCache], None]) -> ReadOutcome:
         """Finish a read that `start_read` started; blocks as `read` does."""
-        began, lock, is_done = time.monotonic(), self.context.lock, started.future.done
+        began, lock = time.monotonic(), self.context.lock
         with lock.changed:
             if lock.failure:
                 lock.check()
-            if not is_done():
+            if started.done is None:
                 lock.wait(
-                    is_done,
+                    started.is_over,
                     f"values of table '{self.name}' at clock {started.clock} ({self.cache.spec.consistency})",
                     About(f"pull {self.name}", self.name, self._core_reads.needs()),
                 )
             waited_s = time.monotonic() - began
-            done = started.future.result(timeout=0)
+            done = started.done
+            if done is None:
+                raise started.error or lock.error()
             use(self.cache)
         return ReadOutcome(started.clock, done.clock, done.source, waited_s)
 
