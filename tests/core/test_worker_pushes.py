@@ -101,7 +101,7 @@ def test_each_servers_part_is_released_once_by_its_own_answer() -> None:
     assert core.handle(Arrived(0, Applied(push_id(0, 0))), 0.0) == []
     assert core.num_unsettled("w") == 1
     assert core.handle(Arrived(1, Applied(push_id(0, 0))), 0.0) == [Release(1, "w", push_id(0, 0))]
-    assert (core.num_unsettled("w"), core.settled("w")) == (0, 1)
+    assert (core.num_unsettled("w"), core.next_push("w").settled) == (0, 1)
 
 
 def test_a_refused_push_is_released_with_its_reason_and_withdrawn_with_the_tick() -> None:
@@ -124,7 +124,7 @@ def test_pushes_say_below_which_number_all_is_settled() -> None:
         core.handle(WantPush("w"), 0.0)
     for seq, server in ((0, 0), (0, 1), (1, 0), (2, 0), (2, 1)):
         core.handle(Arrived(server, Applied(push_id(0, seq))), 0.0)
-    assert core.settled("w") == 1
+    assert core.next_push("w").settled == 1
     core.handle(Arrived(1, Applied(push_id(0, 1))), 0.0)
     assert said(core.handle(WantPush("w"), 0.0), Push)[0].settled == 3
 

@@ -72,6 +72,7 @@ class Counting(Trace):
 
     def __init__(self) -> None:
         super().__init__(None)
+        self.is_kept = True
         self.num_applied = Counter[str]()
 
     def record(self, record: records.Record) -> None:

@@ -83,7 +83,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a late copy is taken for a new push",
         DEDUP,
-        "return push.id.seq < self.settled_in(push.table)",
+        "return kept is not None and push.id.seq < kept.settled",
         "return False",
     ),
     Mutant("the ledger never forgets", DEDUP, "if settled > kept.settled:", "if settled > kept.settled + 10**9:"),
@@ -228,7 +228,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a part refused elsewhere is summed here",
         WORKER,
-        "self._withdrawn.add((pushed.push.table, pushed.push.clock, answer.id.seq))",
+        "self._withdrawn.add((push.table, push.clock, seq))",
         "pass",
     ),
     Mutant(
@@ -264,8 +264,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a push of one table settles those of all",
         WORKER,
-        "return next(iter(self._tables[table].unsettled), self.next_seq)",
-        "return self.next_seq",
+        "next(iter(unsettled), self.next_seq)",
+        "self.next_seq",
     ),
     Mutant(
         "a lease ends before its time",
@@ -300,8 +300,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a late worker stays behind",
         WORKER,
-        "if consistency.backups and oldest > self.clock:",
-        "if consistency.backups and oldest < 0:",
+        "if oldest > self.clock:",
+        "if oldest < 0:",
     ),
     # -- deliveries --------------------------------------------------------------------------------------------------
     Mutant(

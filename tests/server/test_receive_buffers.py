@@ -47,6 +47,7 @@ class AtUpdate(Trace):
 
     def __init__(self) -> None:
         super().__init__(None)
+        self.is_kept = True
         self.receive_buffers: ReceiveBuffers | None = None
         self.lent: list[Buffer] = []
 
@@ -60,6 +61,7 @@ class Told(Trace):
 
     def __init__(self) -> None:
         super().__init__(None)
+        self.is_kept = True
         self.told: list[records.Record] = []
 
     def record(self, record: records.Record) -> None:

@@ -4,6 +4,7 @@ import ctypes
 import mmap
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def descriptor() -> Iterator[int]:
 @pytest.fixture
 def memory(descriptor: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[PeerMemory]:
     monkeypatch.setattr(segments, "_STRETCH_PAGES", 2)  # so that a few pages are several stretches
-    with PeerMemory(descriptor, SIZE_BYTES, access=mmap.ACCESS_COPY) as mapped:
+    with closing(PeerMemory(descriptor, SIZE_BYTES, access=mmap.ACCESS_COPY)) as mapped:
         yield mapped
 
 

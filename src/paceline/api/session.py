@@ -88,6 +88,7 @@ class Session:
     num_samples: int = 0
     # Weak references: dropping an optimizer also releases its parameters.
     _optimizers: WeakSet[Distributed] = field(default_factory=WeakSet)
+    _has_overlap: bool = False  # an optimizer sends gradients while backward runs
     _weights: WeakSet[Weights] = field(default_factory=WeakSet)
     tables: TableOpener = field(init=False)
     named: NamedTensors = field(init=False)
@@ -280,20 +281,28 @@ class Session:
         Gradients of embeddings are pushed first, weighted by `samples`: by default the number that loaders have
         returned. Does not block: the next pull waits. Only rows under `paceline.managed` may wait for their budget.
         """
-        with self.metrics.communicating():
-            clock = self.node.clock
-            here = f"worker {self.rank}, clock {clock}"
-            self.lookups.push(self.metrics.samples or None if samples is None else as_count(samples, here))
-            self.metrics.finish_clock(clock)
-            for optimizer in self._optimizers:
+        here = f"worker {self.rank}, clock {self.node.clock}"
+        return self.finish_clock(self.metrics.samples or None if samples is None else as_count(samples, here))
+
+    def finish_clock(self, samples: float | None) -> int:
+        """Do what `clock` does, for a number of samples that has been checked; None where it is not known."""
+        node = self.node
+        with self.metrics.communication:
+            if self.lookups.are_used:
+                self.lookups.push(samples)
+            self.lookups.expected = 0.0
+            self.metrics.finish_clock(node.clock)
+            for optimizer in self._optimizers if self._has_overlap else ():
                 optimizer.freeze_values()
-            self.node.tick()
-        self.exit_if_preempted()
-        return self.node.clock
+            clock = node.tick()
+        if self.notice.told_at_s is not None:
+            self.exit_if_preempted()
+        return clock
 
     def exit_if_preempted(self) -> None:
         """Close the session and raise SystemExit(143) if this process was preempted; called at the end of a step."""
-        self.notice.exit_if_preempted(self.close)
+        if self.notice.told_at_s is not None:
+            self.notice.exit_if_preempted(self.close)
 
     def policy(self, given: Consistency | str | None) -> Consistency:
         """Return the consistency to use: the script's, else the launcher's, else bsp."""
@@ -438,6 +447,7 @@ class Session:
                 self._optimizers.discard(known)
         made.turns = self.node.clock, self.node.clock
         self._optimizers.add(made)
+        self._has_overlap = self._has_overlap or settings.overlap
         return made
 
     def sharding(self, seed: int) -> Sharding:

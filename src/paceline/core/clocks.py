@@ -47,12 +47,17 @@ class Clocks:
         if clock is not None:
             self._left(clock)
 
-    def advance(self, worker: int, clock: int) -> None:
-        """Record that a member has finished all clocks below `clock`; an older tick changes nothing."""
+    def advance(self, worker: int, clock: int) -> int:
+        """Record that a member has finished all clocks below `clock`; an older tick changes nothing.
+
+        Return the number of clocks that it has finished.
+        """
         before = self._of[worker]
-        if clock > before:
-            self._of[worker] = clock
-            self._left(before)
+        if clock <= before:
+            return before
+        self._of[worker] = clock
+        self._left(before)
+        return clock
 
     def past(self, clock: int) -> list[int]:
         """Return the members that have finished `clock`, in ascending rank."""
@@ -63,4 +68,4 @@ class Clocks:
         self._num_slowest -= clock == self.slowest
         if self._of and not self._num_slowest:
             self.slowest = min(self._of.values())
-            self._num_slowest = sum(own == self.slowest for own in self._of.values())
+            self._num_slowest = list(self._of.values()).count(self.slowest)

@@ -52,7 +52,8 @@ class DedupWindow:
 
     def is_late(self, push: Push) -> bool:
         """Return whether the sender already has the answer to this copy of a push."""
-        return push.id.seq < self.settled_in(push.table)
+        kept = self._tables.get(push.table)
+        return kept is not None and push.id.seq < kept.settled
 
     def overflows(self, table: str) -> bool:
         """Return whether a table has no room for another unsettled push."""
@@ -75,4 +76,6 @@ class DedupWindow:
     def applied_in(self, table: str) -> tuple[int, ...]:
         """Return the unsettled sequence numbers that are applied to this table, in ascending order."""
         kept = self._tables.get(table)
-        return tuple(sorted(seq for seq in kept.seqs if isinstance(self._answers[seq], Applied))) if kept else ()
+        if kept is None:
+            return ()
+        return tuple(sorted([seq for seq in kept.seqs if isinstance(self._answers[seq], Applied)]))

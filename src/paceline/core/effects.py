@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from paceline.core.messages import BetweenServers, Delivered, Fetched, FromServer, FromWorker, PushId
+from paceline.core.value_classes import value_class
 
 # -- of a server -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Hold:
     """Keep the tensor of this push until an `Apply` or `Discard` names it."""
 
@@ -17,7 +16,7 @@ class Hold:
     id: PushId
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Apply:
     """Update the table with these pushes in this order, as one update; then forget their tensors.
 
@@ -28,7 +27,7 @@ class Apply:
     ids: tuple[PushId, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Discard:
     """Forget the tensor of this push; it is never applied."""
 
@@ -36,7 +35,7 @@ class Discard:
     id: PushId
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Reply:
     """Send a message to one life of a worker; dropped if it is not connected."""
 
@@ -45,7 +44,7 @@ class Reply:
     message: FromServer
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Serve:
     """Send a message together with the table's current values."""
 
@@ -54,7 +53,7 @@ class Serve:
     message: Fetched | Delivered
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Tell:
     """Send a message to another server."""
 
@@ -62,7 +61,7 @@ class Tell:
     message: BetweenServers
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Advanced:
     """For the record: every clock of `table` below `clock` is complete here."""
 
@@ -70,7 +69,7 @@ class Advanced:
     clock: int
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class MembershipChanged:
     """For the record: a worker's life began or ended; `change` is "joined", "left" or "died"."""
 
@@ -86,7 +85,7 @@ ServerEffect = Hold | Apply | Discard | Reply | Serve | Tell | Advanced | Member
 # -- of a worker -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Send:
     """Send a message to a server; a `Push` carries its tensor, unless it is `bare`: the server has the tensor."""
 
@@ -95,7 +94,7 @@ class Send:
     bare: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Install:
     """Cache the values that came with the current message: the answer to `request`, or with -1 a delivery.
 
@@ -110,7 +109,7 @@ class Install:
     includes: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Forget:
     """Drop what is cached of a table from this server: deliveries of newer values may have been lost."""
 
@@ -118,7 +117,7 @@ class Forget:
     table: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Release:
     """The server's final answer to a push has arrived: its part of the tensor may be reused."""
 
@@ -128,14 +127,14 @@ class Release:
     refused: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class JoinDone:
     """The worker takes part, at this clock."""
 
     clock: int
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ReadDone:
     """A read is complete: the cached copy is fresh enough; `clock` is the oldest clock among its parts."""
 
@@ -145,12 +144,12 @@ class ReadDone:
     source: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class LeaveDone:
     """Every server knows that this worker has left."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Fail:
     """The worker cannot continue; the reason is for the user."""
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from paceline.core.consistency import Consistency
 from paceline.core.messages import Push, PushId
+from paceline.core.value_classes import value_class
 
 # -- to a server -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Declared:
     """A table exists from now on; declaring it again with the same consistency changes nothing.
 
@@ -22,7 +21,7 @@ class Declared:
     keyed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class InvalidPush:
     """This push arrived with a tensor that must not be applied (a value that is not finite, for example)."""
 
@@ -30,7 +29,7 @@ class InvalidPush:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Unapplied:
     """An `Apply` of these pushes failed: the update was not made, and never will be."""
 
@@ -39,7 +38,7 @@ class Unapplied:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Disconnected:
     """The connection to that life of that worker ended; it may come back within its lease."""
 
@@ -47,7 +46,7 @@ class Disconnected:
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Died:
     """A reliable source (the worker's parent process) reports that this life of the worker has ended."""
 
@@ -56,24 +55,24 @@ class Died:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Changed:
     """The values of this table have changed by other means than a push."""
 
     table: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Timeout:
     """`next_deadline()` has passed."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Woke:
     """The server process was suspended and could hear no worker: leases that ended meanwhile start again."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Resumed:
     """Another process goes on in this server's place: all connections are gone, and messages on them may be lost."""
 
@@ -84,7 +83,7 @@ ServerHappening = Declared | Changed | InvalidPush | Unapplied | Disconnected | 
 # -- to a worker -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Arrived:
     """A server's message."""
 
@@ -92,14 +91,14 @@ class Arrived:
     message: object
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Connected:
     """The connection to this server was made again; its unanswered messages are repeated at once."""
 
     server: int
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Opened:
     """The user has opened a table; `servers` hold parts of it. `keyed`: it is a row table."""
 
@@ -109,12 +108,12 @@ class Opened:
     keyed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class WantJoin:
     """The user wants to take part."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class WantPush:
     """The user pushes an update of this table, to all servers that hold a part or only to `servers`.
 
@@ -128,12 +127,12 @@ class WantPush:
     ends_clock: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class WantClock:
     """The user has finished the current clock."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class WantRead:
     """The user wants values.
 
@@ -148,7 +147,7 @@ class WantRead:
     more: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class WantRows:
     """The user wants rows that contain every update below `needs`.
 
@@ -161,6 +160,6 @@ class WantRows:
     deliver: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class WantLeave:
     """The user has finished."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.dedup import DedupWindow
@@ -49,6 +50,10 @@ class WorkerLives:
         """Return the life of this worker that takes part or is expected, or None."""
         return self._lives.get(worker)
 
+    def incarnations(self, workers: Sequence[int]) -> list[tuple[int, int]]:
+        """Return (worker, incarnation) of workers that take part or are expected."""
+        return [(worker, self._lives[worker].incarnation) for worker in workers]
+
     def has_ended(self, sender: Sender) -> bool:
         """Return whether this incarnation is over."""
         return sender.incarnation <= self._ended.get(sender.worker, (-1, False))[0]
@@ -59,11 +64,16 @@ class WorkerLives:
 
     def objection(self, sender: Sender) -> str:
         """Return why this sender may not act, or an empty text."""
+        found = self.acting(sender)
+        return found if isinstance(found, str) else ""
+
+    def acting(self, sender: Sender) -> Incarnation | str:
+        """Return the life of this sender, if it may act, else why not."""
         if sender.generation != self.generation:
             return f"it belongs to generation {sender.generation} of the job, this is generation {self.generation}"
         life = self._lives.get(sender.worker)
         if life and life.joined_at is not None and life.incarnation == sender.incarnation:
-            return ""
+            return life
         if self.has_ended(sender) or (life and life.incarnation > sender.incarnation):
             return (
                 f"worker {sender.worker} has ended since it joined (incarnation {sender.incarnation} is over): it was "

@@ -7,10 +7,10 @@ exactly, so that the receiver recognises it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from paceline.core.value_classes import value_class
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Sender:
     """The life of a worker that sends a message: its rank, and how often that rank was started before."""
 
@@ -19,7 +19,7 @@ class Sender:
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@value_class(order=True)
 class PushId:
     """The identity of one push; the same on every server and in every retry."""
 
@@ -37,21 +37,21 @@ class PushId:
 # -- from a worker ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Join:
     """I take part from now on."""
 
     sender: Sender
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Leave:
     """I have finished, and all my pushes are settled."""
 
     sender: Sender
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Push:
     """An update made during `clock`; its tensor travels beside it.
 
@@ -64,7 +64,7 @@ class Push:
     settled: int
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Clock:
     """I have finished every clock below `clock`, and every server has all pushes that belong to them.
 
@@ -76,7 +76,7 @@ class Clock:
     withdrawn: tuple[tuple[str, int, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Pull:
     """Send me the values of `table` as soon as they contain every update of the clocks below `needs`."""
 
@@ -87,7 +87,7 @@ class Pull:
     needs: int
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Taken:
     """I have installed your delivery of `clock`; you may send the next."""
 
@@ -96,7 +96,7 @@ class Taken:
     clock: int
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class WholeStep:
     """Pushes, the tick that ends their clock and pulls, in turn; one life sends all of it, and it arrives as a whole.
 
@@ -119,33 +119,33 @@ FromWorker = Join | Leave | Push | Clock | Pull | WholeStep | Taken
 # -- from a server to a worker ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Joined:
     """You take part; the slowest worker here stands at `clock`."""
 
     clock: int
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Left:
     """You no longer take part."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Held:
     """I keep this push until its clock is complete. Not an acknowledgement: it is not applied yet."""
 
     id: PushId
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Applied:
     """This push is applied, exactly once; you may reuse its tensor."""
 
     id: PushId
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class PushRefused:
     """This push was not applied and never will be."""
 
@@ -153,14 +153,14 @@ class PushRefused:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Ticked:
     """I know that you have finished the clocks below `clock`."""
 
     clock: int
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Fetched:
     """The values you asked for travel beside this.
 
@@ -178,7 +178,7 @@ class Fetched:
     ticked: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Delivered:
     """New values for a subscriber, sent because the clock advanced; the fields mean the same as in `Fetched`.
 
@@ -194,7 +194,7 @@ class Delivered:
     since: int = -1
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class PullRefused:
     """This pull cannot be answered, now or later."""
 
@@ -203,7 +203,7 @@ class PullRefused:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class WorkerRefused:
     """You do not take part (any more): a newer life of your rank does, or your lease has ended."""
 
@@ -217,7 +217,7 @@ FromServer = Joined | Left | Held | Applied | PushRefused | Ticked | Fetched | D
 # -- between servers -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Follow:
     """Send me the decision on `clock` of `table` once it is made; I have applied every clock below it."""
 
@@ -227,7 +227,7 @@ class Follow:
     clock: int
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Closed:
     """`clock` of `table` is complete with exactly these contributors, (worker, incarnation) in ascending rank.
 

@@ -39,6 +39,16 @@ class Retransmit:
         self._unanswered.pop(key, None)  # a replacement goes to the end of the order of sending
         self._unanswered[key] = Unanswered(message, due=now + self.retry_s)
 
+    def moves_back(self, key: Key, message: FromWorker, now: float) -> bool:
+        """Have a message be repeated after those added since; False if it is answered or replaced already."""
+        entry = self._unanswered.get(key)
+        if entry is None or entry.message is not message:
+            return False
+        del self._unanswered[key]
+        self._unanswered[key] = entry
+        entry.due = now + self.retry_s
+        return True
+
     def answered(self, key: Key) -> bool:
         """Note an answer; return whether one was expected."""
         return self._unanswered.pop(key, None) is not None

@@ -10,6 +10,7 @@ Rules that hold for any order of events:
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from paceline.core.clocks import Clocks
@@ -185,7 +186,8 @@ class ServerCore:
 
     def _on_push(self, push: Push, invalid: str, effects: list[ServerEffect], life: Incarnation | None = None) -> bool:
         """Process a push of this life, if it is known already; return whether it is a copy."""
-        life = life or self._life_of(push.id.sender, effects)
+        if life is None:
+            life = self._life_of(push.id.sender, effects)
         if life is None:
             return True
         if push.table in self.tables:
@@ -196,21 +198,17 @@ class ServerCore:
         if known is not None:
             effects.append(self._to(push.id, known))
             return True
-        if life.dedup.overflows(self._filed_under(push.table)):
+        if life.dedup.overflows(push.table if push.table in self.tables else ""):
             reason = f"worker {push.id.worker} has more than {WINDOW} unsettled pushes of table '{push.table[:200]}'"
             effects.append(self._to(push.id, WorkerRefused(push.id.sender, reason)))
         else:
             self._decide_push(push, invalid, effects)
         return False
 
-    def _filed_under(self, table: str) -> str:
-        """Return the name that answers are kept under: all unknown tables share one, which bounds their number."""
-        return table if table in self.tables else ""
-
     def _decide_push(self, push: Push, invalid: str, effects: list[ServerEffect]) -> None:
         """Answer a push that is seen for the first time."""
         table = self.tables.get(push.table)
-        if table is not None:
+        if table is not None and push.table not in self._awake:
             self._wake(push.table, table, effects)
         if invalid or table is None:
             self._answer(push.id, push.table, PushRefused(push.id, invalid or self._unknown(push.table)), effects)
@@ -238,15 +236,24 @@ class ServerCore:
         """Answer a push; `by_values`: values that are sent say so already."""
         life = self.lives.current(push_id.worker)
         if life and life.incarnation == push_id.incarnation:
-            life.dedup.record(self._filed_under(table), answer)
+            # All unknown tables share one window, which bounds the number of answers.
+            life.dedup.record(table if table in self.tables else "", answer)
         if not by_values:
-            effects.append(self._to(push_id, answer))
+            effects.append(Reply(push_id.worker, push_id.incarnation, answer))
 
     # -- clocks ------------------------------------------------------------------------------------------------------
 
-    def _on_clock(self, event: Clock, effects: list[ServerEffect], life: Incarnation | None = None) -> None:
+    def _on_clock(
+        self,
+        event: Clock,
+        effects: list[ServerEffect],
+        life: Incarnation | None = None,
+        read_next: Collection[str] = (),
+    ) -> None:
+        """Note that a worker has finished clocks; `read_next` are tables that it reads in the same message."""
         sender = event.sender
-        life = life or self._life_of(sender, effects)
+        if life is None:
+            life = self._life_of(sender, effects)
         if life is None:
             return
         for name, clock, seq in () if self._follows else event.withdrawn:
@@ -260,11 +267,11 @@ class ServerCore:
                 self._give_up(sender.worker, life, "died", reason, effects)
                 return
         before = self._clocks.slowest
-        self._clocks.advance(sender.worker, event.clock)
-        effects.append(Reply(sender.worker, sender.incarnation, Ticked(self._clocks.of(sender.worker))))
-        self._progress(before, effects)
+        finished = self._clocks.advance(sender.worker, event.clock)
+        effects.append(Reply(sender.worker, sender.incarnation, Ticked(finished)))
+        self._progress(before, effects, read_next)
 
-    def _progress(self, before: int, effects: list[ServerEffect]) -> None:
+    def _progress(self, before: int, effects: list[ServerEffect], read_next: Collection[str] = ()) -> None:
         """React to a change of the clocks: close complete ones, then answer and deliver."""
         self._has_more = False
         has_advanced = self._clocks.slowest > before
@@ -273,7 +280,7 @@ class ServerCore:
                 self._close_complete(name, table, effects)
             elif has_advanced:
                 self._release(name, table, effects)
-            if has_advanced and self._may_rest(name, table):
+            if has_advanced and name not in read_next and self._may_rest(name, table):
                 del self._awake[name]
 
     def _may_rest(self, name: str, table: TableCore) -> bool:
@@ -292,9 +299,9 @@ class ServerCore:
             self._advance(name, table, effects)
 
     def _advance(self, name: str, table: TableCore, effects: list[ServerEffect]) -> int:
-        table.reached = self.clock_of(name)
-        effects.append(Advanced(name, table.reached))
-        return table.reached
+        clock = table.reached = self.clock_of(name)
+        effects.append(Advanced(name, clock))
+        return clock
 
     def _close_complete(self, name: str, table: TableCore, effects: list[ServerEffect]) -> None:
         """On the lead: close at most MAX_AT_ONCE complete clocks, and send the decisions to the followers."""
@@ -305,9 +312,9 @@ class ServerCore:
                 self._has_more = True
                 return
             finished = self._clocks.past(clock)
-            decision = table.commit.decide([(worker, self._living(worker).incarnation) for worker in finished])
+            decision = table.commit.decide(self.lives.incarnations(finished))
             self._close(name, table, decision, effects)
-            for server in table.commit.followers_of(clock):
+            for server in table.commit.followers_of(clock) if table.commit.num_followers else ():
                 effects.append(Tell(server, self._closed(name, clock, decision)))
 
     def _closed(self, table: str, clock: int, decision: CommitDecision) -> Closed:
@@ -365,46 +372,34 @@ class ServerCore:
 
     def _on_step(self, step: WholeStep, effects: list[ServerEffect]) -> None:
         """Process pushes, their tick and pulls in turn. Unless a push is a copy, leave out what other answers say."""
-        sender = step.sender
+        sender = step.tick.sender if step.tick is not None else step.sender
         life = self._life_of(sender, effects)
         if life is None:
             return
+        read = [pull.table for pull in step.pulls]
         copies = [push for push in step.pushes if self._on_push(push, "", effects, life)]
         if step.tick is not None:
-            self._on_clock(step.tick, effects, life)
+            self._on_clock(step.tick, effects, life, read)
         for pull in step.pulls:
             self._on_pull(pull, effects, life)
         if not copies:
-            told = self._told_otherwise(step)
-            effects[:] = [
-                effect
-                for effect in effects
-                if not (isinstance(effect, Reply) and effect.worker == sender.worker and effect.message in told)
-            ]
-
-    def _told_otherwise(self, step: WholeStep) -> set[Held | Applied | Ticked]:
-        """Return the answers to a step that others imply: a known tick what it closes is held, values the rest."""
-        told: set[Held | Applied | Ticked] = set()
-        if step.tick is not None:
-            told.update(Held(push.id) for push in step.pushes)
-            if step.pulls:
-                told.add(Ticked(self._clocks.of(step.sender.worker)))
-        read = {pull.table for pull in step.pulls}
-        told.update(Applied(push.id) for push in step.pushes if push.table in read)
-        return told
+            _leave_out_implied(step, sender.worker, read, effects)
 
     def _on_pull(self, pull: Pull, effects: list[ServerEffect], life: Incarnation | None = None) -> None:
-        if life is None and self._life_of(pull.sender, effects) is None:
+        if life is None:
+            life = self._life_of(pull.sender, effects)
+        if life is None:
             return
         table = self.tables.get(pull.table)
         if table is None:
             refusal = PullRefused(pull.request, pull.table, self._unknown(pull.table))
             effects.append(Reply(pull.sender.worker, pull.sender.incarnation, refusal))
         else:
-            self._wake(pull.table, table, effects)
+            if pull.table not in self._awake:
+                self._wake(pull.table, table, effects)
             clock = self.clock_of(pull.table)
             if table.readers.add_pull(pull, clock):
-                self._fetch(pull, table, clock, effects)
+                self._fetch(pull, table, clock, life, effects)
 
     def _on_taken(self, event: Taken, effects: list[ServerEffect]) -> None:
         table = self.tables.get(event.table)
@@ -418,7 +413,7 @@ class ServerCore:
         clock = self._advance(name, table, effects)
         for pull in table.readers.satisfied_pulls(clock):
             table.readers.note_answered(pull, clock)
-            self._fetch(pull, table, clock, effects)
+            self._fetch(pull, table, clock, self._living(pull.sender.worker), effects)
         for worker in table.readers.start_deliveries(clock):
             self._deliver(table, worker, clock, effects)
 
@@ -426,9 +421,8 @@ class ServerCore:
         life = self._living(worker)
         effects.append(Serve(worker, life.incarnation, table.delivered(worker, clock, life.dedup)))
 
-    def _fetch(self, pull: Pull, table: TableCore, clock: int, effects: list[ServerEffect]) -> None:
-        dedup = self._living(pull.sender.worker).dedup
-        fetched = table.fetched(pull, clock, self._clocks.of(pull.sender.worker), dedup)
+    def _fetch(self, pull: Pull, table: TableCore, clock: int, life: Incarnation, effects: list[ServerEffect]) -> None:
+        fetched = table.fetched(pull, clock, self._clocks.of(pull.sender.worker), life.dedup)
         effects.append(Serve(pull.sender.worker, pull.sender.incarnation, fetched))
 
     # -- tables ------------------------------------------------------------------------------------------------------
@@ -548,12 +542,12 @@ class ServerCore:
 
     def _life_of(self, sender: Sender, effects: list[ServerEffect]) -> Incarnation | None:
         """Return the sender's life; when it may not act, refuse it and return None."""
-        objection = self.lives.objection(sender)
-        if objection:
-            if not self.lives.has_left(sender):
-                effects.append(Reply(sender.worker, sender.incarnation, WorkerRefused(sender, objection)))
-            return None
-        return self.lives.current(sender.worker)
+        found = self.lives.acting(sender)
+        if not isinstance(found, str):
+            return found
+        if not self.lives.has_left(sender):
+            effects.append(Reply(sender.worker, sender.incarnation, WorkerRefused(sender, found)))
+        return None
 
     def _living(self, worker: int) -> Incarnation:
         life = self.lives.current(worker)
@@ -568,3 +562,21 @@ class ServerCore:
     @staticmethod
     def _to(push_id: PushId, message: Held | Applied | PushRefused | WorkerRefused) -> Reply:
         return Reply(push_id.worker, push_id.incarnation, message)
+
+
+def _leave_out_implied(step: WholeStep, worker: int, read: Collection[str], effects: list[ServerEffect]) -> None:
+    """Remove the answers to a step that others imply: a known tick that what it closes is held, values the rest."""
+    is_told = step.tick is not None and bool(read)
+    in_values = {push.id.seq for push in step.pushes if push.table in read}
+    left: list[ServerEffect] = []
+    for effect in effects:
+        if isinstance(effect, Reply) and effect.worker == worker:
+            said = effect.message
+            if isinstance(said, Held) and step.tick is not None:
+                continue
+            if isinstance(said, Ticked) and is_told:
+                continue
+            if isinstance(said, Applied) and said.id.seq in in_values:
+                continue
+        left.append(effect)
+    effects[:] = left

@@ -118,15 +118,15 @@ class DenseReads:
         if not isinstance(want, WantRead):
             raise ProtocolBug(f"table '{self.table}' is dense, and cannot process {want}")
         needs = clock if want.exact else self.consistency.needs(clock)
-        awaited = {s for s in self.servers if want.refresh or not self._is_fresh(s, needs)}
+        awaited = set(self.servers if want.refresh else (s for s in self.servers if not self._is_fresh(s, needs)))
         self.reading = _Reading(request, needs, want.refresh, awaited)
         if not awaited:
             self.reading.source = "delivery" if self.consistency.deliver == "on_clock" else "cache"
+            self._finish(effects)
         for server in sorted(awaited):
             pull = Pull(self.sender, request, self.table, clock, needs)
             self.retransmit.add(self._keys[server], pull, now)
             effects.append(Send(server, pull))
-        self._finish(effects)
 
     def on_values(self, server: int, message: Fetched | Delivered, effects: list[WorkerEffect]) -> None:
         """Process the part of a server; see `TableReads`."""
@@ -145,7 +145,8 @@ class DenseReads:
             elif not reading.refresh:
                 reading.awaited.discard(server)
                 reading.source = "delivery"
-        self._finish(effects)
+        if reading and not reading.awaited:
+            self._finish(effects)
 
     def on_connected(self, server: int) -> None:
         """Change nothing: every message has all values of a part."""
@@ -189,7 +190,7 @@ class DenseReads:
         self.reading = None
         for key in self._keys.values():
             self.retransmit.answered(key)
-        oldest = min(clock for clock, _ in self.have.values())
+        oldest = min(self.have.values())[0]
         effects.append(ReadDone(reading.request, self.table, oldest, reading.source))
 
 

@@ -49,7 +49,8 @@ class ReadQueue(ABC):
         if pull.needs > clock:
             self._waiting[self._place(pull)] = pull
             return False
-        self.note_answered(pull, clock)
+        if self._waiting or self.subscribing:
+            self.note_answered(pull, clock)
         return True
 
     def note_answered(self, pull: Pull, clock: int) -> None:
@@ -197,10 +198,10 @@ class TableCore:
     def is_complete(self, clocks: Clocks) -> bool:
         """Return whether enough workers have finished its current clock, and no follower is too far behind."""
         clock, backups = self.commit.clock, self.consistency.backups
-        if self.commit.is_far_ahead:
+        if self.commit.num_followers and self.commit.is_far_ahead:
             return False
         if not backups:
-            return len(clocks) > 0 and clocks.slowest > clock
+            return clocks.slowest > clock and len(clocks) > 0
         return len(clocks.past(clock)) >= max(1, len(clocks) - backups)
 
     def fetched(self, pull: Pull, clock: int, ticked: int, dedup: DedupWindow) -> Fetched:

@@ -55,6 +55,7 @@ from paceline.errors import ProtocolBug
 MAX_TOGETHER = 256  # pushes, or pulls, that wait for each other, to travel in one message
 
 WorkerEvent = Arrived | Connected | Opened | Timeout | WantClock | WantJoin | WantLeave | WantPush | WantRead | WantRows
+_MAY_END_WAIT = {Timeout, WantLeave, WantPush, WantRows}
 
 
 @dataclass(slots=True)
@@ -93,7 +94,7 @@ class WorkerCore:
     # Pushes of one clock and pulls, (server, pull), that wait for others to travel with; until when.
     _kept: list[Push] = field(default_factory=list[Push])
     _asked: list[tuple[int, Pull]] = field(default_factory=list[tuple[int, Pull]])
-    _kept_until: float = 0.0
+    _kept_until: float = 0.0  # a quarter of the pause before a repetition, from the first that is kept
     _read_follows: bool = False  # at once after the clock of the pushes that are kept
     # (table, clock, sequence number) of pushes that some server refused.
     _withdrawn: set[tuple[str, int, int]] = field(default_factory=set[tuple[str, int, int]])
@@ -110,7 +111,7 @@ class WorkerCore:
     def handle(self, event: WorkerEvent, now: float) -> list[WorkerEffect]:
         """Process one event; return the effects to perform, in order."""
         effects: list[WorkerEffect] = []
-        if (self._kept or self._asked) and self._ends_wait(event):
+        if (self._kept or self._asked) and type(event) in _MAY_END_WAIT and self._ends_wait(event):
             self._send_kept(now, effects)
         match event:
             case Arrived():
@@ -118,10 +119,7 @@ class WorkerCore:
             case WantPush():
                 self._on_push(event, now, effects)
             case WantClock():
-                self.clock += 1
-                if not self._read_follows:
-                    self._send_kept(now, effects)
-                self._tick(now, effects)
+                self._on_clock(now, effects)
             case WantRead() | WantRows():
                 self._on_read(event, now, effects)
             case Timeout():
@@ -140,10 +138,6 @@ class WorkerCore:
         """Return when `handle(Timeout(), now)` is due next, or None."""
         due = self._retransmit.next_due()
         return min(self._kept_until, due or self._kept_until) if self._kept or self._asked else due
-
-    def settled(self, table: str) -> int:
-        """Return a sequence number below which every server has answered all pushes of this table."""
-        return next(iter(self._tables[table].unsettled), self.next_seq)
 
     def may_push(self, table: str) -> bool:
         """Return whether servers accept one more push of this table: they keep at most WINDOW answers."""
@@ -174,10 +168,13 @@ class WorkerCore:
     # -- pushes and clocks -------------------------------------------------------------------------------------------
 
     def next_push(self, table: str) -> Push:
-        """Return the next push of this table, as it will be sent."""
-        sender = self.settings.sender
+        """Return the next push of this table, as it will be sent.
+
+        Every server has answered all pushes of the table that are older than its oldest unsettled one.
+        """
+        sender, unsettled = self.settings.sender, self._tables[table].unsettled
         push_id = PushId(sender.generation, sender.worker, sender.incarnation, self.next_seq)
-        return Push(push_id, table, self.clock, self.settled(table))
+        return Push(push_id, table, self.clock, next(iter(unsettled), self.next_seq))
 
     def _on_push(self, want: WantPush, now: float, effects: list[WorkerEffect]) -> None:
         table, push = self._tables[want.table], self.next_push(want.table)
@@ -189,12 +186,22 @@ class WorkerCore:
         table.num_made += 1
         self._unseen[push.clock] += 1
         if may_wait:
-            self._note_wait(now)
+            if not self._kept and not self._asked:
+                self._kept_until = now + self.settings.retry_s / 4
             self._kept.append(push)
             self._read_follows = self._read_follows or want.ends_clock
             return
         for server in servers:
             self._send((server, "push", seq), push, now, effects)
+
+    def _on_clock(self, now: float, effects: list[WorkerEffect]) -> None:
+        if self._asked:
+            self._send_kept(now, effects)
+        self.clock += 1
+        if self._kept and not self._read_follows:
+            self._send_kept(now, effects)
+        if not self._kept:  # else all that is not confirmed is kept, and the tick follows it
+            self._tick(now, effects)
 
     # -- what travels together ---------------------------------------------------------------------------------------
 
@@ -216,45 +223,39 @@ class WorkerCore:
         match event:
             case WantPush():
                 return bool(self._asked) or not self._may_wait(event)
-            case WantClock():
-                return bool(self._asked)
             case WantRows() | WantLeave() | Timeout():
                 return True
             case _:
                 return False
-
-    def _note_wait(self, now: float) -> None:
-        """Note that something is about to be kept: what waits longest says until when."""
-        if not self._kept and not self._asked:
-            self._kept_until = now + self.settings.retry_s / 4
 
     def _send_kept(self, now: float, effects: list[WorkerEffect]) -> None:
         """Send what is kept: one message to each server, with the tick if that needs no server's confirmation."""
         pushes, asked = self._kept, self._asked
         self._kept, self._asked, self._read_follows = [], [], False
         parts: dict[int, tuple[list[Push], list[Pull]]] = {}
+        expect = self._retransmit.add
         for push in pushes:
             for server in sorted(self._pushed[push.id.seq].unseen):
-                self._retransmit.add((server, "push", push.id.seq), push, now)
+                expect((server, "push", push.id.seq), push, now)
                 parts.setdefault(server, ([], []))[0].append(push)
         for server, pull in asked:
-            key = (server, "pull", pull.table)
-            if self._retransmit.message(key) is pull:  # neither replaced nor served meanwhile
-                self._retransmit.add(key, pull, now)  # repeated after the pushes
+            if self._retransmit.moves_back((server, "pull", pull.table), pull, now):  # repeated after the pushes
                 parts.setdefault(server, ([], []))[1].append(pull)
-        tick = Clock(self.settings.sender, self.clock) if self._may_tick_with(pushes) else None
+        tick = Clock(self.settings.sender, self.clock) if pushes and self._may_tick_with(pushes) else None
         for server, (own, pulls) in parts.items():
             alone = None if tick is not None or len(own) + len(pulls) > 1 else (*own, *pulls)[0]
             effects.append(Send(server, alone or WholeStep(tuple(own), tick, tuple(pulls))))
 
     def _may_tick_with(self, pushes: list[Push]) -> bool:
         """Return whether the tick may travel with these pushes: one server has every other push of their clock."""
-        is_over = bool(pushes) and pushes[0].clock < self.clock
+        is_over = pushes[0].clock < self.clock
         is_whole = self._unseen.total() == len(pushes) and not self._withdrawn
         return is_over and is_whole and self.settings.num_servers == 1
 
     def _tick(self, now: float, effects: list[WorkerEffect]) -> None:
         """Send the finished clocks to all servers, up to the first with a push that has not arrived everywhere."""
+        if self.clock <= self._ticked:
+            return
         ready = min((clock for clock in self._unseen if clock < self.clock), default=self.clock)
         if ready > self._ticked:
             self._ticked = ready
@@ -267,22 +268,32 @@ class WorkerCore:
         pushed = self._pushed.get(answer.id.seq)
         if pushed is None or server not in pushed.unsettled:
             return
-        self._note_seen(pushed, server)
-        key = (server, "push", answer.id.seq)
         if isinstance(answer, Held):
-            self._retransmit.make_bare(key)
+            self._note_seen(pushed, server)
+            self._retransmit.make_bare((server, "push", answer.id.seq))
         else:
-            self._retransmit.answered(key)
-            pushed.unsettled.discard(server)
             refused = answer.reason if isinstance(answer, PushRefused) else ""
-            if refused:
-                self._withdrawn.add((pushed.push.table, pushed.push.clock, answer.id.seq))
-            effects.append(Release(server, pushed.push.table, answer.id, refused))
-        if not pushed.unsettled:
-            del self._pushed[answer.id.seq]
-            del self._tables[pushed.push.table].unsettled[answer.id.seq]
+            self._on_answered(server, answer.id.seq, refused, effects)
         self._tick(now, effects)
-        self._leave_when_settled(now, effects)
+        if self._leaving:
+            self._leave_when_settled(now, effects)
+
+    def _on_answered(self, server: int, seq: int, refused: str, effects: list[WorkerEffect]) -> None:
+        """Note the final answer of a server to a push, unless it has been noted before."""
+        pushed = self._pushed[seq]
+        push = pushed.push
+        if server not in pushed.unsettled:
+            return
+        if server in pushed.unseen:
+            self._note_seen(pushed, server)
+        self._retransmit.answered((server, "push", seq))
+        pushed.unsettled.discard(server)
+        if refused:
+            self._withdrawn.add((push.table, push.clock, seq))
+        effects.append(Release(server, push.table, push.id, refused))
+        if not pushed.unsettled:
+            del self._pushed[seq]
+            del self._tables[push.table].unsettled[seq]
 
     def _note_seen(self, pushed: _Pushed, server: int) -> None:
         """Note that a server has its part of a push."""
@@ -309,33 +320,39 @@ class WorkerCore:
         else:
             started: list[WorkerEffect] = []
             table.reads.start(want, request, self.clock, now, started)
-            self._note_wait(now)
+            if not self._kept and not self._asked:
+                self._kept_until = now + self.settings.retry_s / 4
             for effect in started:
                 if isinstance(effect, Send) and isinstance(effect.message, Pull):
                     self._asked.append((effect.server, effect.message))
             if not want.more or len(self._asked) >= MAX_TOGETHER:
                 self._send_kept(now, effects)
             effects += [effect for effect in started if not isinstance(effect, Send)]
-        self._follow(table.consistency, now, effects)
+        if table.consistency.backups:
+            self._follow(now, effects)
 
     def _on_values(self, server: int, message: Fetched | Delivered, now: float, effects: list[WorkerEffect]) -> None:
         table = self._tables[message.table]
         if isinstance(message, Fetched) and table.reads.join_steps:
             self._on_told(server, message, now, effects)
         table.reads.on_values(server, message, effects)
-        self._follow(table.consistency, now, effects)
+        if table.consistency.backups:
+            self._follow(now, effects)
 
     def _on_told(self, server: int, message: Fetched, now: float, effects: list[WorkerEffect]) -> None:
         """Note what values say of a step: its tick is known, and pushes of their table are applied."""
-        self._note_ticked(message.ticked, now, effects)
+        self._note_ticked(message.ticked)
         for seq in message.includes:
             if seq in self._pushed:
-                self._on_push_answer(server, Applied(self._pushed[seq].push.id), now, effects)
+                self._on_answered(server, seq, "", effects)
+        self._tick(now, effects)
+        if self._leaving:
+            self._leave_when_settled(now, effects)
 
-    def _follow(self, consistency: Consistency, now: float, effects: list[WorkerEffect]) -> None:
+    def _follow(self, now: float, effects: list[WorkerEffect]) -> None:
         """Jump to the clock of reads that have ended when a quorum completed clocks without this worker."""
         for oldest in [effect.clock for effect in effects if isinstance(effect, ReadDone)]:
-            if consistency.backups and oldest > self.clock:
+            if oldest > self.clock:
                 self.clock = oldest
                 self._tick(now, effects)
 
@@ -382,7 +399,8 @@ class WorkerCore:
                 self._on_values(server, message, now, effects)
             case Ticked():
                 self._on_ticked(server, message)
-                self._note_ticked(message.clock, now, effects)
+                self._note_ticked(message.clock)
+                self._tick(now, effects)
             case Joined():
                 self._on_joined(server, message, now, effects)
             case Left():
@@ -400,7 +418,7 @@ class WorkerCore:
         """Return whether this worker has sent its leave to a server, answered or not."""
         return server in self._left or self._retransmit.message((server, "leave", 0)) is not None
 
-    def _note_ticked(self, clock: int, now: float, effects: list[WorkerEffect]) -> None:
+    def _note_ticked(self, clock: int) -> None:
         """Note that a server knows a tick; if it is the only one, it has every push that the tick closes."""
         if self.settings.num_servers > 1 or clock <= self._ticked:
             return
@@ -408,7 +426,6 @@ class WorkerCore:
         for pushed in self._pushed.values():
             if pushed.push.clock < clock:
                 self._note_seen(pushed, 0)
-        self._tick(now, effects)
 
     def _on_ticked(self, server: int, message: Ticked) -> None:
         asked = self._retransmit.message((server, "clock", 0))

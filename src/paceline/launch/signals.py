@@ -37,7 +37,7 @@ class PreemptionNotice:
     def __init__(self, abort_marker: Path | None = None, now: Callable[[], float] = time.monotonic) -> None:
         self._abort_marker = abort_marker
         self._now = now
-        self._told_at_s: float | None = None
+        self.told_at_s: float | None = None  # when this process was preempted, if it was
         self._script_decides = False
         # Returns whether the script may be saving its state because the job has failed: then it is not cut short.
         self.may_save: Callable[[], bool] = lambda: False
@@ -59,7 +59,7 @@ class PreemptionNotice:
 
         May be repeated. Does nothing outside of the main thread, as `listen`.
         """
-        if self._told_at_s is None and threading.current_thread() is threading.main_thread():
+        if self.told_at_s is None and threading.current_thread() is threading.main_thread():
             self._listener = None
             for number in PREEMPTION_SIGNALS:
                 if signal.getsignal(number) == self._note:
@@ -68,20 +68,20 @@ class PreemptionNotice:
     def check_preempted(self) -> bool:
         """Return whether this process was preempted; from now on the script decides when to leave."""
         self._script_decides = True
-        return self._told_at_s is not None
+        return self.told_at_s is not None
 
     def exit_if_preempted(self, leave: Callable[[], None]) -> None:
         """Leave and raise SystemExit(143) if this process was preempted, unless the script decides."""
-        if self._told_at_s is not None and not self._script_decides:
+        if self.told_at_s is not None and not self._script_decides:
             leave()
             raise SystemExit(EXIT_PREEMPTED)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         now = self._now()
-        is_first = self._told_at_s is None or now - self._told_at_s < REPEAT_WINDOW_S
+        is_first = self.told_at_s is None or now - self.told_at_s < REPEAT_WINDOW_S
         is_wanted = self._abort_marker is None or not self._abort_marker.exists() or self.may_save()
         if self._listener == os.getpid() and is_first and is_wanted:
-            self._told_at_s = now if self._told_at_s is None else self._told_at_s
+            self.told_at_s = now if self.told_at_s is None else self.told_at_s
         else:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

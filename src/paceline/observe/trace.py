@@ -386,7 +386,7 @@ class Trace:
         self._buffer: list[Record] = []
         self._flushed_t = 0.0
         self._file = None if path is None else TraceFile(path, max_bytes, tell)
-        self._is_kept = path is not None
+        self.is_kept = path is not None  # else it is in vain to make records
 
     def __enter__(self) -> Self:
         return self
@@ -398,7 +398,7 @@ class Trace:
 
     def record(self, record: Record) -> None:
         """Add one record; writes to the file when the last write is 20 ms older than the record."""
-        if not self._is_kept:
+        if not self.is_kept:
             return
         with self._lock:
             if self._file is None or not self._file.is_open:

@@ -52,11 +52,11 @@ class SendBuffers:
 
     allocate: Callable[[int], memoryview]
     poisons: bool = False
-    _lent: dict[tuple[int, Purpose], _LentBuffer] = field(default_factory=dict[tuple[int, Purpose], _LentBuffer])
+    lent: dict[tuple[int, Purpose], _LentBuffer] = field(default_factory=dict[tuple[int, Purpose], _LentBuffer])
 
     def __len__(self) -> int:
         """Count the buffers."""
-        return len(self._lent)
+        return len(self.lent)
 
     def lend(self, connection: Connection, purpose: Purpose, mark: int, size_bytes: int) -> memoryview:
         """Return memory for values that are sent with this mark.
@@ -64,9 +64,9 @@ class SendBuffers:
         While the worker may still read the previous buffer, this is private memory, which the transport copies.
         """
         key = id(connection), purpose
-        lent = self._lent.get(key)
+        lent = self.lent.get(key)
         if lent is None:
-            lent = self._lent[key] = _LentBuffer(BufferPool(ExactAllocator(self.allocate), poisons=self.poisons))
+            lent = self.lent[key] = _LentBuffer(BufferPool(ExactAllocator(self.allocate), poisons=self.poisons))
         if lent.buffer is not None:
             return fresh_buffer(size_bytes)
         lent.buffer, lent.mark = lent.pool.lend(size_bytes), mark
@@ -74,18 +74,18 @@ class SendBuffers:
 
     def reclaim(self, connection: Connection, purpose: Purpose, mark: int) -> None:
         """Return the buffer to its pool if the worker has read everything up to this mark."""
-        lent = self._lent.get((id(connection), purpose))
+        lent = self.lent.get((id(connection), purpose))
         if lent is not None and lent.buffer is not None and lent.mark <= mark:
             buffer, lent.buffer = lent.buffer, None
             buffer.release()
 
     def forget(self, connection: Connection) -> None:
         """Release the memory shared over a connection that has ended."""
-        self._lent = {key: lent for key, lent in self._lent.items() if key[0] != id(connection)}
+        self.lent = {key: lent for key, lent in self.lent.items() if key[0] != id(connection)}
 
     def clear(self) -> None:
         """Release all memory, when the server closes."""
-        self._lent = {}
+        self.lent = {}
 
 
 @dataclass(slots=True)

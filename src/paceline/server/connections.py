@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 from paceline.core.messages import Delivered, Held, Ticked
+from paceline.core.value_classes import value_class
 from paceline.errors import DeadlineExceeded, PeerError
 from paceline.observe.resources import ResourceUsage
 from paceline.observe.trace import Load, Trace
@@ -31,7 +32,7 @@ _LARGE_BYTES = 256 << 10  # of a body that the transport copies: it is received 
 _NO_MEMORY = "this machine has no memory for a frame"
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Incoming:
     """A frame for the server's thread, or the end of a connection (frame is None)."""
 

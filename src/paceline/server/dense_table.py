@@ -103,6 +103,7 @@ class ServedDenseTable:
     _dtype: torch.dtype = field(init=False)
     # Workers that map the values instead of receiving copies.
     _live: set[Life] = field(default_factory=set[Life])
+    _last: PushFrame | None = None  # the last push that was accepted
     _waiting: dict[PushId, _WaitingPush] = field(default_factory=dict[PushId, _WaitingPush])
     _lent: LentMemory = field(init=False)  # the values, to frames that have not left
     _assemblies: Assemblies = field(init=False)
@@ -251,17 +252,25 @@ class ServedDenseTable:
         checksum = zlib.crc32(body) if self.host.checks_memory or frame.checksums else 0
         if frame.checksums[server : server + 1] not in ((), (checksum,)):
             return f"its {expected} bytes on server {server} are not those that worker {frame.push.id.worker} sent"
-        absent = frozenset(frame.absent)
-        problem = push_problem(self.spec, frame) or self._absent_problem(frame.absent)
+        absent, last = frozenset(frame.absent), self._last
+        is_as_last = last is not None and (
+            frame.hyper == last.hyper
+            and frame.absent == last.absent
+            and frame.count == last.count
+            and frame.expected == last.expected
+        )
+        problem = "" if is_as_last else push_problem(self.spec, frame) or self._absent_problem(frame.absent)
         if problem:
             return problem
+        self._last = frame
         gradient = as_tensor(body, self._dtype)
         if self.spec.nonfinite in ("reject", "halt") and not (frame.screened and self.trusts_screening):
             num_bad = self.shard.screen(gradient, absent)
             if num_bad:
                 return f"{num_bad} of its {gradient.numel()} elements on server {server} are NaN or infinite"
         self.host.same_gradients.note(frame.push, gradient)
-        contribution = _contribution(frame, gradient)
+        worker = frame.push.id.worker
+        contribution = Contribution(gradient, frame.count, absent, frame.hyper, worker, expected=frame.expected)
         self._waiting[frame.push.id] = _WaitingPush(contribution, body, buffer, checksum, frame.push.clock)
         return ""
 
@@ -317,10 +326,11 @@ class ServedDenseTable:
             self.shard.apply([push.contribution for push in pushes])
 
         problem = self._attempt(update)
-        if self._early is not None:
+        if self._early is not None and self._early.is_used:
             self._early.prove()
         for push in pushes:
-            push.release()
+            if push.buffer is not None:
+                push.buffer.release()
         return problem
 
     def _when_idle(self, save: Callable[[], object]) -> None:
@@ -351,16 +361,18 @@ class ServedDenseTable:
         """See `ServedTable.accept_pull`."""
         if not isinstance(frame, PullFrame):
             raise PeerError(f"row pull of dense table '{self.spec.name}'")
-        self.send_buffers.reclaim(connection, "read", frame.taken)
+        if self.send_buffers.lent:
+            self.send_buffers.reclaim(connection, "read", frame.taken)
         return ACCEPTED
 
     def serve(self, life: Life, connection: Connection, message: Fetched | Delivered) -> ServedValues | None:
         """Return the values after the updates that are due; see `ServedTable.serve`."""
-        self._settle()
+        if self.broken or self.spec.rule.quorum is not None:
+            self._settle()
         if self.host.transport.maps_memory:
             return ServedValues(self.memory if life in self._live else self._shared_copy(connection, message))
         num_early = 0
-        if self._early is not None and isinstance(message, Fetched):
+        if self._early is not None and self._early.is_used and isinstance(message, Fetched):
             num_early = self._early.take_sent(life, connection)
         if self.spec.rule.quorum is not None:  # it may be reached at any access
             return ServedValues(self.memory)

@@ -139,9 +139,11 @@ class EarlySeries:
     # Which connections were sent how many bytes of the values as they are since the last update.
     _sent: dict[Life, Connection] = field(default_factory=dict[Life, Connection])
     _num_sent: int = 0
+    is_used: bool = False  # a member has taken values ahead
 
     def add_reader(self, life: Life, connection: Connection) -> None:
         """Note a member that takes values ahead of the clock; ignored once some have been sent."""
+        self.is_used = True
         if not self._made:
             self._readers[life] = connection
 

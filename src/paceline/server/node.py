@@ -210,7 +210,8 @@ class ServerNode:
             if self._is_due():
                 self._handle(Timeout())
                 self._deadline = self._core.next_deadline()
-        self._table_rpc.advance_idle()
+        if self._table_rpc.has_waiting:
+            self._table_rpc.advance_idle()
         if self._journal is not None:
             self._keep_up(self._journal)
         return True
@@ -345,12 +346,12 @@ class ServerNode:
                 self._keep_no_more(cold, tells=self.settings.server == LEAD)
 
     def _on_step(self, message: StepFrame, connection: Connection, frame: Frame) -> None:
-        step = message.step
-        for name in {part.table for part in (*step.pushes, *step.pulls)}:
-            table = self._tables.get(name)
+        step, tables = message.step, self._tables
+        for part in (*step.pushes, *step.pulls):
+            table = tables.get(part.table)
             if table is not None and table.keyed:
                 frame.release()
-                raise PeerError(f"step of row table '{name}'")
+                raise PeerError(f"step of row table '{part.table}'")
         kept, refused = self._keep_pushes(message, frame)
         for pull in message.pulls:
             table = self._tables.get(pull.pull.table)
@@ -513,9 +514,11 @@ class ServerNode:
             self._handle(Unapplied(effect.table, effect.ids, problem))
             return effect.ids
         self._declarations.num_applies[effect.table] += 1
-        self._settle_work(effect)
-        workers = tuple(push_id.worker for push_id in effect.ids)
-        self.trace.record(records.AppliedRecord(time.monotonic(), self.settings.server, effect.table, workers, clock))
+        if self._request_handler.work_host.is_used:
+            self._settle_work(effect)
+        if self.trace.is_kept:
+            workers, rank = tuple([push_id.worker for push_id in effect.ids]), self.settings.server
+            self.trace.record(records.AppliedRecord(time.monotonic(), rank, effect.table, workers, clock))
         return ()
 
     def _settle_work(self, effect: Apply) -> None:
@@ -523,9 +526,11 @@ class ServerNode:
             self._request_handler.work_host.settle((push_id.worker, push_id.incarnation))
 
     def _advance(self, effect: Advanced) -> None:
-        self.trace.record(records.MinClock(time.monotonic(), self.settings.server, effect.table, effect.clock))
+        if self.trace.is_kept:
+            self.trace.record(records.MinClock(time.monotonic(), self.settings.server, effect.table, effect.clock))
         self._tables[effect.table].advance(effect.clock)
-        self._table_rpc.advance(effect.table, effect.clock)
+        if self._table_rpc.has_waiting:
+            self._table_rpc.advance(effect.table, effect.clock)
 
     def _note_changed(self, table: str) -> None:
         self._handle(Changed(table))

@@ -107,8 +107,6 @@ class _Watched:
 
     def compare(self, worker: int, clock: int, gradient: Tensor) -> tuple[int, list[int]] | None:
         """Add a push; return another worker with the same gradients, and the clocks that show it, once certain."""
-        if clock not in self.digests and len(self.digests) == CLOCKS:
-            return None
         found = self.digests.setdefault(clock, {})
         if worker in found or len(found) == _MAX_WORKERS:
             return None
@@ -146,7 +144,9 @@ class SameGradients:
     def note(self, push: Push, gradient: Tensor) -> None:
         """Add a push of (elements here,), and warn if it equals that of another worker."""
         watched = self._tables.get(push.table)
-        seen = None if watched is None else watched.compare(push.id.worker, push.clock, gradient)
+        if watched is None or (push.clock not in watched.digests and len(watched.digests) == CLOCKS):
+            return
+        seen = watched.compare(push.id.worker, push.clock, gradient)
         if seen is None:
             return
         other, clocks = seen

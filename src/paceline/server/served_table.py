@@ -20,6 +20,7 @@ from typing import ClassVar, Literal, Protocol
 from paceline.core.consistency import Consistency
 from paceline.core.messages import Delivered, Fetched, PushId
 from paceline.core.settings import ServerSettings
+from paceline.core.value_classes import value_class
 from paceline.core.work_queue import Life
 from paceline.server.early_values import EarlyBody
 from paceline.server.push_checks import SameGradients
@@ -100,7 +101,7 @@ class Acceptance:
 ACCEPTED = Acceptance()
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ServedValues:
     """The body of an answer or a delivery.
 

@@ -67,6 +67,7 @@ class TableRpc:
     note_began: Callable[[str, str], None] = _note_nothing
     # By worker that takes part.
     _workers: dict[Life, _WorkerCalls] = field(default_factory=dict[Life, _WorkerCalls])
+    has_waiting: bool = False  # some requests may wait for clocks
 
     def admit(self, life: Life) -> None:
         """Accept requests of a worker that has joined."""
@@ -99,12 +100,14 @@ class TableRpc:
             )
         if table_call.table in self.tables and self.clock_of(table_call.table) < table_call.needs:
             calls.waiting[table_call.number] = request, body
+            self.has_waiting = True
         else:
             self._carry_out(life, calls, request, body)
 
     def advance_idle(self) -> None:
         """Carry out the requests that wait for clocks which tables without pushes have reached."""
         waiting = [request for calls in self._workers.values() for request, _ in calls.waiting.values()]
+        self.has_waiting = bool(waiting)
         for table in {request.table_call.table for request in waiting}:
             self.advance(table, self.clock_of(table))
 

@@ -59,6 +59,7 @@ class WorkQueueHost:
     _waiting: dict[Life, ClaimWork] = field(default_factory=dict[Life, ClaimWork])
     _answers: dict[Life, tuple[int, memoryview]] = field(default_factory=dict[Life, tuple[int, memoryview]])
     _ended: set[Life] = field(default_factory=set[Life])
+    is_used: bool = False  # a worker has made a claim
 
     def claim(self, life: Life, request: ClaimWork) -> None:
         """Add a claim; `release` answers it.
@@ -66,6 +67,7 @@ class WorkQueueHost:
         Raises:
             UsageError: this worker divides the work in another way than the others.
         """
+        self.is_used = True
         number, answer = self._answers.get(life, (0, EMPTY))
         if life in self._ended:
             self.send(*life, RequestFailed(request.number, f"worker {life[0]} takes no part"), EMPTY)

@@ -70,8 +70,11 @@ class Bucket:
             return sent.future
         if self._requested is not None:
             self.wait_for_values()  # of a module that did not run; others have waited in their forward
-        self.table.client.context.lock.check()
-        self.reserve()  # where the push before this one was not sent, as under nonfinite="halt"
+        lock = self.table.client.context.lock
+        if lock.failure:
+            lock.check()
+        if self._reserved is None:  # the push before this one was not sent, as under nonfinite="halt"
+            self.reserve()
         absent = self.gradients.collect()
         buffer, self._reserved = self._reserved, None
         assert buffer is not None, "it was just reserved"
@@ -116,7 +119,7 @@ class Bucket:
         """Request the values of the next step, for `wait_for_values`. `more`: see `DenseClient.start_read`."""
         if self._requested is not None:
             self.wait_for_values()
-        self._requested = self.table.start_read(refresh=refresh, more=more)
+        self._requested = self.table.client.start_read(refresh=refresh, more=more)
 
     def wait_for_values(self) -> None:
         """Wait for the requested values, if any, and set the parameters to them."""
@@ -125,7 +128,8 @@ class Bucket:
         self.weights.check_views()  # while values are under way, so that it costs little
         requested, self._requested = self._requested, None
         self.table.finish_read(requested, self.weights.set_from)
-        self.reserve()
+        if self._reserved is None:
+            self.reserve()
 
     def own(self, state: StateOf) -> StateOf:
         """Return the optimizer state of these parameters, with indices counted from the first of them."""

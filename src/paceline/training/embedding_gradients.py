@@ -230,6 +230,7 @@ class EmbeddingLookups:
     """
 
     expected: float = 0.0
+    are_used: bool = False  # whether there are any
     _all: list[EmbeddingLookup] = field(default_factory=list[EmbeddingLookup])
 
     def over(self, table: RowTable, num_ids: int | None, padding: int | None) -> EmbeddingLookup:
@@ -251,6 +252,7 @@ class EmbeddingLookups:
             return known
         lookup = EmbeddingLookup(table, num_ids, padding)
         self._all.append(lookup)
+        self.are_used = True
         return lookup
 
     def push(self, samples: float | None) -> None:

@@ -64,6 +64,7 @@ class Gradients:
     are_on_device: bool = field(init=False)
     # (num elements,), and the view of it for each tensor, in the tensor's shape.
     _buffer: Tensor | None = None
+    _place: int = 0  # the address of its storage
     _parts: list[Tensor] = field(default_factory=list[Tensor])
     # Tensors without a gradient when backward last reached them: the one it leaves there has no other owner.
     _without: set[int] = field(default_factory=set[int])
@@ -94,6 +95,7 @@ class Gradients:
         """Collect into `buffer` from now on; its content is overwritten."""
         if self._buffer is None or buffer.data_ptr() != self._buffer.data_ptr():
             self._parts = self.flat.parts(buffer)
+            self._place = buffer.untyped_storage().data_ptr()
         self._buffer = buffer
 
     def collect(self) -> tuple[int, ...]:
@@ -184,9 +186,10 @@ class Gradients:
 
     def _write(self, index: int, gradient: Tensor) -> None:
         """Copy a gradient into its part of the buffer."""
-        self._vacate(index)
+        if index in self._coming or index in self._given:
+            self._vacate(index)
         part, source = self._parts[index], gradient.detach()
-        if source.device == part.device and source.untyped_storage().data_ptr() == part.untyped_storage().data_ptr():
+        if source.device == part.device and source.untyped_storage().data_ptr() == self._place:
             source = source.clone()  # it may overlap its own part
         part.copy_(source)
 

@@ -51,6 +51,9 @@ class DistributedOptimizer(Distributed):
         if settings.overlap:
             self.no_scaling = "overlap=True, which sends gradients before it unscales them: leave one of the two out."
         self._num_steps = 0
+        self._lockstep = settings.consistency.lockstep
+        # Each how many steps servers are asked for values that this worker has not been sent; 0 for never.
+        self._fetch_every = (settings.fetch_every or 0) if settings.consistency.deliver == "on_pull" else 0
         named, segments = segments_of(optimizer, model)
         dtype = FlatParameters.over(named).dtype
         policy = str(settings.consistency)
@@ -70,13 +73,14 @@ class DistributedOptimizer(Distributed):
         Raises:
             UsageError: a gradient is sparse, or is not finite under nonfinite="halt".
         """
-        with self._job.metrics.communicating():
+        with self._job.metrics.communication:
             weight = self._weight_of_step(samples)
             hyper = self._hyper.of(self.param_groups)  # without what schedulers keep beside them
-            expected = self.expected if self._settings.consistency.lockstep else 0.0
+            expected = self.expected if self._lockstep else 0.0
             self.num_refused += self.overflowed
             buckets = [] if self.overflowed else self._buckets
-            ends_clock = len(buckets) == 1 and self._refreshes(self._num_steps + 1)
+            every = self._fetch_every
+            ends_clock = len(buckets) == 1 and every > 0 and (self._num_steps + 1) % every == 0
             for bucket in reversed(buckets):  # backward reached the last first, so devices finish it first
                 pushed = bucket.push(weight, hyper, expected, ends_clock=ends_clock)
                 pushed.add_done_callback(self._count_refusal)
@@ -89,13 +93,9 @@ class DistributedOptimizer(Distributed):
     def receive(self) -> None:
         """Fetch values when `fetch_every` and the consistency require it."""
         self._num_steps += 1
-        with self._job.metrics.communicating():
-            self._fetch(refresh=self._refreshes(self._num_steps))
-
-    def _refreshes(self, step: int) -> bool:
-        """Return whether this step asks servers for values that it has not been sent."""
-        every = self._settings.fetch_every
-        return self._settings.consistency.deliver == "on_pull" and every is not None and step % every == 0
+        every = self._fetch_every
+        with self._job.metrics.communication:
+            self._fetch(refresh=every > 0 and self._num_steps % every == 0)
 
     def step_without_batch(self) -> None:
         """Fetch values as `step` would, for a clock that this worker finished without a gradient.

@@ -141,6 +141,10 @@ class TrainingJob(Protocol):
         """Push embedding gradients, which stand for `samples` samples, and finish the current clock."""
         ...
 
+    def finish_clock(self, samples: float | None) -> int:
+        """Do what `clock` does, for a number of samples that has been checked."""
+        ...
+
     def exit_if_preempted(self) -> None:
         """End this process if it was told to leave; called when a step is over."""
         ...
@@ -294,26 +298,29 @@ class Distributed(torch.optim.Optimizer, ABC):
         self.expected = (
             0.0 if self._accumulator is None or samples is not None else self._accumulator.slices.num_expected
         )
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         found_inf = cast("Tensor | None", getattr(self, "found_inf", None))  # set by a GradScaler during this call
         if found_inf is not None:
-            self._apply_scaler(parameters, overflowed=bool(found_inf.item()))
+            self._apply_scaler(self._parameters(), overflowed=bool(found_inf.item()))
         if self._accumulator is not None:
+            parameters = self._parameters()
             with self._job.metrics.communicating():
                 if self._accumulator.add_slice(parameters, samples):
                     return loss
             samples = self._accumulator.finish_mean(parameters, samples)
-        weight = self.send(samples)
+        weight, job = self.send(samples), self._job
         if self.overflowed:
             weight = 0.0
-            self._job.lookups.zero_grad()
+            job.lookups.zero_grad()
         if self.overflowed or self._num_overflows:
             self._note_overflow()
-        self._job.lookups.expected = self.expected
-        self.turns = self.turns[1], self._job.clock(samples=weight)
+        job.lookups.expected = self.expected
+        self.turns = self.turns[1], job.finish_clock(weight)
         self.receive()
-        self._job.exit_if_preempted()
+        job.exit_if_preempted()
         return loss
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _apply_scaler(self, parameters: Iterable[Tensor], *, overflowed: bool) -> None:
         """Unscale the gradients, and those of embeddings, or leave them out of the clock, as a GradScaler requires.

@@ -34,6 +34,8 @@ class Weights:
     # Tensors that were made views, by index, with the address of each: a script may have replaced its memory since.
     _viewing: dict[int, int] = field(default_factory=dict[int, int])
     _places: tuple[int, ...] = ()
+    _values: Readable | None = None  # of the last fetch
+    _slices: dict[int, Tensor] = field(default_factory=dict[int, Tensor])  # of these, for tensors that are copies
     # Torch's version of each view after the last fetch, which counts changes in place.
     _versions: dict[int, int] = field(default_factory=dict[int, int])
     _viewed: TableCache | None = None  # the cache whose memory tensors view, or have viewed
@@ -67,8 +69,10 @@ class Weights:
     def _was_written(self, cache: TableCache) -> bool:
         """Return whether a script has written to views: torch counts most changes, the kernel shows the rest."""
         tensors = self.flat.tensors
-        changed = any(tensors[index]._version != version for index, version in self._versions.items())
-        return changed or cache.was_written(list(self._viewing.values()))
+        for index, version in self._versions.items():
+            if tensors[index]._version != version:
+                return True
+        return cache.was_written(list(self._viewing.values()))
 
     @contextmanager
     def newest(self) -> Generator[None]:
@@ -121,7 +125,8 @@ class Weights:
         if viewed is not None:  # without the node's lock, because the garbage collector may call this anywhere
             viewed.keep()
         self._viewing.clear()
-        self._places = ()
+        self._slices.clear()
+        self._places, self._values = (), None
 
     def _views(self) -> list[int]:
         """Return the indices of the tensors that are views now."""
@@ -135,17 +140,22 @@ class Weights:
         self._written = None
         if self._are_on_device and cache.memory is not None:
             self.device_copies.lock(cache, cache.memory)
-        values = cache.readable()
-        if values.places != self._places:
-            self._viewing.clear()
-        self._viewing = {index: self._viewing[index] for index in self._views()}
-        self._places = values.places
-        if len(self._viewing) < len(self.flat.tensors):
+        values, tensors = cache.readable(), self.flat.tensors
+        if values is not self._values:
+            places = values.places
+            if places != self._places:
+                self._viewing.clear()
+            self._values, self._places = values, places
+            self._slices.clear()
+        for index, address in list(self._viewing.items()):
+            if tensors[index].data_ptr() != address:  # the script has given it other memory
+                del self._viewing[index]
+        if len(self._viewing) < len(tensors):
             self._fill_others(cache, values)
         if self._viewing:
             self._viewed = cache
-            increment_version([self.flat.tensors[index] for index in self._viewing])  # tells autograd of the change
-        self._versions = {index: self.flat.tensors[index]._version for index in self._viewing}
+            increment_version([tensors[index] for index in self._viewing])  # tells autograd of the change
+        self._versions = {index: tensors[index]._version for index in self._viewing}
         for reading in self.device_copies.queued() if self._are_on_device else ():
             cache.note_device_read(reading)
 
@@ -153,9 +163,17 @@ class Weights:
     def _fill_others(self, cache: TableCache, values: Readable) -> None:
         """Set the tensors that are not views."""
         for index, (tensor, (start, stop)) in enumerate(zip(self.flat.tensors, self.flat.bounds, strict=True)):
-            if index not in self._viewing:
-                live = cache.live and values.lie_together(start, stop)
-                self._fill(index, tensor, values.slice(start, stop), live=live)
+            if index in self._viewing:
+                continue
+            known = self._slices.get(index)
+            if known is not None and known.shape == tensor.shape:
+                tensor.copy_(known)
+                continue
+            live = cache.live and values.lie_together(start, stop)
+            own = values.slice(start, stop)
+            self._fill(index, tensor, own, live=live)
+            if live and own.data_ptr() % _ALIGNMENT_BYTES:  # it never becomes a view, and lies there for long
+                self._slices[index] = own.view(tensor.shape)
 
     def _fill(self, index: int, tensor: Tensor, values: Tensor, *, live: bool) -> None:
         """Copy values into a tensor, or make it a view of them."""

@@ -102,6 +102,7 @@ class MemoryRegions:
         self._numbers = count(1)
         # Sorted by start; may still name freed buffers, whose `mapping()` is None, until the next add.
         self._regions: list[MemoryRegion] = []
+        self._of_object: dict[int, MemoryRegion] = {}  # the same, by the identity of the mapping
 
     def add(self, mapping: mmap.mmap, descriptor: int | None = None) -> None:
         """Register a buffer under a number of its own."""
@@ -109,6 +110,7 @@ class MemoryRegions:
         with self._lock:
             region = MemoryRegion(next(self._numbers), start, size_bytes, weakref.ref(mapping), descriptor)
             self._regions = sorted([*self.alive(), region], key=_start)
+            self._of_object = {id(region.mapping()): region for region in self._regions}
 
     def alive(self) -> list[MemoryRegion]:
         """Return the buffers that have views."""
@@ -119,6 +121,9 @@ class MemoryRegions:
         regions = self._regions
         if body.readonly or not body.nbytes or not regions:
             return None
+        whole = self._of_object.get(id(body.obj))
+        if whole is not None and whole.size_bytes == body.nbytes and whole.mapping() is body.obj:
+            return whole, 0
         address = _address(body)
         index = bisect_right(regions, address, key=_start) - 1
         if index < 0:

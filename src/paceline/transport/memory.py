@@ -4,7 +4,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import Final, NamedTuple, final
@@ -63,9 +63,10 @@ class _FrameQueue:
     """The frames under way in one direction."""
 
     def __init__(self) -> None:
-        self._frames: deque[_Packed] = deque()
+        self.frames: deque[_Packed] = deque()  # each is appended and taken at once, under the lock
         self._num_unread = 0  # the sum of the bytes that were copied for these frames
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(threading.Lock())
+        self._num_waiting = 0  # threads
         self._over = False
         # Made on demand. Set while there are frames or the end, and at times when there are none any more.
         self._event: _Event | None = None
@@ -76,54 +77,50 @@ class _FrameQueue:
         Raises TimeoutError, or EOFError once the queue has ended.
         """
         with self._changed:
-            if not self._changed.wait_for(self.has_room, timeout_s):
+            if not self.has_room() and not self._wait_for(self.has_room, timeout_s):
                 raise TimeoutError
             if self._over:
                 raise EOFError
-            event = None if self._frames else self._event
-            self._frames.extend(frames)
-            self._num_unread += sum(packed.num_copied for packed in frames)
-            self._changed.notify_all()
+            event = None if self.frames else self._event
+            for packed in frames:
+                self.frames.append(packed)
+                self._num_unread += packed.num_copied
+            if self._num_waiting:
+                self._changed.notify_all()
         if event is not None:
             event.set()  # without the lock, which the thread that this wakes takes at once
 
     def get(self, timeout_s: float) -> _Packed:
         """Wait for a frame; raises TimeoutError, or EOFError once the queue has ended and is empty."""
         with self._changed:
-            if not self._frames and not self._changed.wait_for(self._has_news, timeout_s):
+            if not self.frames and not self._wait_for(self._has_news, timeout_s):
                 self._clear_event()  # which was set late, for a frame that was read before
                 raise TimeoutError
-            if not self._frames:
+            if not self.frames:
                 raise EOFError
-            packed = self._frames.popleft()
+            packed = self.frames.popleft()
             self._num_unread -= packed.num_copied
-            if not self._frames and not self._over:
-                self._clear_event()
-            self._changed.notify_all()
+            if self._event is not None and not self.frames and not self._over:
+                self._event.clear()
+            if self._num_waiting:
+                self._changed.notify_all()
             return packed
-
-    def has_frame(self) -> bool:
-        """Return whether `get` would not wait for a frame."""
-        return bool(self._frames)
 
     def has_room(self) -> bool:
         """Return whether `put` would not wait."""
-        return self._over or (len(self._frames) < _MAX_UNREAD_FRAMES and self._num_unread < _MAX_UNREAD_BYTES)
+        return self._over or (len(self.frames) < _MAX_UNREAD_FRAMES and self._num_unread < _MAX_UNREAD_BYTES)
 
     def end(self) -> None:
         """Accept no more frames; those in the queue may still be read."""
         with self._changed:
-            self._over = True
-            if self._event is not None:
-                self._event.set()
-            self._changed.notify_all()
+            self._end()
 
     def drop(self) -> None:
         """End, and drop unread frames; called by the reader."""
         with self._changed:
-            self._frames.clear()
+            self.frames.clear()
             self._num_unread = 0
-            self.end()
+            self._end()
             self._event = None
 
     def fileno(self) -> int | None:
@@ -134,16 +131,29 @@ class _FrameQueue:
         with self._changed:
             if self._event is None and not self._over:
                 self._event = _Event()
-                if self._frames:
+                if self.frames:
                     self._event.set()
             return None if self._event is None else self._event.descriptor
+
+    def _end(self) -> None:
+        self._over = True
+        if self._event is not None:
+            self._event.set()
+        self._changed.notify_all()
+
+    def _wait_for(self, is_so: Callable[[], bool], timeout_s: float) -> bool:
+        self._num_waiting += 1
+        try:
+            return self._changed.wait_for(is_so, timeout_s)
+        finally:
+            self._num_waiting -= 1
 
     def _clear_event(self) -> None:
         if self._event is not None:
             self._event.clear()
 
     def _has_news(self) -> bool:
-        return self._over or bool(self._frames)
+        return self._over or bool(self.frames)
 
 
 @final
@@ -151,7 +161,8 @@ class _Mappings:
     """Private mappings of the other end's memory, each for as long as that lives. Used by the thread that receives."""
 
     def __init__(self) -> None:
-        self._mapped: dict[int, tuple[PeerMemory, weakref.ref[object]]] = {}  # by the number of a region
+        # By the number of a region; with the last view of it, by offset and size.
+        self._mapped: dict[int, tuple[PeerMemory, weakref.ref[object], dict[tuple[int, int], memoryview]]] = {}
         self._freed: deque[int] = deque()
 
     def view(self, body: memoryview, region: MemoryRegion, offset: int) -> memoryview:
@@ -160,6 +171,9 @@ class _Mappings:
             self._mapped.pop(self._freed.popleft(), None)
         number, freed = region.number, self._freed
         found = self._mapped.get(number)  # once: another thread may close the connection
+        place = offset, body.nbytes
+        if found is not None and (known := found[2].get(place)) is not None:
+            return known
         if found is None:
             owner = region.mapping()
             assert owner is not None, "the body keeps it alive"
@@ -168,8 +182,10 @@ class _Mappings:
                 mapping = PeerMemory.of(region.descriptor, region.size_bytes)
             except OSError:
                 return copied(body)
-            found = self._mapped[number] = mapping, weakref.ref(owner, lambda _: freed.append(number))
-        return memoryview(found[0])[offset : offset + body.nbytes]
+            found = self._mapped[number] = mapping, weakref.ref(owner, lambda _: freed.append(number)), {}
+        found[2].clear()
+        view = found[2][place] = memoryview(found[0])[offset : offset + body.nbytes]
+        return view
 
     def clear(self) -> None:
         """Drop the mappings; memory with existing views lives until these are dropped."""
@@ -195,7 +211,7 @@ class MemoryConnection:
         self._outgoing = outgoing
         self._incoming = incoming
         self._limits = limits
-        self._regions = regions
+        self._find = regions.regions.find if isinstance(regions, Segments) else regions.find
         self._mappings = _Mappings() if isinstance(regions, Segments) else None
 
     def send(self, header: bytes, body: memoryview = EMPTY, *, timeout_s: float) -> None:
@@ -238,7 +254,7 @@ class MemoryConnection:
 
     def has_frame(self) -> bool:
         """Return whether a frame waits; see `Connection.has_frame`."""
-        return self._incoming.has_frame()
+        return bool(self._incoming.frames)
 
     def fileno(self) -> int | None:
         """Return a descriptor to wait for; see `Connection.fileno`."""
@@ -259,8 +275,9 @@ class MemoryConnection:
             )
         if not body.nbytes:
             return _Packed(Frame(bytes(header), EMPTY))
-        body = flat(body)
-        shared = self._regions.find(body)
+        if body.format != "B" or body.ndim != 1 or not body.contiguous:
+            body = flat(body)
+        shared = self._find(body)
         if shared is not None:
             return _Packed(Frame(bytes(header), body[:]), shared=shared)
         return _Packed(Frame(bytes(header), copied(body)), body.nbytes)

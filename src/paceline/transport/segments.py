@@ -50,6 +50,9 @@ class PeerMemory(mmap.mmap):
     """The private mapping of a segment. A page that is written to here becomes this process's own copy of it."""
 
     _turn = 0  # which stretch is looked at next
+    _pagemap = -1  # what tells which pages are whose, once it is open
+    _owner = 0  # the process that has opened it: it shows the pages of that one
+    _closing: weakref.finalize[[int], PeerMemory] | None = None
 
     @staticmethod
     def of(descriptor: int, size_bytes: int) -> PeerMemory:
@@ -81,8 +84,28 @@ class PeerMemory(mmap.mmap):
         stop = start + -(-len(self) // mmap.PAGESIZE)
         first = start + self._turn * _STRETCH_PAGES
         self._turn = 0 if first + _STRETCH_PAGES >= stop else self._turn + 1
-        stretches = [(first, min(stop - first, _STRETCH_PAGES)), *((address // mmap.PAGESIZE, 1) for address in at)]
-        return _any_own(stretches)
+        stretches = [(first, min(stop - first, _STRETCH_PAGES))]
+        if stop - start > _STRETCH_PAGES:
+            stretches += [(address // mmap.PAGESIZE, 1) for address in at]
+        try:
+            if self._owner != os.getpid():
+                self._open_pagemap()
+            return any(_has_own(self._pagemap, first, num_pages) for first, num_pages in stretches)
+        except OSError:
+            return True
+
+    def _open_pagemap(self) -> None:
+        """Open what tells which pages are whose, for as long as the mapping lives; raises OSError."""
+        self._pagemap = os.open(_PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)
+        self._owner = os.getpid()
+        self._closing = weakref.finalize(self, os.close, self._pagemap)
+        self._closing.atexit = False
+
+    def close(self) -> None:
+        """Unmap the memory, and free the descriptor beside it."""
+        super().close()
+        if self._closing is not None:
+            self._closing()
 
     def was_written_anywhere(self) -> bool:
         """Return whether this process has written to any page; looks at all of them."""
@@ -104,18 +127,6 @@ def _succeeded(address: int | None) -> int:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
     return address
-
-
-def _any_own(stretches: Iterable[tuple[int, int]]) -> bool:
-    """Return whether this process owns a page of these stretches, each (first page, number of pages)."""
-    try:
-        pagemap = os.open(_PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return True
-    try:
-        return any(_has_own(pagemap, first, num_pages) for first, num_pages in stretches)
-    finally:
-        os.close(pagemap)
 
 
 def _has_own(pagemap: int, first: int, num_pages: int) -> bool:
@@ -144,7 +155,7 @@ class Segments:
     def __init__(self, create_memory: CreateMemory, notice: Notice) -> None:
         self._create_memory = create_memory
         self._notice = notice
-        self._regions = MemoryRegions()
+        self.regions: Final = MemoryRegions()
         forked = weakref.WeakMethod(self._keep_private)
         os.register_at_fork(after_in_child=lambda: act() if (act := forked()) is not None else None)
 
@@ -163,7 +174,7 @@ class Segments:
             return fresh_buffer(size_bytes)
         # Not at exit: a thread may then still be sending it, and the kernel closes it anyway.
         weakref.finalize(mapping, os.close, descriptor).atexit = False
-        self._regions.add(mapping, descriptor)
+        self.regions.add(mapping, descriptor)
         return memoryview(mapping)
 
     def share(self, memory: memoryview, descriptor: int) -> None:
@@ -175,15 +186,15 @@ class Segments:
         os.fchmod(descriptor, stat.S_IRUSR)  # so that what peers get cannot be opened anew for writing
         shown = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(mapping, os.close, shown).atexit = False
-        self._regions.add(mapping, shown)
+        self.regions.add(mapping, shown)
 
     def find(self, body: memoryview) -> tuple[MemoryRegion, int] | None:
         """Return the segment that a flat body lies wholly inside, and where in it, or None."""
-        return self._regions.find(body)
+        return self.regions.find(body)
 
     def _keep_private(self) -> None:
         """Keep what this forked child writes from the processes that share the memory."""
-        for region in self._regions.alive():
+        for region in self.regions.alive():
             if region.descriptor is not None:
                 map_privately(region.start, region.size_bytes, region.descriptor)
 

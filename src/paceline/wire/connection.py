@@ -61,7 +61,7 @@ class ReadTurns:
     num_turns: int = 0
     _connections: list[ReadByTurns] = field(default_factory=list[ReadByTurns])
     _taken: list[tuple[Connection, ReadByTurns]] = field(default_factory=list[tuple[Connection, ReadByTurns]])
-    _is_polling: bool = False
+    is_polling: bool = False
     _turn: threading.Lock = field(default_factory=threading.Lock)
     _poller: Poller = field(default_factory=Poller)
 
@@ -86,13 +86,13 @@ class ReadTurns:
             self._turn.release()
             return False
         self.num_turns += 1
-        self._is_polling = True
+        self.is_polling = True
         return True
 
     def read(self, timeout_s: float, asleep: AbstractContextManager[None]) -> None:
         """Wait until something has arrived, and handle it. `asleep`: see `Poller.wait`."""
         ready = self._poller.wait([connection for connection, _ in self._taken], timeout_s, asleep)
-        self._is_polling = False
+        self.is_polling = False
         for connection, each in self._taken:
             if connection in ready:
                 each.read_ready()
@@ -101,12 +101,12 @@ class ReadTurns:
         """Let other threads read."""
         for _, each in self._taken:
             each.end_reading()
-        self._taken, self._is_polling = [], False
+        self._taken, self.is_polling = [], False
         self._turn.release()
 
     def wake(self) -> None:
         """End the `read` that waits, if any: what its thread waits for may have come by another way."""
-        if self._is_polling:
+        if self.is_polling:
             self._poller.wake()
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class Progress:
     patience_s: float
     now: Callable[[], float] = time.monotonic
     _made_s: float = 0.0
-    _has_answered: bool = False
+    is_answered: bool = False  # the connection has brought an answer
     _largest_bytes: int = 0  # of the frames sent since the last answer
     _said: set[bytes] = field(default_factory=set[bytes])  # answers that may be repeated, since the last other one
     _num_fruitless: int = 0  # in a row
@@ -155,7 +155,7 @@ class Progress:
 
     def note_connected(self) -> None:
         """Note that the connection is made, its handshake done."""
-        self._made_s, self._has_answered, self._largest_bytes = self.now(), False, 0
+        self._made_s, self.is_answered, self._largest_bytes = self.now(), False, 0
 
     def note_sent(self, size_bytes: int) -> None:
         """Note a frame on its way over the connection."""
@@ -170,11 +170,11 @@ class Progress:
             self._said.clear()
         if is_said_again(header):
             self._said.add(header)
-        self._has_answered, self._largest_bytes, self._num_fruitless = True, 0, 0
+        self.is_answered, self._largest_bytes, self._num_fruitless = True, 0, 0
 
     def note_broken(self) -> None:
         """Note that the connection has broken."""
-        if self._has_answered or self.now() - self._made_s > SOON_S:
+        if self.is_answered or self.now() - self._made_s > SOON_S:
             self._num_fruitless = 0
             return
         if not self._num_fruitless:
@@ -265,7 +265,8 @@ class ReconnectingConnection:
         On a broken connection the frame is lost; the protocol repeats it after a reconnect. The body must not change
         until the frame is answered.
         """
-        self._progress.note_sent(len(header) + body.nbytes)
+        if not self._progress.is_answered:
+            self._progress.note_sent(len(header) + body.nbytes)
         self._post.send(header, body, urgent=urgent, last_of=last_of, piece=piece)
 
     def close(self) -> None:
@@ -280,9 +281,9 @@ class ReconnectingConnection:
 
     def take_reading(self) -> Connection | None:
         """Keep the reader thread from reading; see `ReadByTurns.take_reading`."""
-        if not self._may_stand_aside() or not self._reading.acquire(blocking=False):
+        if not self._reading.acquire(blocking=False):
             return None
-        if self._may_stand_aside():  # still
+        if self._may_stand_aside():
             return self._post.connection
         self._reading.release()
         return None
@@ -297,7 +298,7 @@ class ReconnectingConnection:
             self._problem = error
             if not isinstance(error, Exception):
                 raise
-        if not self._may_stand_aside():
+        if self._is_large or self._problem is not None:  # a connection that is closed says so itself
             self._called.set()
 
     def end_reading(self) -> None:
@@ -391,8 +392,9 @@ class ReconnectingConnection:
 
     def _receive(self, timeout_s: float) -> None:
         frames = receive_all(self._post.connection, timeout_s=timeout_s, place=self._place)
-        for frame in frames:
-            self._progress.note_arrived(frame.header)
+        if not self._progress.is_answered:
+            for frame in frames:
+                self._progress.note_arrived(frame.header)
         self.on_frames(frames)
 
     def _place(self, header: bytes, size_bytes: int) -> Buffer | memoryview | None:

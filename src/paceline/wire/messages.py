@@ -7,13 +7,13 @@ that does not match its declared fields is refused before it is used.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final, Generic, TypeVar, final
 
 import msgspec
 
 from paceline.core import messages
+from paceline.core.value_classes import value_class
 from paceline.core.worker import MAX_TOGETHER
 from paceline.errors import PeerError, UsageError
 from paceline.transport.base import EMPTY
@@ -67,7 +67,7 @@ class MessageCodec(Generic[Message]):
             raise PeerError(f"a malformed {self.kinds[header[0]].__name__} message: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Hello:
     """The introduction of a connecting process: its role ("worker" or "server"), rank and life.
 
@@ -82,7 +82,7 @@ class Hello:
     connection: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class PushFrame:
     """A push of a dense table. `count` is the number of samples, `absent` the segments without a gradient.
 
@@ -101,7 +101,7 @@ class PushFrame:
     expected: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class PullFrame:
     """A pull, with the last request of this table whose values from this server the worker has copied.
 
@@ -112,7 +112,7 @@ class PullFrame:
     taken: int
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class StepFrame:
     """A step of dense tables: pushes, the tick that ends their clock, and pulls.
 
@@ -128,8 +128,8 @@ class StepFrame:
     @property
     def step(self) -> messages.WholeStep:
         """The step, for the core."""
-        pushes, pulls = tuple(frame.push for frame in self.pushes), tuple(frame.pull for frame in self.pulls)
-        sender = pushes[0].id.sender if pushes else pulls[0].sender
+        pushes, pulls = tuple([frame.push for frame in self.pushes]), tuple([frame.pull for frame in self.pulls])
+        sender = pulls[0].sender if pulls else pushes[0].id.sender
         return messages.WholeStep(pushes, None if self.ends < 0 else messages.Clock(sender, self.ends), pulls)
 
     def check(self) -> None:
@@ -141,6 +141,8 @@ class StepFrame:
 
     def bodies(self, body: memoryview) -> list[memoryview]:
         """Return the body of each push, as views of the body of the frame; raises PeerError if it has other bytes."""
+        if len(self.sizes) == 1 and self.sizes[0] == len(body):
+            return [body]
         starts = _starts(self.sizes)
         if starts[-1] != len(body):
             raise PeerError(f"a step of {len(self.pushes)} pushes came with {len(body)} bytes, expected {starts[-1]}")
@@ -169,7 +171,7 @@ def joined(bodies: Sequence[memoryview]) -> memoryview:
     return whole
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Keys:
     """The ids of a frame about rows: how many, and whether the body begins with them (`sent`).
 
@@ -181,7 +183,7 @@ class Keys:
     sent: bool
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class RowPushFrame:
     """A push of rows, which follow the ids in the body. `count`, `hyper` and `expected`: as in a `PushFrame`."""
 
@@ -192,7 +194,7 @@ class RowPushFrame:
     expected: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class RowPullFrame:
     """A pull of rows; the answer has them in the order of the ids."""
 
@@ -200,7 +202,7 @@ class RowPullFrame:
     keys: Keys
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class KeysWanted:
     """From a server: I do not have the ids that this push (or, if `seq` is -1, this pull) refers to; send them."""
 
@@ -209,7 +211,7 @@ class KeysWanted:
     request: int
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Unsubscribe:
     """From a worker: I no longer cache these rows (their ids are the body), so do not send me their changes.
 
@@ -221,7 +223,7 @@ class Unsubscribe:
     request: int
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class RowsUsed:
     """From a worker: in this clock I have read these rows (their ids are the body) from my cache.
 
@@ -233,7 +235,7 @@ class RowsUsed:
     clock: int
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class PushPiece:
     """A piece of a push of a dense table that is sent in several, in order; its body begins `at` this byte of the push.
 
@@ -244,7 +246,7 @@ class PushPiece:
     at: int
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class EarlyValues:
     """From a server: values of a dense table after `clock`, if no worker that pushes in it is lost; from byte `at` on.
 
@@ -256,7 +258,7 @@ class EarlyValues:
     at: int
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class FetchedRest:
     """The values that a pull asked for: `num_early` bytes of them are those that came as `EarlyValues` before."""
 

@@ -70,18 +70,15 @@ def check_said(hello: Hello, message: object, num_servers: int) -> None:
     """Raise PeerError unless the peer's role may send this message, and the message carries the peer's identity."""
     if SPEAKERS[type(message)] != hello.role:
         raise PeerError(f"a {hello.role} may not say {type(message).__name__}")
-    if isinstance(message, wire.PushFrame | wire.RowPushFrame):
+    if isinstance(message, wire.StepFrame):
+        message.check()
+        _check_worker(hello, *[part.push.id for part in message.pushes], *[part.pull.sender for part in message.pulls])
+        if message.ends >= _MOST_CLOCKS:
+            raise PeerError(f"{hello.role} {hello.rank} ends clock {message.ends}")
+    elif isinstance(message, wire.PushFrame | wire.RowPushFrame):
         _check_worker(hello, message.push.id)
     elif isinstance(message, wire.PushPiece):
         _check_worker(hello, message.push.push.id)
-    elif isinstance(message, wire.StepFrame):
-        message.check()
-        for part in message.pushes:
-            _check_worker(hello, part.push.id)
-        for part in message.pulls:
-            _check_worker(hello, part.pull.sender)
-        if message.ends >= _MOST_CLOCKS:
-            raise PeerError(f"{hello.role} {hello.rank} ends clock {message.ends}")
     elif isinstance(message, wire.PullFrame | wire.RowPullFrame):
         _check_worker(hello, message.pull.sender)
     elif isinstance(
@@ -114,13 +111,14 @@ def check_server(connection: Connection, rank: int, role: str = "server") -> Non
         )
 
 
-def _check_worker(hello: Hello, said: PushId | Sender) -> None:
+def _check_worker(hello: Hello, *said_by: PushId | Sender) -> None:
     """Raise PeerError for a message with the identity of another worker or incarnation."""
-    if (said.worker, said.incarnation) != (hello.rank, hello.incarnation):
-        raise PeerError(
-            f"{hello.role} {hello.rank} (incarnation {hello.incarnation}) speaks as worker {said.worker} "
-            f"(incarnation {said.incarnation})"
-        )
+    for said in said_by:
+        if (said.worker, said.incarnation) != (hello.rank, hello.incarnation):
+            raise PeerError(
+                f"{hello.role} {hello.rank} (incarnation {hello.incarnation}) speaks as worker {said.worker} "
+                f"(incarnation {said.incarnation})"
+            )
 
 
 def _check_server(hello: Hello, message: messages.Follow | messages.Closed, num_servers: int) -> None:

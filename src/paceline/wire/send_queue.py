@@ -63,17 +63,14 @@ class SendHold:
     """
 
     def __init__(self) -> None:
+        self.is_entered = False  # frames are held
         self._depth = 0
         self._queues: list[SendQueue] = []  # those that hold frames
-
-    @property
-    def is_entered(self) -> bool:
-        """Whether frames are held."""
-        return self._depth > 0
 
     def __enter__(self) -> None:
         """Hold frames from now on."""
         self._depth += 1
+        self.is_entered = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -81,7 +78,9 @@ class SendHold:
         """Send the frames that are held, whatever has happened."""
         self._depth -= 1
         if not self._depth:
-            self.release()
+            self.is_entered = False
+            if self._queues:
+                self.release()
 
     def add(self, queue: SendQueue) -> None:
         """Note that a queue holds frames."""
@@ -90,12 +89,23 @@ class SendHold:
     @contextmanager
     def suspended(self) -> Generator[None]:
         """Send the frames that are held so far, and hold none inside this block."""
-        depth, self._depth = self._depth, 0
-        self.release()
+        depth = self.suspend()
         try:
             yield
         finally:
-            self._depth += depth
+            self.resume(depth)
+
+    def suspend(self) -> int:
+        """Send the frames that are held so far, and hold none until `resume` is called with what this returns."""
+        depth, self._depth, self.is_entered = self._depth, 0, False
+        if self._queues:
+            self.release()
+        return depth
+
+    def resume(self, depth: int) -> None:
+        """Hold frames again, if they were held."""
+        self._depth += depth
+        self.is_entered = self._depth > 0
 
     def release(self) -> None:
         """Send the frames that are held so far."""
@@ -179,8 +189,8 @@ class SendQueue:
             _end(frame)
         elif self.hold is not None and self.hold.is_entered:
             self._hold(frame, self.hold)
-        else:
-            self._send_or_queue(frame)
+        elif not self._has_sent([frame]):
+            self._queue(frame)
 
     def release(self) -> None:
         """Send the frames that are held, together if none has to wait."""
@@ -188,9 +198,10 @@ class SendQueue:
         if self._closed:
             for frame in held:
                 _end(frame)
-        elif not (len(held) > 1 and self._has_sent(held)):
+        elif held and not self._has_sent(held):
             for frame in held:
-                self._send_or_queue(frame)
+                if self._closed or len(held) == 1 or not self._has_sent([frame]):
+                    self._queue(frame)
 
     @property
     def is_over(self) -> bool:
@@ -216,13 +227,12 @@ class SendQueue:
             self._held.append(frame)
             self.release()
             return
-        self._held.append(self._kept(frame))
+        self._held.append(self._kept(frame) if self.copies and frame.body.nbytes else frame)
         if is_first:
             hold.add(self)
 
-    def _send_or_queue(self, frame: _Frame) -> None:
-        if not self._closed and self._has_sent([frame]):
-            return
+    def _queue(self, frame: _Frame) -> None:
+        """Leave a frame to the thread, or drop it."""
         with self._changed:
             may_wait = not self.bounded or not frame.body.nbytes or bool(frame.owed) or self._has_room()
             is_over = self._closed

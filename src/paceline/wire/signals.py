@@ -4,64 +4,64 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
-from types import FrameType
-from typing import Final, final
+from types import FrameType, TracebackType
+from typing import Final, Self, cast, final
 
 # The functions behind those of `signal`, which take ten times as long: they look for members of enumerations.
 _SIGNAL: Final = import_module("_signal")
 
 
 @final
-@dataclass(slots=True)
 class InterruptDeferral:
-    """Whether Ctrl-C is deferred now: it is, except inside `lifted`."""
-
-    is_lifted: bool = False
-
-    @contextmanager
-    def lifted(self) -> Generator[None]:
-        """Have Ctrl-C take effect inside this block. Once it has raised an exception, it is deferred again."""
-        self.is_lifted = True
-        try:
-            yield
-        finally:
-            self.is_lifted = False
-
-
-@contextmanager
-def interrupt_deferred() -> Generator[InterruptDeferral]:
-    """Have Ctrl-C (SIGINT) that comes inside this block take effect at its end.
+    """Has Ctrl-C (SIGINT) that comes while this is entered take effect when it is left.
 
     Python calls its handler in the main thread, between any two instructions, and it mostly raises KeyboardInterrupt.
     Other threads are not interrupted, so this changes nothing there.
 
     Example:
-        >>> with interrupt_deferred():
+        >>> with InterruptDeferral():
         ...     pass  # Ctrl-C raises KeyboardInterrupt only after this
     """
-    deferral = InterruptDeferral()
-    handler = _SIGNAL.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield deferral
-        return
-    came: list[int] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
-        if not deferral.is_lifted:
-            came.append(number)
+    __slots__ = ("_came", "_handler", "_is_lifted")
+
+    def __init__(self) -> None:
+        self._handler: Callable[[int, FrameType | None], object] | None = None  # that is deferred
+        self._came = False
+        self._is_lifted = False
+
+    def __enter__(self) -> Self:
+        """Defer Ctrl-C from now on."""
+        if threading.get_ident() == threading.main_thread().ident:
+            handler = _SIGNAL.getsignal(signal.SIGINT)
+            if callable(handler):
+                self._handler = cast("Callable[[int, FrameType | None], object]", handler)
+                _SIGNAL.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """Let Ctrl-C take effect, also one that has come meanwhile."""
+        if self._handler is not None:
+            _SIGNAL.signal(signal.SIGINT, self._handler)
+            if self._came:
+                signal.raise_signal(signal.SIGINT)
+
+    @contextmanager
+    def lifted(self) -> Generator[None]:
+        """Have Ctrl-C take effect inside this block. Once it has raised an exception, it is deferred again."""
+        self._is_lifted = True
+        try:
+            yield
+        finally:
+            self._is_lifted = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if not self._is_lifted or self._handler is None:
+            self._came = True
             return
-        deferral.is_lifted = False
-        handler(number, frame)
-        deferral.is_lifted = True  # it has not raised
-
-    _SIGNAL.signal(signal.SIGINT, note)
-    try:
-        yield deferral
-    finally:
-        _SIGNAL.signal(signal.SIGINT, handler)
-        if came:
-            signal.raise_signal(signal.SIGINT)
+        self._is_lifted = False
+        self._handler(number, frame)
+        self._is_lifted = True  # it has not raised

@@ -87,6 +87,7 @@ class TableCache:
     _bodies: dict[int, memoryview] = field(default_factory=dict[int, memoryview])  # of a live copy, by server
     _flat: Tensor | None = None
     _memory: memoryview = EMPTY  # of the flat tensor
+    _readable: Readable | None = None  # without own updates, until parts lie elsewhere
     consistency: Consistency = field(init=False)
     servers: tuple[int, ...] = field(init=False)  # that hold a part of the table; server 0 if it has no elements at all
     _own: dict[int, _Own] = field(default_factory=dict[int, _Own])
@@ -125,6 +126,8 @@ class TableCache:
 
     def install(self, server: int, body: memoryview, settled: int, includes: tuple[int, ...]) -> None:
         """Store values from a server, which contain own pushes below `settled` and those in `includes`."""
+        if self.live and not self._own and body is self._bodies.get(server):
+            return  # the same memory, with other values
         values = as_tensor(body, torch_dtype(self.spec))
         if values.numel() != self.spans[server].length:
             raise PeerError(
@@ -133,6 +136,7 @@ class TableCache:
             )
         if self.live:
             self._parts[server], self._bodies[server] = values, body
+            self._readable = None
         elif values.data_ptr() != self._parts[server].data_ptr():
             self._wait_for_devices()
             self._parts[server].copy_(values)
@@ -176,7 +180,10 @@ class TableCache:
 
     def was_written(self, at: Sequence[int] = ()) -> bool:
         """Return whether this process may have written to live values; see `PeerMemory.was_written`."""
-        return any(memory.was_written(at) for memory in self._peer_memory())
+        for body in list(self._bodies.values()):
+            if isinstance(body.obj, PeerMemory) and body.obj.was_written(at):
+                return True
+        return False
 
     def was_written_anywhere(self) -> bool:
         """Return whether this process has written to live values, after checking every page."""
@@ -203,15 +210,17 @@ class TableCache:
     def readable(self) -> Readable:
         """Return the values, with own updates, without a copy where possible.
 
-        Use them under the lock; live memory stays mapped as long as a view of it exists.
+        It is the same object as long as the values lie in the same memory. Use them under the lock; live memory stays
+        mapped as long as a view of it exists.
         """
         if self._own:
             whole = torch.empty(self.spec.numel, dtype=torch_dtype(self.spec))
             self.read_into(whole)
             return Readable(((0, whole),))
-        if self._flat is not None:
-            return Readable(((0, self._flat),))
-        return Readable(tuple((self.spans[server].start, self._parts[server]) for server in self.servers))
+        if self._readable is None:
+            live = tuple((self.spans[server].start, self._parts[server]) for server in self.servers)
+            self._readable = Readable(live if self._flat is None else ((0, self._flat),))
+        return self._readable
 
 
 def can_replay(spec: TableSpec, consistency: Consistency) -> bool:

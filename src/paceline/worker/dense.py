@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -16,10 +17,12 @@ from paceline.core.effects import Forget, Install, ReadDone, Release
 from paceline.core.events import Opened, Timeout, WantPush, WantRead
 from paceline.core.messages import Fetched, Pull, Push
 from paceline.core.table_reads import TableReads
+from paceline.core.value_classes import value_class
 from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.transport.base import EMPTY
 from paceline.transport.buffers import fresh_buffer
 from paceline.update.placement import spans
+from paceline.update.summing import num_nonfinite
 from paceline.update.table import Hyper, TableSpec
 from paceline.wire.messages import EarlyValues, FetchedRest, KeysWanted, PullFrame, PushFrame, PushPiece
 from paceline.wire.requests import Declare
@@ -50,15 +53,43 @@ _LEAST_IN_PIECES_BYTES: Final = 256 << 10
 _SLOTS: Final = 2  # pushes of one table in flight
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class PendingRead:
-    """A read in flight, and the clock of the worker when it was started."""
+    """A read in flight, and the clock of the worker when it was started. Used under the lock, apart from `future`."""
 
     clock: int
-    future: Future[ReadDone]
+    lock: threading.Condition
+    done: ReadDone | None = None
+    error: PacelineError | None = None
+    _future: Future[ReadDone] | None = None
+
+    def is_over(self) -> bool:
+        """Return whether it has ended, well or with an error."""
+        return self.done is not None or self.error is not None
+
+    def end(self, done: ReadDone | None, error: PacelineError | None = None) -> None:
+        """Note how it has ended."""
+        self.done, self.error = done, error
+        if self._future is not None:
+            self._settle(self._future)
+
+    @property
+    def future(self) -> Future[ReadDone]:
+        """How it ends, as a future; made on demand, as most reads are waited for by `wait_read`."""
+        with self.lock:
+            if self._future is None:
+                self._future = pending_future(ReadDone)
+                self._settle(self._future)
+            return self._future
+
+    def _settle(self, future: Future[ReadDone]) -> None:
+        if self.done is not None:
+            future.set_result(self.done)
+        elif self.error is not None:
+            future.set_exception(self.error)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ReadOutcome:
     """How a read ended: the clocks of reader and values, their source, and how long it waited."""
 
@@ -72,24 +103,23 @@ class ReadOutcome:
 class Reads:
     """The reads of a table in flight, by request. A newer read replaces an older one, so both end together."""
 
-    _under_way: dict[int, Future[ReadDone]] = field(default_factory=dict[int, Future[ReadDone]])
+    _under_way: dict[int, PendingRead] = field(default_factory=dict[int, PendingRead])
 
-    def add(self, request: int) -> Future[ReadDone]:
-        """Add a read; the future ends when it does."""
-        self._under_way[request] = future = pending_future(ReadDone)
-        return future
+    def add(self, request: int, read: PendingRead) -> None:
+        """Add a read, which ends when that request or a later one is answered."""
+        self._under_way[request] = read
 
     def finish(self, done: ReadDone) -> None:
         """End a read, and earlier ones."""
         for request in list(self._under_way):
             if request <= done.request:
-                self._under_way.pop(request).set_result(done)
+                self._under_way.pop(request).end(done)
 
     def abandon(self, error: PacelineError) -> None:
         """End all reads with an error."""
         while self._under_way:
-            _, future = self._under_way.popitem()
-            future.set_exception(error)
+            _, read = self._under_way.popitem()
+            read.end(None, error)
 
 
 @dataclass(slots=True)
@@ -107,6 +137,7 @@ class DenseClient:
     name: str = field(init=False)
     _reads: Reads = field(default_factory=Reads)
     _core_reads: TableReads = field(init=False)
+    _screens: bool = field(init=False)  # gradients that are not finite are not sent
     _received: dict[int, int] = field(default_factory=dict[int, int])  # by server: the last request that it answered
     _early: dict[int, EarlyPart] = field(default_factory=dict[int, EarlyPart])  # by server
 
@@ -114,6 +145,7 @@ class DenseClient:
         """Open the table in the core."""
         spec = self.cache.spec
         self.name = spec.name
+        self._screens = spec.nonfinite not in ("zero", "ignore")
         self.context.handle(Opened(spec.name, self.cache.consistency, self.cache.servers))
         self._core_reads = self.context.core.reads(spec.name)
 
@@ -157,9 +189,10 @@ class DenseClient:
         """
         core, lock = self.context.core, self.context.lock
         with lock.changed:
-            lock.check()
+            if lock.failure:
+                lock.check()
             clock = core.clock
-            if not (may_push(core, self.name) and self.pushes.has_slot(clock)):
+            if not (core.may_push(self.name) and self.pushes.has_slot(clock)):
                 lock.wait(
                     lambda: may_push(core, self.name) and self.pushes.has_slot(clock),
                     f"servers to apply earlier pushes of table '{self.name}'",
@@ -215,15 +248,17 @@ class DenseClient:
         Other machines send values ahead of the end of the clock, as those who push so read the table in the next one.
         `ends_clock`: the caller finishes the clock at once, and then reads the table. So one frame can do for all.
         """
+        if self._screens and num_nonfinite(buffer.gradient):
+            return self._not_sent(buffer)
+        return self._push(buffer, count, absent, hyper, expected, ends_clock=ends_clock, reads_next=True)
+
+    def _not_sent(self, buffer: PushBuffer) -> Future[PushOutcome]:
+        """Refuse reserved memory with values that are not finite."""
         try:
             problem = self._objection(buffer.gradient)
-        except UsageError:  # the script may go on with other gradients
+        finally:  # the script may go on with other gradients
             self.return_buffer(buffer)
-            raise
-        if problem:
-            self.return_buffer(buffer)
-            return finished_push(PushOutcome(applied=False, reason=problem))
-        return self._push(buffer, count, absent, hyper, expected, ends_clock=ends_clock, reads_next=True)
+        return finished_push(PushOutcome(applied=False, reason=problem))
 
     def start_read(self, *, refresh: bool = True, exact: bool = False, more: bool = False) -> PendingRead:
         """Request values; the future ends when the cache is fresh enough. Does not block.
@@ -231,9 +266,12 @@ class DenseClient:
         `more`: the caller starts another read at once, with which the request may travel.
         """
         context = self.context
-        with context.lock.changed:
-            context.lock.check()
-            started = PendingRead(context.core.clock, self._reads.add(context.core.next_request))
+        core, lock = context.core, context.lock
+        with lock.changed:
+            if lock.failure:
+                lock.check()
+            started = PendingRead(core.clock, lock.changed)
+            self._reads.add(core.next_request, started)
             context.handle(WantRead(self.name, refresh, exact, more))
         return started
 
@@ -245,14 +283,18 @@ class DenseClient:
         """Finish a read that `start_read` started; blocks as `read` does."""
         began, lock = time.monotonic(), self.context.lock
         with lock.changed:
-            lock.check()
-            lock.wait(
-                started.future.done,
-                f"values of table '{self.name}' at clock {started.clock} ({self.cache.spec.consistency})",
-                About(f"pull {self.name}", self.name, self._core_reads.needs()),
-            )
+            if lock.failure:
+                lock.check()
+            if started.done is None:
+                lock.wait(
+                    started.is_over,
+                    f"values of table '{self.name}' at clock {started.clock} ({self.cache.spec.consistency})",
+                    About(f"pull {self.name}", self.name, self._core_reads.needs()),
+                )
             waited_s = time.monotonic() - began
-            done = started.future.result(timeout=0)
+            done = started.done
+            if done is None:
+                raise started.error or lock.error()
             use(self.cache)
         return ReadOutcome(started.clock, done.clock, done.source, waited_s)
 
@@ -282,27 +324,36 @@ class DenseClient:
         ends_clock: bool = False,
         reads_next: bool = False,
     ) -> Future[PushOutcome]:
-        parts, context = self.parts(buffer), self.context
-        with context.lock.changed:
-            context.lock.check()
-            checksums = tuple(map(zlib.crc32, parts)) if self.checks_memory else ()
+        parts, context = buffer.parts or self._split(buffer), self.context
+        lock = context.lock
+        with lock.changed:
+            if lock.failure:
+                lock.check()
+            checksums = tuple(map(zlib.crc32, self.parts(buffer))) if self.checks_memory else ()
             push = context.core.next_push(self.name)
             frame = PushFrame(push, count, absent, hyper, screened=True, checksums=checksums, expected=expected)
-            in_pieces = self._in_pieces(parts) if reads_next else ()
-            bodies = {server: parts[server] for server in self.cache.servers}
-            future = self.pushes.prepare(buffer, bodies, frame, in_pieces)
-            self.cache.note_own(push.id.seq, buffer.gradient, absent, hyper)
+            in_pieces = self._in_pieces(parts) if reads_next and self.distant else ()
+            future = self.pushes.prepare(buffer, parts.copy(), frame, in_pieces)
+            if self.cache.reads_own_writes:
+                self.cache.note_own(push.id.seq, buffer.gradient, absent, hyper)
             size_bytes = buffer.memory.nbytes
             may_wait = self.pushes.held and size_bytes <= _MOST_WAITING_BYTES and not in_pieces
             ends_clock = ends_clock and size_bytes <= _MOST_STEP_BYTES and not in_pieces
             context.handle(WantPush(self.name, may_wait=may_wait, ends_clock=ends_clock))
         return future
 
-    def _in_pieces(self, parts: list[memoryview]) -> frozenset[int]:
+    def _split(self, buffer: PushBuffer) -> dict[int, memoryview]:
+        """Note, beside a buffer that is used for the first time, the part of each server that holds one."""
+        parts = self.parts(buffer)
+        buffer.parts.update({server: parts[server] for server in self.cache.servers})
+        return buffer.parts
+
+    def _in_pieces(self, parts: dict[int, memoryview]) -> frozenset[int]:
         """Return the servers that get the next push in pieces, as values of it may come in pieces as well."""
-        if not self.distant or not self.cache.consistency.lockstep or self._core_reads.awaited():
+        if not self.cache.consistency.lockstep or self._core_reads.awaited():
             return frozenset()
-        return frozenset(server for server in self.distant if parts[server].nbytes >= _LEAST_IN_PIECES_BYTES)
+        large = {server for server, part in parts.items() if part.nbytes >= _LEAST_IN_PIECES_BYTES}
+        return self.distant & large
 
     # -- effects of the core -----------------------------------------------------------------------------------------
 
@@ -391,7 +442,8 @@ class DenseClient:
 
     def note_received(self, server: int, message: Fetched) -> None:
         """Note that values were stored or dropped: the server may reuse their memory."""
-        self._received[server] = max(message.request, self._received.get(server, -1))
+        if message.request > self._received.get(server, -1):
+            self._received[server] = message.request
 
     def on_keys_wanted(self, server: int, message: KeysWanted) -> None:
         """Raise PeerError: frames of dense tables have no ids."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Final, final
 
@@ -14,9 +14,10 @@ from paceline.stopwatch import Stopwatch
 from paceline.transport.deadline import seconds
 from paceline.wire.connection import ReadTurns
 from paceline.wire.send_queue import SendHold
-from paceline.wire.signals import interrupt_deferred
+from paceline.wire.signals import InterruptDeferral
 from paceline.worker.waits import PERIOD_S, About, OpenWait, Waits, print_lines
 
+_SOON_S: Final = 0.01
 _LAST_ANSWER_S: Final = 1.0  # deadline of server 0 to explain a wait that has timed out
 _SAVE_ADVICE: Final = (
     "Values that were pulled before can still be read: save them in the script's except or finally, and start again "
@@ -56,7 +57,8 @@ class _Changed(threading.Condition):
     def notify_all(self) -> None:
         """Wake all threads that wait."""
         super().notify_all()
-        self._turns.wake()
+        if self._turns.is_polling:
+            self._turns.wake()
 
 
 @dataclass(slots=True)
@@ -97,6 +99,8 @@ class WorkerLock:
         turns = self.turns
         turns.num_waiting += 1
         try:
+            if turns.is_enabled and self._comes_soon(done):
+                return
             with self.waits.during(what, about) as wait, self.hold.suspended():
                 watch = Stopwatch(PERIOD_S)
                 while not done():
@@ -110,6 +114,17 @@ class WorkerLock:
             if turns.num_waiting:
                 self.changed.notify_all()  # another thread may have to read in the place of this one
 
+    def _comes_soon(self, done: Callable[[], bool]) -> bool:
+        """Return whether `done()` soon, as is usual: a wait of some milliseconds is neither counted nor reported."""
+        hold = self.hold
+        depth = hold.suspend()
+        try:
+            if not self.failure:
+                self._wait_for_news(min(_SOON_S, self.waits.limit_s))
+            return done()
+        finally:
+            hold.resume(depth)
+
     def abandon(self, reason: str) -> None:
         """Fail in a forked child, where threads of the parent may hold the lock."""
         self.__post_init__()
@@ -117,7 +132,7 @@ class WorkerLock:
 
     def _wait_for_news(self, timeout_s: float) -> None:
         """Wait until something may have changed: read the connections, or wait for the threads that do."""
-        with interrupt_deferred() as deferral:  # else a turn that was taken might never end, and no thread read
+        with InterruptDeferral() as deferral:  # else a turn that was taken might never end, and no thread read
             if self.turns.take():
                 self._read(timeout_s, deferral.lifted())
                 return
@@ -125,22 +140,19 @@ class WorkerLock:
 
     def _read(self, timeout_s: float, asleep: AbstractContextManager[None]) -> None:
         """Read the connections without the lock, and end the turn."""
-        depth = self._release_wholly()
+        changed, depth = self.changed, 0  # how often this thread has taken the lock
+        try:
+            while True:
+                changed.release()
+                depth += 1
+        except RuntimeError:  # it is not held any more
+            pass
         try:
             self.turns.read(timeout_s, asleep)
         finally:
             for _ in range(depth):
-                self.changed.acquire()
+                changed.acquire()
             self.turns.end()
-
-    def _release_wholly(self) -> int:
-        """Release the lock, which this thread may have taken several times; return how often."""
-        depth = 0
-        with suppress(RuntimeError):  # it is not held any more
-            while True:
-                self.changed.release()
-                depth += 1
-        return depth
 
     def _notify(self) -> None:
         with self.changed:

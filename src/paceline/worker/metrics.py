@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, Literal, final
@@ -26,24 +26,27 @@ STATE_INTERVAL_S: Final = 2.0
 
 
 @final
-class _Communication:
-    """The time in which a worker communicates, as a context: see `StepMetrics.communicating`."""
+class Communication:
+    """The time in which a worker communicates, as a context that may be entered again inside."""
 
     def __init__(self, metrics: StepMetrics) -> None:
         self._metrics = metrics
+        self._depth = 0
 
     def __enter__(self) -> None:
-        self._metrics.communicating_since = self._metrics.now()
+        self._depth += 1
+        if self._depth == 1:
+            self._metrics.communicating_since = self._metrics.now()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
         metrics = self._metrics
         now = metrics.computing_since = metrics.now()
         since, metrics.communicating_since = metrics.communicating_since, None
         if since is not None:
             metrics.comm_s += now - since
-
-
-_NESTED: Final = nullcontext()
 
 
 @dataclass(slots=True)
@@ -73,7 +76,7 @@ class StepMetrics:
     _clock: int = 0  # that is under way
     computing_since: float = field(init=False)
     _states: PeriodicThread = field(init=False)
-    _communication: _Communication = field(init=False)
+    communication: Communication = field(init=False)
 
     def __post_init__(self) -> None:
         """Start the first clock."""
@@ -81,23 +84,28 @@ class StepMetrics:
         self.refusals = Refusals(self.worker, self.tell)
         self.open_clocks = OpenClocks(self.worker, self.tell)
         self._states = PeriodicThread(STATE_INTERVAL_S, self.record_state)
-        self._communication = _Communication(self)
+        self.communication = Communication(self)
 
     def start_training(self) -> None:
         """Start the first clock again: opening tables and barriers before it do not count."""
         if not self._has_finished:
-            self._begin_clock(self.now())
+            now = self.now()
+            self.wait_s, self.comm_s, self._since = 0.0, 0.0, now
+            if self.communicating_since is not None:
+                self.communicating_since = now
 
     def communicating(self) -> AbstractContextManager[None]:
         """Count the time inside the context as communication, waiting included; nested contexts count once.
 
         For one thread at a time: the one that trains, or one of autograd while that waits for it.
         """
-        return self._communication if self.communicating_since is None else _NESTED
+        return self.communication
 
     def note_read(self, table: str, outcome: ReadOutcome) -> None:
         """Record a read, and count what it waited."""
         self.wait_s += outcome.waited_s
+        if not self.trace.is_kept:
+            return
         source = outcome.source
         if source != "cache" and source != "delivery":
             source = "fetch"
@@ -117,14 +125,16 @@ class StepMetrics:
         A step pushes, calls this, and then pulls for the next clock. So communication in progress is divided here: time
         until now counts for the clock that ends, the rest, with its waits, for the next.
         """
-        now = self.now()
-        self._count_communication(now)
-        step = records.Step(
-            now, self.worker, clock, self.samples, self.loss, self.wait_s, now - self._since, self.comm_s
-        )
-        self.trace.record(step)
+        now, communicating_since = self.now(), self.communicating_since
+        if communicating_since is not None:
+            self.comm_s += now - communicating_since
+            self.communicating_since = now
+        if self.trace.is_kept:
+            step_s = now - self._since
+            step = records.Step(now, self.worker, clock, self.samples, self.loss, self.wait_s, step_s, self.comm_s)
+            self.trace.record(step)
         self.samples, self.loss, self._has_finished, self._clock = 0, None, True, clock + 1
-        self._begin_clock(now)
+        self.wait_s, self.comm_s, self._since = 0.0, 0.0, now
 
     def note_loss(self, clock: int, loss: float | None) -> None:
         """Set the loss of the current clock; an earlier one of the same clock is recorded by itself."""
@@ -141,8 +151,8 @@ class StepMetrics:
         """
 
         def note_outcome(done: Future[PushOutcome]) -> None:
-            if done.exception() is None and not done.result().applied:  # else the worker has failed, and raises
-                reason = done.result().reason
+            if done.exception() is None and not (outcome := done.result()).applied:  # else the worker has failed
+                reason = outcome.reason
                 if not (is_late(reason) and Consistency.parse(consistency).backups):
                     self.note_refused("push", table, clock, reason)
 
@@ -201,16 +211,6 @@ class StepMetrics:
         if self.loss is not None:
             self.trace.record(records.Reported(self.now(), self.worker, clock, self.loss))
             self.loss = None
-
-    def _begin_clock(self, now: float) -> None:
-        self.wait_s, self.comm_s, self._since = 0.0, 0.0, now
-        if self.communicating_since is not None:
-            self.communicating_since = now
-
-    def _count_communication(self, now: float) -> None:
-        if self.communicating_since is not None:
-            self.comm_s += now - self.communicating_since
-            self.communicating_since = now
 
 
 def _finite(value: float | None) -> float | None:

@@ -50,7 +50,7 @@ class FrameHandler:
     lock: WorkerLock
     rpc: Rpc
     tables: Mapping[str, TableClient]
-    handle: Callable[[WorkerEvent, memoryview], None]
+    handle: Callable[[Arrived | Connected, memoryview], None]
     clocked: Sequence[ClockedTable]
     fail: Callable[[str], None] = _refuse
     hold: SendHold = field(default_factory=SendHold)
@@ -73,14 +73,17 @@ class FrameHandler:
 
     def _process(self, message: object, frame: Frame) -> None:
         body = frame.body
+        if isinstance(message, Fetched):
+            self._on_values(message, body)
+            return
         if isinstance(message, EarlyValues):
             return  # they lie where `place` has said
         if isinstance(message, FetchedRest):
             whole = self.tables[message.fetched.table].early_body(self.server, message)
             if whole is None:
                 return
-            message, body = message.fetched, whole
-        if isinstance(message, RequestDone):
+            self._on_values(message.fetched, whole)
+        elif isinstance(message, RequestDone):
             self.rpc.finish_call(message.number, frame.body)
         elif isinstance(message, RequestFailed):
             self.rpc.fail_call(message.number, Refused(f"server {self.server} refused: {message.reason}"))
@@ -88,14 +91,18 @@ class FrameHandler:
             self.tables[message.table].on_keys_wanted(self.server, message)
         elif not self.lock.failure:
             self.handle(Arrived(self.server, message), body)
-        if isinstance(message, Fetched):
-            if message.table in self.tables:
-                self.tables[message.table].note_received(self.server, message)
-        elif not isinstance(message, Ticked):
-            return
-        ticked = message.clock if isinstance(message, Ticked) else message.ticked
-        for table in self.clocked:
-            table.note_ticked(self.server, ticked)
+        if isinstance(message, Ticked):
+            for table in self.clocked:
+                table.note_ticked(self.server, message.clock)
+
+    def _on_values(self, message: Fetched, body: memoryview) -> None:
+        if not self.lock.failure:
+            self.handle(Arrived(self.server, message), body)
+        table = self.tables.get(message.table)
+        if table is not None:
+            table.note_received(self.server, message)
+        for clocked in self.clocked:
+            clocked.note_ticked(self.server, message.ticked)
 
     def place(self, header: bytes, size_bytes: int) -> memoryview | None:
         """Return memory for the body of a frame, without the lock: see `TableClient.receive_buffer`."""
@@ -119,6 +126,7 @@ class FrameHandler:
                 table.on_reconnected(self.server)
             self.handle(Connected(self.server), EMPTY)
             self.rpc.repeat(self.server)
+            self.lock.changed.notify_all()
 
 
 _CONNECT_TIMEOUT_S = 30.0
@@ -204,7 +212,7 @@ class WorkerNode:
         hello = Hello("worker", sender.worker, sender.incarnation, sender.generation)
         for server, address in enumerate(self.addresses):
             handler = FrameHandler(
-                server, self._lock, self.rpc, self._tables, self._handle, self._clocked, self._fail, self._hold
+                server, self._lock, self.rpc, self._tables, self._handle_heard, self._clocked, self._fail, self._hold
             )
             connection = ReconnectingConnection(
                 server,
@@ -266,21 +274,25 @@ class WorkerNode:
             )
         return client
 
-    def tick(self) -> None:
-        """Finish the current clock.
+    def tick(self) -> int:
+        """Finish the current clock; return the number of finished clocks.
 
         Blocks while rows that must be sent before wait for their budget, and while many reports of rows read from
         caches are unanswered.
         """
-        self._join_first()
-        with self._changed:
+        if self.options.joins_late:
+            self._join_first()
+        core, lock = self._core, self._lock
+        with lock.changed:
             for table in list(self._clocked):
-                table.prepare_tick(self._core.clock)
+                table.prepare_tick(core.clock)
             for table in self._clocked:
-                table.end_clock(self._core.clock)
-            self._lock.check()
+                table.end_clock(core.clock)
+            if lock.failure:
+                lock.check()
             self._handle(WantClock())
             self.waits.note_clock()
+            return core.clock
 
     @contextmanager
     def together(self) -> Generator[None]:
@@ -384,11 +396,18 @@ class WorkerNode:
             self.rpc.repeat_due()
 
     def _handle(self, event: WorkerEvent, body: memoryview = EMPTY) -> None:
-        effects = self._core.handle(event, time.monotonic())
-        for effect in effects:
+        """Have the core process an event, perform its effects, and wake the threads that may wait for them."""
+        is_told = False
+        for effect in self._core.handle(event, time.monotonic()):
             self._perform(effect, body)
-        if effects:
+            is_told = is_told or not isinstance(effect, Send)
+        if is_told:
             self._changed.notify_all()
+
+    def _handle_heard(self, event: Arrived | Connected, body: memoryview) -> None:
+        """Do what `_handle` does, for a caller that wakes threads itself."""
+        for effect in self._core.handle(event, time.monotonic()):
+            self._perform(effect, body)
 
     def _perform(self, effect: WorkerEffect, body: memoryview) -> None:
         match effect:

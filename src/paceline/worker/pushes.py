@@ -55,6 +55,9 @@ class PushOutcome:
     applied_on: tuple[int, ...] = ()
 
 
+_APPLIED: Final = PushOutcome(applied=True)
+
+
 @dataclass(slots=True)
 class Answers:
     """The answers of servers to the parts of one push."""
@@ -77,7 +80,7 @@ class Answers:
     def outcome(self) -> PushOutcome:
         """Return how the push ended, once all servers have answered."""
         if not self._refusals:
-            return PushOutcome(applied=True)
+            return _APPLIED
         server, reason = next(iter(self._refusals.items()))  # later refusals may only follow from the first
         ranks = tuple(sorted(self.applied_on))
         if ranks:
@@ -95,10 +98,14 @@ def finished_push(outcome: PushOutcome) -> Future[PushOutcome]:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class PushBuffer:
-    """Memory of one push of a table, sent to all servers from here; `gradient` is (elements of the table,)."""
+    """Memory of one push of a table, sent to all servers from here; `gradient` is (elements of the table,).
+
+    `parts` are those of servers, once it has been used.
+    """
 
     memory: memoryview
     gradient: Tensor
+    parts: dict[int, memoryview] = field(default_factory=dict[int, memoryview])
 
 
 def piece_bytes(size_bytes: int) -> int:

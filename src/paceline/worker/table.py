@@ -169,9 +169,10 @@ class Table:
 
     def finish_read(self, started: PendingRead, use: Callable[[TableCache], None]) -> None:
         """Finish a read that `start_read` started; blocks as `read` does."""
-        with self.metrics.communicating():
+        metrics = self.metrics
+        with metrics.communication:
             outcome = self.client.wait_read(started, use)
-        self.metrics.note_read(self.name, outcome)
+        metrics.note_read(self.spec.name, outcome)
 
     def finish_pull(self, started: PendingRead) -> Tensor:
         """Finish a read that `start_read` started, and return the values; blocks as `pull` does."""
@@ -190,12 +191,12 @@ class Table:
         ends_clock: bool = False,
     ) -> Future[PushOutcome]:
         """Push from memory that `client.reserve` returned, without a copy; do not write to it any more."""
-        with self.metrics.communicating():
-            return self._watched(
-                self.client.push_reserved(
-                    buffer, count=samples, absent=absent, hyper=hyper, expected=expected, ends_clock=ends_clock
-                )
+        spec, metrics = self.spec, self.metrics
+        with metrics.communication:
+            pushed = self.client.push_reserved(
+                buffer, count=samples, absent=absent, hyper=hyper, expected=expected, ends_clock=ends_clock
             )
+            return metrics.watch_push(spec.name, spec.consistency, self.node.clock, pushed)
 
     @checked_late
     def pull_later(self, *, refresh: bool = True) -> Future[Tensor]:
