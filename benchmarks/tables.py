@@ -1,8 +1,9 @@
 """A step of many small tables beside one of a single table of their total size: `python benchmarks/tables.py`.
 
-One worker and its server in one process, under bsp. `dense` tables are pulled together (`session.pull`) and pushed;
-`rows` are asked for all at once (`pull_later`) and pushed; `layers` are `paceline.Embedding`, forward, backward and the
-end of the clock. Many and one take turns, each in a session of its own, and a number is the median of the rounds.
+One worker and its server in one process, under bsp. `parts` are declared together, as one table (a dict of shapes), and
+so are pulled and pushed; `dense` tables are declared one by one, pulled together (`session.pull`) and pushed; `rows`
+are asked for all at once (`pull_later`) and pushed; `layers` are `paceline.Embedding`, forward, backward and the end of
+the clock. Many and one take turns, each in a session of its own, and a number is the median of the rounds.
 """
 
 import time
@@ -21,7 +22,7 @@ ROWS: Final = 10  # of a small table that a step asks for, or that a dense one h
 LR: Final = 0.01
 NUM_WARM_UP: Final = 3
 STEPS_OF_ONE: Final = 50  # a turn
-WAYS: Final = ("dense", "rows", "layers")
+WAYS: Final = ("parts", "dense", "rows", "layers")
 Step = Callable[[], None]
 
 app = App(name="tables.py", help="Measure steps of many small tables.", help_format="plaintext")
@@ -81,7 +82,16 @@ def step_of(way: str, session: paceline.Session, num_tables: int, num_rows: int)
     """Return a step of some tables of one size."""
     update, names = paceline.update.SGD(lr=LR), [f"{way}-{num_tables}-{number}" for number in range(num_tables)]
     ids, gradient = torch.arange(num_rows), torch.ones(num_rows, WIDTH)
-    if way == "dense":
+    if way == "parts":
+        shapes = dict.fromkeys(names, (num_rows, WIDTH))
+        parts = session.table(way, shape=shapes, update=update, consistency="bsp")
+
+        def step() -> None:
+            parts.pull()
+            parts.push(dict.fromkeys(names, gradient))
+            session.clock()
+
+    elif way == "dense":
         dense = [session.table(name, shape=(num_rows, WIDTH), update=update, consistency="bsp") for name in names]
 
         def step() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -35,6 +35,7 @@ from paceline.worker.declaration import Declaration
 from paceline.worker.metrics import StepMetrics
 from paceline.worker.named_tensors import NamedTensors
 from paceline.worker.node import WorkerNode
+from paceline.worker.parts import PartedTable, join_parts
 from paceline.worker.rows.managed import Managed
 from paceline.worker.rows.state import CacheOptions
 from paceline.worker.rows.table import RowTable
@@ -143,6 +144,21 @@ class Session:
         self,
         name: str,
         *,
+        shape: Mapping[str, Sequence[int]],
+        update: RuleSpec,
+        consistency: Consistency | str | None = None,
+        scale: Scale | None = None,
+        init: float | Mapping[str, Tensor] = 0.0,
+        dtype: DType = "float32",
+        nonfinite: NonFinite = "reject",
+        read_my_writes: bool = True,
+    ) -> PartedTable: ...
+
+    @overload
+    def table(
+        self,
+        name: str,
+        *,
         rows: int,
         update: RuleSpec,
         consistency: Consistency | str | None = None,
@@ -163,12 +179,12 @@ class Session:
         self,
         name: str,
         *,
-        shape: Sequence[int] | None = None,
+        shape: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
         rows: int | None = None,
         update: RuleSpec,
         consistency: Consistency | str | None = None,
         scale: Scale | None = None,
-        init: float | Tensor | First = 0.0,
+        init: float | Tensor | Mapping[str, Tensor] | First = 0.0,
         dtype: DType = "float32",
         nonfinite: NonFinite = "reject",
         read_my_writes: bool = True,
@@ -178,7 +194,7 @@ class Session:
         life: Lifecycle = Lifecycle(),  # noqa: B008 - it is frozen
         filters: Sequence[FilterSpec] = (),
         communication: Managed | None = None,
-    ) -> Table | RowTable:
+    ) -> Table | PartedTable | RowTable:
         """Open a table, and create it if it is new: dense, of a `shape`, or sparse, with `rows` under 64-bit ids.
 
         Every worker must call this with the same settings. Blocks until all servers have accepted the table and, for a
@@ -187,14 +203,15 @@ class Session:
 
         Args:
             name: name of the table, unique in the job.
-            shape: shape of the values of a dense table.
+            shape: shape of the values of a dense table; or a dict of shapes by name, for one of several parts, which
+                move together at the cost of one table: a push then takes a dict, and `pull` returns one.
             rows: width of a row, for a table whose ids are not declared in advance; the first push creates a row.
             update: how pushes become values: `paceline.update.SGD(lr=0.1)`, for example.
             consistency: when reads wait and what they see. Default: the launcher's, else bsp.
             scale: how one update combines several pushes: their "sum", "mean", or the mean weighted by "samples"
                 (the default). Where updates are visible on arrival each push is applied on its own, in full.
-            init: first values: a number, a tensor of the shape (that of worker 0 counts), or for rows one of
-                `paceline.first`, `paceline.first.normal(0.01)` for example.
+            init: first values: a number, a tensor of the shape (that of worker 0 counts), a dict of such tensors for
+                parts, or for rows one of `paceline.first`, `paceline.first.normal(0.01)` for example.
             dtype: dtype of the values.
             nonfinite: what happens to pushes with NaN or infinity: "reject", "zero", "halt", or "ignore" them.
             read_my_writes: let cached reads contain this worker's own pushes, where the rule allows it.
@@ -236,16 +253,31 @@ class Session:
                 "life, filters and communication as you like)."
             )
         spec = declared.dense(shape)
-        first = first_values(init, spec, tuple(shape))
-        known = self.tables.find(spec, dense_options(read_my_writes=read_my_writes, live=view))
-        return known or self.tables.open_dense(
-            spec, tuple(shape), lambda out: out.copy_(first), read_my_writes=read_my_writes, live=view
+        parted = isinstance(shape, Mapping)
+        if parted and view:
+            raise UsageError(f"table '{name}': view=True is for a table of one shape; pull() of parts returns copies.")
+        flat_shape = (spec.numel,) if isinstance(shape, Mapping) else tuple(shape)
+        if parted and isinstance(init, Mapping):
+            first, _ = join_parts(spec, init, lambda: f"table '{name}'", "init")
+        else:
+            first = first_values(init, spec, flat_shape)
+        table = self.tables.find(spec, dense_options(read_my_writes=read_my_writes, live=view))
+        table = table or self.tables.open_dense(
+            spec, flat_shape, lambda out: out.copy_(first), read_my_writes=read_my_writes, live=view
         )
+        return PartedTable(table) if parted and isinstance(table, Table) else table
 
-    def pull(self, *tables: Table) -> list[Tensor]:
+    @overload
+    def pull(self, *tables: Table) -> list[Tensor]: ...
+
+    @overload
+    def pull(self, *tables: PartedTable) -> list[dict[str, Tensor]]: ...
+
+    def pull(self, *tables: Table | PartedTable) -> Sequence[Tensor | dict[str, Tensor]]:
         """Return the values of dense tables, as `Table.pull` does for each; blocks until all are fresh enough.
 
-        They are asked for in one message, and so arrive sooner than one after the other.
+        They are asked for in one message, and so arrive sooner than one after the other. Still sooner are the parts of
+        one table: see `table`.
 
         Raises:
             DeadlineExceeded: some values did not become fresh enough in time.
@@ -261,7 +293,7 @@ class Session:
             [tensor([1., 2.]), tensor([0., 0.])]
         """
         for index, table in enumerate(tables):
-            if not isinstance(table, Table):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+            if not isinstance(table, Table | PartedTable):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
                 raise UsageError(
                     f"pull: argument {index + 1} is {brief(table)}, expected a table with a shape, of ps.table()."
                 )

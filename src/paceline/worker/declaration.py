@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Final
 
@@ -42,18 +42,26 @@ class Declaration:
                 "example."
             )
 
-    def dense(self, shape: Sequence[int]) -> TableSpec:
-        """Return the spec of a dense table with one segment of this shape."""
-        if isinstance(shape, str) or not isinstance(shape, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise UsageError(f"table '{self.name}': shape is {brief(shape)}, expected sizes such as (3, 2) or (5,).")
-        segments = (Segment(self.name, tuple(shape)),)
+    def dense(self, shape: Sequence[int] | Mapping[str, Sequence[int]]) -> TableSpec:
+        """Return the spec of a dense table with one segment of this shape, or with one for each part."""
+        shapes = shape if isinstance(shape, Mapping) else {self.name: shape}
+        for sizes in shapes.values():
+            if isinstance(sizes, str) or not isinstance(sizes, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise UsageError(
+                    f"table '{self.name}': shape is {brief(sizes)}, expected sizes such as (3, 2) or (5,)."
+                )
+        segments = tuple(Segment(name, tuple(sizes)) for name, sizes in shapes.items())
         spec = TableSpec(self.name, segments, self.dtype, self.rule, self.consistency, self.scale, self.nonfinite)
         _require_types(spec)
         spec.validate()
         return spec
 
     def rows(
-        self, width: int, init: float | Tensor | First, life: Lifecycle, filters: tuple[FilterSpec, ...]
+        self,
+        width: int,
+        init: float | Tensor | Mapping[str, Tensor] | First,
+        life: Lifecycle,
+        filters: tuple[FilterSpec, ...],
     ) -> RowTableSpec:
         """Return the spec of a row table with `width` numbers a row."""
         if isinstance(init, Tensor):
@@ -61,7 +69,7 @@ class Declaration:
                 f"table '{self.name}': init is a tensor, but the ids of rows are not known in advance: give a number, "
                 "or what makes the first values of any row, paceline.first.normal(0.01) for example."
             )
-        if not isinstance(init, First | int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(init, First | int | float):
             raise UsageError(
                 f"table '{self.name}': init is {brief(init)}, expected a number or one of paceline.first, "
                 "paceline.first.normal(0.01) for example."

@@ -192,7 +192,7 @@ def row_options(options: CacheOptions) -> str:
     )
 
 
-def first_values(init: float | Tensor | First, spec: TableSpec, shape: tuple[int, ...]) -> Tensor:
+def first_values(init: object, spec: TableSpec, shape: tuple[int, ...]) -> Tensor:
     """Return the initial values of a dense table as a flat tensor.
 
     Raises:
