@@ -56,8 +56,7 @@ class Recorder:
 
     sent: list[tuple[Any, bytes]] = field(default_factory=list)
 
-    def send(self, header: bytes, body: memoryview = EMPTY, *, urgent: bool = False) -> None:
-        del urgent
+    def send(self, header: bytes, body: memoryview = EMPTY, **_: Any) -> None:
         self.sent.append((decode(header), bytes(body)))
 
     def take(self, *kinds: type) -> list[tuple[Any, bytes]]:

@@ -223,6 +223,6 @@ class Watched:
     call_queue: Link
     sent: list[tuple[type, bool]]
 
-    def send(self, header: bytes, body: memoryview = EMPTY, *, urgent: bool = False) -> None:
+    def send(self, header: bytes, body: memoryview = EMPTY, *, urgent: bool = False, **_: object) -> None:
         self.sent.append((type(decode(header)), urgent))
         self.call_queue.send(header, body)

@@ -76,8 +76,7 @@ class Link:
         up, down = Wire(), Wire()
         return Link(hello, up, down, End(encode(hello), down))
 
-    def send(self, header: bytes, body: memoryview = EMPTY, *, urgent: bool = False) -> None:
-        del urgent  # nothing waits here
+    def send(self, header: bytes, body: memoryview = EMPTY, **_: object) -> None:
         self.up.put(header, body)
 
 
