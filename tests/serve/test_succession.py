@@ -21,7 +21,7 @@ from paceline.errors import PacelineError, UsageError
 from paceline.serve import supervise
 from paceline.serve.orders import HAND_OVER, LISTENER, LOCK, ServeOffer, ServeOrders, ServeVersion, ready
 from paceline.serve.state import StateFolder
-from paceline.serve.supervise import CONTROL_NAME, RepeatedDeaths, ServeSupervisor, take_from
+from paceline.serve.supervise import CONTROL_NAME, FRUITFUL_S, RepeatedDeaths, ServeSupervisor, take_from
 from paceline.transport.lasting_memory import LastingMemory, MemoryHolder
 
 
@@ -171,7 +171,9 @@ def test_a_supervisor_that_is_killed_while_another_takes_over_leaves_it_nothing_
 def test_a_process_that_is_killed_again_and_again_is_not_followed_for_ever() -> None:
     with MemoryHolder() as memory:
         deaths = RepeatedDeaths()
-        assert [deaths.note_death(memory) for _ in range(6)] == [False] * 5 + [True]
+        assert [deaths.note(memory, 1.0) for _ in range(6)] == [False] * 5 + [True]
+        assert not deaths.note(memory, FRUITFUL_S)
+        assert not deaths.note(memory, 1.0)
 
 
 def assert_opened(served: Daemon, name: str, generation: int, incarnations: dict[int, int]) -> None:
