@@ -19,6 +19,7 @@ from tests.serve.test_command import DEADLINE_S, add_one, address_in, open_sum, 
 import paceline
 from paceline.errors import PacelineError, UsageError
 from paceline.serve import supervise
+from paceline.serve.namespace import NamespaceMemory
 from paceline.serve.orders import HAND_OVER, LISTENER, LOCK, ServeOffer, ServeOrders, ServeVersion, ready
 from paceline.serve.state import StateFolder
 from paceline.serve.supervise import CONTROL_NAME, FRUITFUL_S, RepeatedDeaths, ServeSupervisor, take_from
@@ -184,6 +185,10 @@ def assert_opened(served: Daemon, name: str, generation: int, incarnations: dict
     assert (opened.generation, opened.workers, opened.incarnations) == (generation, None, incarnations)
 
 
+def fail(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
 def test_what_cannot_be_kept_is_told_and_a_namespace_that_has_ended_leaves_no_memory(tmp_path: Path) -> None:
     merging = paceline.update.Merging(paceline.update.Add(), quorum=1, num_workers=1)
     with MemoryHolder() as holder:
@@ -193,6 +198,12 @@ def test_what_cannot_be_kept_is_told_and_a_namespace_that_has_ended_leaves_no_me
             with served.connect("job") as ps:
                 add_one(ps, open_sum(ps))
                 assert_opened(served, "job", 1, {0: 0})
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(NamespaceMemory, "note", fail)
+                    with served.connect("job"):
+                        assert not served.namespaces._open["job"].can_be_succeeded
+                with served.connect("job"):
+                    assert served.namespaces._open["job"].can_be_succeeded
                 with served.connect("merged") as other:
                     other.table("w", shape=(2,), update=merging, consistency="asynchronous")
                     assert not served.namespaces._open["merged"].can_be_succeeded

@@ -253,7 +253,7 @@ class ServeSupervisor:
                 self._serving = None
                 return code
             else:
-                self._serving = None
+                self._serving, self._next_at = None, 0.0
                 self._on_killed(process, code)
         return None
 
