@@ -19,9 +19,10 @@ from tests.serve.test_command import DEADLINE_S, add_one, address_in, open_sum, 
 import paceline
 from paceline.errors import PacelineError, UsageError
 from paceline.serve import supervise
+from paceline.serve.namespace import NamespaceMemory
 from paceline.serve.orders import HAND_OVER, LISTENER, LOCK, ServeOffer, ServeOrders, ServeVersion, ready
 from paceline.serve.state import StateFolder
-from paceline.serve.supervise import CONTROL_NAME, RepeatedDeaths, ServeSupervisor, take_from
+from paceline.serve.supervise import CONTROL_NAME, FRUITFUL_S, RepeatedDeaths, ServeSupervisor, take_from
 from paceline.transport.lasting_memory import LastingMemory, MemoryHolder
 
 
@@ -171,7 +172,9 @@ def test_a_supervisor_that_is_killed_while_another_takes_over_leaves_it_nothing_
 def test_a_process_that_is_killed_again_and_again_is_not_followed_for_ever() -> None:
     with MemoryHolder() as memory:
         deaths = RepeatedDeaths()
-        assert [deaths.note_death(memory) for _ in range(6)] == [False] * 5 + [True]
+        assert [deaths.note(memory, 1.0) for _ in range(6)] == [False] * 5 + [True]
+        assert not deaths.note(memory, FRUITFUL_S)
+        assert not deaths.note(memory, 1.0)
 
 
 def assert_opened(served: Daemon, name: str, generation: int, incarnations: dict[int, int]) -> None:
@@ -180,6 +183,10 @@ def assert_opened(served: Daemon, name: str, generation: int, incarnations: dict
     opened = None if memory is None else memory.opened
     assert opened is not None
     assert (opened.generation, opened.workers, opened.incarnations) == (generation, None, incarnations)
+
+
+def fail(*_: object) -> None:
+    raise OSError(28, "No space left on device")
 
 
 def test_what_cannot_be_kept_is_told_and_a_namespace_that_has_ended_leaves_no_memory(tmp_path: Path) -> None:
@@ -191,6 +198,12 @@ def test_what_cannot_be_kept_is_told_and_a_namespace_that_has_ended_leaves_no_me
             with served.connect("job") as ps:
                 add_one(ps, open_sum(ps))
                 assert_opened(served, "job", 1, {0: 0})
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(NamespaceMemory, "note", fail)
+                    with served.connect("job"):
+                        assert not served.namespaces._open["job"].can_be_succeeded
+                with served.connect("job"):
+                    assert served.namespaces._open["job"].can_be_succeeded
                 with served.connect("merged") as other:
                     other.table("w", shape=(2,), update=merging, consistency="asynchronous")
                     assert not served.namespaces._open["merged"].can_be_succeeded

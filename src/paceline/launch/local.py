@@ -45,7 +45,9 @@ GUARD_TIMEOUT_S: Final = 5.0
 TRACE_NAME: Final = "trace"
 IN_USE: Final = "the run directory {} is not empty; name a new one, or remove it"
 LEAST_JOIN_TIMEOUT_S: Final = 60.0
-SPARE_AFTER_S: Final = 1.0  # the start of a job is left the cores, and short jobs need no spare process
+# The start of a job is left the cores, and short jobs need no spare process; the next death may follow soon.
+SPARE_AFTER_S: Final = 1.0
+SPARE_AGAIN_AFTER_S: Final = 0.25
 DEBUG_PATIENCE_S: Final = 7 * 24 * 3600.0  # how long all wait for a worker that a debugger has stopped
 
 
@@ -77,7 +79,7 @@ class LocalBackend:
         self._orphans = orphans
         self._pipes: dict[Child, Sequence[Pipe]] = {}
         self._keeps_spares = keeps_spares
-        self._started_s = math.inf  # when the last process was started
+        self._spare_at_s = math.inf  # when to have a process forked ahead
 
     def prepare(self) -> Sequence[Member]:
         """Start the fork server, if there is one."""
@@ -91,13 +93,13 @@ class LocalBackend:
 
     def start(self, launch: Launch) -> Member:
         """Start a process."""
-        self._started_s = time.monotonic()
+        self._spare_at_s = time.monotonic() + (SPARE_AGAIN_AFTER_S if launch.num_restarts else SPARE_AFTER_S)
         fork_server = None if launch.has_terminal or launch.is_fresh else self._fork_server
         return self._add(launch, start_process if fork_server is None else fork_server.start)
 
     def wait(self, timeout_s: float) -> None:
         """Block until a process writes or ends, or a signal comes."""
-        if self._keeps_spares and self._fork_server is not None and time.monotonic() - self._started_s > SPARE_AFTER_S:
+        if self._keeps_spares and self._fork_server is not None and time.monotonic() > self._spare_at_s:
             self._fork_server.prepare_spare()
         self._pump.wait(timeout_s)
         self._orphans.reap([child.pid for child in self._pipes])

@@ -113,5 +113,5 @@ def _take_over(orders: ServeOrders, listen: str | None) -> int:
         except BaseException:
             first.kill()
             raise
-        with ServeSupervisor(replace(orders, address=address), folder, memory) as supervisor:
+        with ServeSupervisor(replace(orders, address=address, checks=False), folder, memory) as supervisor:
             return supervisor.run(first)

@@ -20,7 +20,15 @@ from safetensors import SafetensorError
 
 from paceline.core.messages import Sender, WorkerRefused
 from paceline.core.settings import ServerSettings
-from paceline.errors import CheckpointError, ConnectionLost, DeadlineExceeded, PacelineError, PeerError, Refused
+from paceline.errors import (
+    CheckpointError,
+    ConnectionLost,
+    DeadlineExceeded,
+    PacelineError,
+    PeerError,
+    Refused,
+    UsageError,
+)
 from paceline.job.environment import checks_memory
 from paceline.job.machines import cores_here, server_threads
 from paceline.observe.trace import Trace
@@ -231,8 +239,12 @@ class NamespaceMemory:
 
     def clear(self) -> None:
         """Have no process go on, and let the memory go; raises OSError when the process that keeps it has ended."""
-        self.memory.drop(_OPENED)  # first: without it the rest is nothing
+        self.forget_opened()  # first: without it the rest is nothing
         self.memory.drop_all()
+
+    def forget_opened(self) -> None:
+        """Have no process go on, unless `note` is called again; raises as `clear`."""
+        self.memory.drop(_OPENED)
 
     def _record(self) -> Record:
         return Record(self.memory.region(_OPENED, Record.size_bytes(0, _OPENED_BYTES), sparse=True), ())
@@ -442,8 +454,16 @@ class Namespace:
 
     def _admission_changed(self) -> None:
         """Have another process know it, before a client is told."""
-        if self._memory is not None and self._admission is not None:
+        if self._memory is None or self._admission is None:
+            return
+        try:
             self._memory.note(self._admission.opened())
+        except (OSError, UsageError) as error:  # what is there by now must not count any more
+            self._config.tell(
+                f"namespace '{self.name}' goes on from its newest save if this process is killed: {error}"
+            )
+            with suppress(OSError):
+                self._memory.forget_opened()
 
     def _make_node(self, generation: int, clock: int) -> ServerNode:
         settings = ServerSettings(

@@ -37,6 +37,7 @@ class ServeOrders(msgspec.Struct, frozen=True, kw_only=True):
         allow: what clients may name.
         or_previous: whether a damaged save may be replaced by the one before.
         greets: say what is served where.
+        checks: read all that was saved before clients are let in, and say what is damaged.
         ends: save and end at once, as the process before was told to.
     """
 
@@ -47,6 +48,7 @@ class ServeOrders(msgspec.Struct, frozen=True, kw_only=True):
     allow: tuple[str, ...]
     or_previous: bool
     greets: bool = True
+    checks: bool = True
     ends: bool = False
 
     def encode(self) -> bytes:

@@ -60,7 +60,7 @@ def serve_state(
         transport = server_access(host, folder.path, keys).transport()
         accepting = transport.listen_again(orders.address, listener)
         undo.callback(accepting.close)
-        for problem in _damaged(folder, or_previous=orders.or_previous) if orders.greets else ():
+        for problem in _damaged(folder, or_previous=orders.or_previous) if orders.checks else ():
             tell_user(problem)
         hosting = NamespaceConfig(
             tell=tell_user,

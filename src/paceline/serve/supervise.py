@@ -54,6 +54,7 @@ ASK_TIMEOUT_S: Final = 10.0
 NEXT_AFTER_S: Final = 1.0  # the start of a server is left the cores
 RESTART_PAUSE_S: Final = 5.0  # after a process that was killed before it was needed
 MOST_FRUITLESS: Final = 5  # deaths in a row before anything more was done
+FRUITFUL_S: Final = 60.0  # what a server was told does not kill it so late
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _UPGRADE: Final = signal.SIGUSR2
 _TURN_S: Final = 1.0
@@ -72,6 +73,8 @@ class ServeProcess:
     channel: socket.socket
     version: ServeVersion | None = None  # once it has imported all
     serves: bool = False
+    began_s: float = 0.0  # when it was told what to serve
+    makes_room: bool = False  # for another process, by its death
 
     @staticmethod
     def start() -> ServeProcess:
@@ -113,6 +116,7 @@ class ServeProcess:
 
     def go(self, orders: ServeOrders, memory: MemoryHolder) -> None:
         """Have it serve; a process that is gone is found to be later."""
+        self.began_s = time.monotonic()
         with suppress(OSError):
             socket.send_fds(self.channel, [orders.encode()], [memory.theirs.fileno()])
 
@@ -133,14 +137,14 @@ class ServeProcess:
 class RepeatedDeaths:
     """Whether processes that are killed one after the other have done anything between."""
 
-    _done: int = -1
+    _done: int = -NUM_ENTRIES  # entries of all journals at the last death
     _num_fruitless: int = 0
 
-    def note_death(self, memory: MemoryHolder) -> bool:
+    def note(self, memory: MemoryHolder, lived_s: float) -> bool:
         """Note that a process was killed; return whether the next one would only be killed as well."""
         journals = [name for name in memory.names() if name.endswith(f"/{JOURNAL}")]
         done = sum(counts(memory.read(name, START_BYTES))[0] for name in journals)
-        is_fruitless = 0 <= done - self._done < NUM_ENTRIES if journals else self._done == 0
+        is_fruitless = lived_s < FRUITFUL_S and self._done <= done < self._done + NUM_ENTRIES
         self._num_fruitless = self._num_fruitless + 1 if is_fruitless else 0
         self._done = done
         return self._num_fruitless >= MOST_FRUITLESS
@@ -214,7 +218,7 @@ class ServeSupervisor:
         if self._serving is None:
             self._next, self._serving = None, waiting
             waiting.go(replace(self.orders, ends=self._is_ending), self.memory)
-            self.orders = replace(self.orders, greets=False)
+            self.orders = replace(self.orders, greets=False, checks=False)
         elif self._upgrades:
             self._upgrades = False
             self._hand_over_within(self._serving, waiting.version)
@@ -249,13 +253,13 @@ class ServeSupervisor:
                 self._serving = None
                 return code
             else:
-                self._serving = None
+                self._serving, self._next_at = None, 0.0
                 self._on_killed(process, code)
         return None
 
     def _on_killed(self, process: ServeProcess, code: int) -> None:
         happened = f"the process that serves (pid {process.process.pid}) {describe_exit(code)}"
-        if not self._deaths.note_death(self.memory):
+        if process.makes_room or not self._deaths.note(self.memory, time.monotonic() - process.began_s):
             tell_user(f"{happened}; another process goes on in its place")
             return
         times = MOST_FRUITLESS + 1
@@ -273,6 +277,7 @@ class ServeSupervisor:
             tell_user(_other_format(version.program))
             return
         tell_user(f"a process of paceline {version.program} takes over")
+        serving.makes_room = True
         with suppress(OSError):
             serving.channel.send(HAND_OVER)
 

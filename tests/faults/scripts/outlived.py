@@ -32,13 +32,16 @@ with paceline.connect() as ps:
     model = ps.table(
         "model", shape=(WIDTH,), update=paceline.update.Adam(lr=0.01), consistency=CONSISTENCY, scale="mean", view=True
     )
+    own = ps.table(
+        "own", shape=(9,), update=paceline.update.rule("struck:Fading", lr=0.1), consistency=CONSISTENCY, scale="mean"
+    )
     ids, worst_s, acks = torch.arange(NUM_CLOCKS) * 7919, 0.0, []
     for clock in range(NUM_CLOCKS):
         began_s = time.monotonic()
         mark, row = torch.zeros(ps.size, NUM_CLOCKS, 8), torch.zeros(1, ps.size)
         mark[ps.rank, clock] = row[0, ps.rank] = 1.0
         gradient = model.pull() * 0.1 + torch.randn(WIDTH, generator=rng)
-        acks += [marks.push(mark), rows.push(ids[clock : clock + 1], row), model.push(gradient)]
+        acks += [marks.push(mark), rows.push(ids[clock : clock + 1], row), model.push(gradient), own.push(gradient[:9])]
         ps.clock()
         seen = marks.pull()
         assert ((seen == 0) | (seen == 1)).all(), f"a push counts twice: {seen}"
@@ -50,5 +53,7 @@ with paceline.connect() as ps:
     values, counts = marks.pull(exact=exact), rows.pull(ids, exact=exact)
     refused = sum(not ack.result(timeout=60).applied for ack in acks)
     lost, doubled = int((values != 1).sum() + (counts != 1).sum()), int((values > 1).sum() + (counts > 1).sum())
-    content = b"".join(part.numpy().tobytes() for part in (values, counts, model.pull(exact=exact)))
+    content = b"".join(
+        part.numpy().tobytes() for part in (values, counts, model.pull(exact=exact), own.pull(exact=exact))
+    )
     say("ended", refused, lost, doubled, f"{worst_s:.3f}", hashlib.sha256(content).hexdigest())

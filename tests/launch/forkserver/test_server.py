@@ -119,10 +119,25 @@ def order(script: Path) -> Launch:
     return replace(plan(script), role="data")
 
 
+def prepare(fork_server: ForkServer, num: int) -> None:
+    """Wait until so many processes are forked ahead, and no other is asked for."""
+    give_up = time.monotonic() + LEFT_WITHIN_S
+    while len(fork_server._spares) < num:
+        assert time.monotonic() < give_up
+        fork_server.prepare_spare()
+        coming = fork_server._coming
+        if coming is not None:
+            select.select([coming.channel], [], [], LEFT_WITHIN_S)
+            if len(fork_server._spares) == num:
+                coming.close()
+                fork_server._coming = None
+
+
 def test_processes_that_take_orders_may_be_forked_ahead(fork_server: ForkServer, tmp_path: Path) -> None:
     script = write_script(tmp_path, "import os\nprint(os.getpid(), os.environ['ODD'], end='')")
-    for _ in range(NUM_SPARES + 1):  # then there are enough
-        fork_server.prepare_spare()
+    prepare(fork_server, NUM_SPARES)
+    fork_server.prepare_spare()  # there are enough
+    assert fork_server._coming is None
     spares = [spare.process.pid for spare in fork_server._spares]
 
     other = fork_server.start(plan(script))
@@ -138,8 +153,19 @@ def test_processes_that_take_orders_may_be_forked_ahead(fork_server: ForkServer,
     assert end(other)[0] == 1  # its environment lacks the variable
 
 
-def test_a_process_that_was_forked_ahead_and_killed_is_replaced(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_a_process_that_is_about_to_be_forked_ahead_is_waited_for(fork_server: ForkServer, tmp_path: Path) -> None:
     fork_server.prepare_spare()
+    assert fork_server._coming is not None
+    assert fork_server._spares == []
+
+    started = fork_server.start(order(write_script(tmp_path, "print('here')")))
+
+    assert fork_server._coming is None
+    assert end(started) == (0, "here\n", "")
+
+
+def test_a_process_that_was_forked_ahead_and_killed_is_replaced(fork_server: ForkServer, tmp_path: Path) -> None:
+    prepare(fork_server, 1)
     [spare] = fork_server._spares
     os.kill(spare.process.pid, signal.SIGKILL)
     assert spare.process.wait() == -9
@@ -154,7 +180,7 @@ def test_a_process_that_was_forked_ahead_ends_with_its_fork_server(tmp_path: Pat
     fork_server, process = open_fork_server(tmp_path)
     with fork_server:
         wait_settled(fork_server, process)
-        fork_server.prepare_spare()
+        prepare(fork_server, 1)
         [spare] = fork_server._spares
     assert spare.process.wait() == EXIT_CODE
     assert end(process) == (0, "", "")

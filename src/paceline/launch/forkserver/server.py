@@ -7,6 +7,7 @@ When the fork server fails, processes are started afresh.
 
 import json
 import os
+import select
 import socket
 import sys
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final, Self, final
 
+from paceline.errors import ProtocolBug
 from paceline.launch.child import Launch, Process, pin, start_process
 from paceline.launch.forkserver import FORK, FORK_TIMEOUT_S, GO, READY
 from paceline.launch.forkserver.subreaper import adopting
@@ -70,6 +72,40 @@ class Unnamed:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """A process that was asked for.
+
+    Args:
+        channel: on which it says its number.
+        streams: our ends of its standard streams.
+        adopts: has this process become its parent.
+        held: all of these.
+    """
+
+    channel: socket.socket
+    streams: tuple[IO[bytes] | None, IO[bytes], IO[bytes]]
+    adopts: ExitStack
+    held: ExitStack
+
+    def is_here(self) -> bool:
+        """Return whether it is there, or will not be; does not block."""
+        return bool(select.select([self.channel], [], [], 0.0)[0])
+
+    def take(self) -> Unnamed:
+        """Return it once it is there; raises OSError if it is not in time."""
+        with self.held:
+            pid = _read_pid(self.channel)
+            self.adopts.close()
+            self.held.pop_all()
+        return Unnamed(Forked(pid, *self.streams), self.channel)
+
+    def close(self) -> None:
+        """Do without it."""
+        self.held.close()
+
+
+@final
 class ForkServer:
     """Starts processes by having them forked. A context manager: leaving it ends the fork server's process."""
 
@@ -82,6 +118,7 @@ class ForkServer:
         self._requests.setblocking(False)
         self._ready = False
         self._spares: list[Unnamed] = []  # forked ahead, to take orders
+        self._coming: _Coming | None = None  # another one, which was asked for
 
     def __enter__(self) -> Self:
         """Return this fork server."""
@@ -93,6 +130,8 @@ class ForkServer:
         self._theirs.close()
         for spare in self._spares:
             spare.close()
+        if self._coming is not None:
+            self._coming.close()
 
     def start_server(self, launch: Launch) -> Process:
         """Start its process, as `self.launch` says; does not wait until it is ready."""
@@ -112,25 +151,43 @@ class ForkServer:
 
     def start(self, launch: Launch) -> Process:
         """Have a process forked, unless there is one already; start it afresh when that fails."""
-        while launch.takes_orders and self._spares:
+        while launch.takes_orders and (self._spares or self._coming):
             with suppress(OSError):  # it was killed
-                return self._spares.pop().become(launch)
+                return (self._spares.pop() if self._spares else self._take_coming()).become(launch)
         if self._ready:
             try:
-                return self._fork(takes_orders=launch.takes_orders).become(launch)
+                return self._ask(takes_orders=launch.takes_orders).take().become(launch)
             except OSError:  # it was killed, does not answer, or the machine is short of something
                 self._ready = False
         return start_process(launch)
 
     def prepare_spare(self) -> None:
-        """Have a process forked ahead, for the next one that takes orders, unless there are enough."""
-        if self._ready and len(self._spares) < NUM_SPARES:
-            try:
-                self._spares.append(self._fork(takes_orders=True))
-            except OSError:  # as in `start`
-                self._ready = False
+        """Have a process forked ahead, for the next one that takes orders, unless there are enough; does not block.
 
-    def _fork(self, *, takes_orders: bool) -> Unnamed:
+        Call it again to find whether it is there.
+        """
+        if not self._ready:
+            return
+        try:
+            if self._coming is not None and self._coming.is_here():
+                self._spares.append(self._take_coming())
+            if self._coming is None and len(self._spares) < NUM_SPARES:
+                self._coming = self._ask(takes_orders=True)
+        except OSError:  # as in `start`
+            self._ready = False
+
+    def _take_coming(self) -> Unnamed:
+        coming, self._coming = self._coming, None
+        if coming is None:
+            raise ProtocolBug("no process was asked for")
+        try:
+            return coming.take()
+        except OSError:  # as in `start`
+            self._ready = False
+            raise
+
+    def _ask(self, *, takes_orders: bool) -> _Coming:
+        """Ask for a process; raises OSError."""
         with ExitStack() as given, ExitStack() as kept:
             channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             kept.enter_context(channel)
@@ -143,12 +200,11 @@ class ForkServer:
             stderr, err = _pipe(kept, given)
             self._requests.settimeout(FORK_TIMEOUT_S)
             channel.settimeout(FORK_TIMEOUT_S)
-            with adopting():
-                socket.send_fds(self._requests, [FORK], [file.fileno() for file in (orders, out, err, theirs)])
-                theirs.close()  # so that the channel ends with the fork server
-                pid = _read_pid(channel)
-            kept.pop_all()
-        return Unnamed(Forked(pid, stdin, stdout, stderr), channel)
+            adopts = kept.enter_context(ExitStack())
+            adopts.enter_context(adopting())
+            socket.send_fds(self._requests, [FORK], [file.fileno() for file in (orders, out, err, theirs)])
+            # With `given`, our copies of its ends are closed, so that the channel ends with the fork server.
+            return _Coming(channel, (stdin, stdout, stderr), adopts, kept.pop_all())
 
 
 def _pipe(readers: ExitStack, writers: ExitStack) -> tuple[IO[bytes], IO[bytes]]:

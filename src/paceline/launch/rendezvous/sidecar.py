@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, final
 
 from paceline.errors import PeerError
-from paceline.job.addresses import SPEC_NAME
+from paceline.job.addresses import SPEC_NAME, record_server_ended
 from paceline.job.carriers import tell_user
 from paceline.job.environment import inherited, with_import_path
 from paceline.job.spec import ClusterSpec
@@ -44,6 +44,21 @@ class SidecarServers:
             )
             for rank in ranks
         }
+        self._run_dir = run_dir
+        self._is_ending = False
+        self._watches = [
+            threading.Thread(target=self._watch, args=(rank,), name=f"paceline-server-{rank}", daemon=True)
+            for rank in ranks
+        ]
+        for watch in self._watches:
+            watch.start()
+
+    def _watch(self, rank: int) -> None:
+        """Let the workers know at once, and not once they have tried to connect again, how a server has ended."""
+        code = self._processes[rank].wait()
+        if code and not self._is_ending:
+            tell_user(f"server {rank} {describe_exit(code)}; the run ends")
+            record_server_ended(self._run_dir, rank, describe_exit(code))
 
     @property
     def pids(self) -> list[int]:
@@ -68,11 +83,14 @@ class SidecarServers:
 
     def kill(self) -> None:
         """End those that still run, at once."""
+        self._is_ending = True
         for process in self._processes.values():
             process.kill()
             assert process.stdin is not None
             process.stdin.close()
             process.wait()
+        for watch in self._watches:
+            watch.join()
 
 
 EXIT_FAILURE: Final = 1
