@@ -353,7 +353,7 @@ class ServerNode:
 
     def _on_step(self, message: StepFrame, connection: Connection, frame: Frame) -> None:
         step = message.step
-        for name in {part.table for part in (*step.pushes, *step.pulls)}:
+        for name in {part.push.table for part in message.pushes} | {part.table for part in step.pulls}:
             table = self._tables.get(name)
             if table is not None and table.keyed:
                 frame.release()
@@ -377,8 +377,8 @@ class ServerNode:
         """Store the gradients of a step, and refuse those that are invalid; return the pushes stored, and refused."""
         kept: list[Push] = []
         refused: set[PushId] = set()
-        is_one = len(message.pushes) == 1  # else the bodies share memory, which is in no pool
-        for part, body in zip(message.pushes, message.bodies(frame.body), strict=True):
+        is_one = len(message.sizes) == 1  # else the bodies share memory, which is in no pool
+        for part, body in zip(message.all_pushes, message.bodies(frame.body), strict=True):
             push, table = part.push, self._tables.get(part.push.table)
             if table is None or table.has(push.id):  # as in `_on_push`
                 if is_one:

@@ -76,7 +76,7 @@ def check_said(hello: Hello, message: object, num_servers: int) -> None:
         _check_worker(hello, message.push.push.id)
     elif isinstance(message, wire.StepFrame):
         message.check()
-        for part in message.pushes:
+        for part in message.all_pushes:
             _check_worker(hello, part.push.id)
         for part in message.pulls:
             _check_worker(hello, part.pull.sender)
