@@ -176,3 +176,15 @@ def test_many_pushes_go_in_as_few_messages_as_they_fit_into(frames: list[str], s
     assert all(torch.equal(table.pull(ids[:500]), rows[:500]) for table in tables)
     assert [frames.count(kind) for kind in ("StepFrame", "RowPushFrame")] == [2, 1], "halves, and halves of these"
     assert frames.count("Clock") == 1, "once the server has all of them"
+
+
+def test_what_lies_between_the_bodies_of_pushes_counts(frames: list[str], session: paceline.Session) -> None:
+    tables = [
+        session.table(f"t{number}", rows=1, update=paceline.update.Add(), consistency="bsp") for number in range(21)
+    ]
+    frames.clear()
+    for table, num_rows in zip(tables, (10900, *[1] * 20), strict=True):  # 32 bytes less than fit, in rows of 12
+        table.push(torch.arange(num_rows), torch.ones(num_rows, 1))
+    session.clock()
+    assert all(table.pull([0]).item() == 1.0 for table in tables)
+    assert [frames.count(kind) for kind in ("StepFrame", "RowPushFrame")] == [2, 0]

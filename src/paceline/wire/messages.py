@@ -172,6 +172,11 @@ class StepFrame:
             if frame.keys.digest or not frame.keys.sent:
                 raise PeerError(f"a step pushes rows of table '{frame.push.table[:200]}' without their ids")
 
+    @property
+    def body_bytes(self) -> int:
+        """The bytes of the body of the frame, with those between two pushes."""
+        return _starts(self.sizes)[-1]
+
     def bodies(self, body: memoryview) -> list[memoryview]:
         """Return the body of each push, as views of the body of the frame; raises PeerError if it has other bytes."""
         starts = _starts(self.sizes)

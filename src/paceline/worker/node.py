@@ -136,7 +136,7 @@ _CONNECT_TIMEOUT_S = 30.0
 
 def _fits(step: StepFrame) -> bool:
     """Return whether a step may travel as one frame: the bodies of several pushes are copied into one."""
-    return len(step.sizes) < 2 or max(sum(step.sizes), len(encode(step))) <= MAX_JOINED_BYTES
+    return len(step.sizes) < 2 or max(step.body_bytes, len(encode(step))) <= MAX_JOINED_BYTES
 
 
 @dataclass(slots=True)
