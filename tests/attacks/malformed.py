@@ -65,6 +65,7 @@ def seeds() -> list[tuple[object, bytes]]:
         (pulled, b""),
         (wire.StepFrame((PushFrame(push, 1.0, (0,), ({"lr": 0.1},)),), 1, (pulled,), (16,)), bytes(16)),
         (wire.StepFrame((PushFrame(push, 1.0, (), ()),) * 2, -1, (pulled,), (16, 8)), bytes(24)),
+        (wire.StepFrame((), -1, (pulled,), (32,), (RowPushFrame(push, 1.0, (), keys),)), rows),
         (RowPushFrame(push, 1.0, (), keys), rows),
         (RowPullFrame(messages.Pull(sender, 1, "r", 0, 0), keys), bytes_of(IDS)),
         (Unsubscribe(sender, "r", 3), bytes_of(IDS)),

@@ -124,6 +124,8 @@ class Talker:
         hyper = self._random.choice(((), (), self._random.choice(RULES).groups))
         frame = RowPushFrame(self._push_of("r"), self._random.choice((1.0, 0.0)), hyper, self._keys(len(ids)))
         whole = bytes_of(ids) + rows
+        if self._random.random() < 0.2:
+            return StepFrame((), self._random.choice((-1, 0, 1, 2)), (), (len(whole),), (frame,)), whole
         return frame, self._random.choice((whole,) * 9 + (rows, bytes_of(ids)))
 
     def _row_pull(self) -> Said:

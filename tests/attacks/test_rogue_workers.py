@@ -113,6 +113,12 @@ FORGED: dict[str, Attack] = {
         StepFrame((PushFrame(rogue.push(worker=0), 1.0, (), ()),), 1, (), (16,)), ONES
     ),
     "a step of rows": lambda rogue: rogue.say(StepFrame((rogue.frame(table="r"),), 1, (), (16,)), ONES),
+    "a step of rows without their ids": lambda rogue: rogue.say(
+        StepFrame((), 1, (), (16,), (rogue.rows(Keys(2, b"", sent=False)),)), ONES
+    ),
+    "a step of rows by a digest": lambda rogue: rogue.say(
+        StepFrame((), 1, (), (32,), (rogue.rows(Keys(2, b"x", sent=True)),)), bytes_of(IDS) + ONES
+    ),
     "a step after the last clock": lambda rogue: rogue.say(StepFrame((rogue.frame(),), 2**64 - 1, (), (16,)), ONES),
     "a step of two tables with the bytes of one": lambda rogue: rogue.say(
         StepFrame((rogue.frame(), rogue.frame()), 1, (), (16, 16)), ONES

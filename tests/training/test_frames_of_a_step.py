@@ -125,3 +125,66 @@ def test_a_refused_gradient_is_told_and_the_next_step_counts(frames: list[str]) 
     assert optimizer.num_refused == 1
     assert torch.equal(model.weight, before - 1.0)  # 0.5 for each of two samples
     assert frames.count("StepFrame") == 1, "the worker does not send what is not finite"
+
+
+def test_rows_that_were_pushed_travel_with_the_end_of_their_clock(frames: list[str], session: paceline.Session) -> None:
+    sgd = paceline.update.SGD(lr=1.0)
+    tables = [session.table(name, rows=2, update=sgd, consistency="bsp") for name in "ab"]
+    dense = session.table("d", shape=(3,), update=sgd, consistency="bsp")
+    ids = torch.tensor([7, -3])
+    for clock in range(3):
+        frames.clear()
+        pushed = [tables[0].push(ids, torch.ones(2, 2)), dense.push(torch.ones(3))]
+        pushed.append(tables[1].push(ids.flip(0), torch.tensor([[1.0, 2.0], [3.0, 4.0]])))
+        session.clock()
+        values = [table.pull(ids).tolist() for table in tables]
+        assert values == [
+            [[-clock - 1.0] * 2] * 2,
+            [[-3.0 * (clock + 1), -4.0 * (clock + 1)], [-clock - 1.0, -2.0 * (clock + 1)]],
+        ]
+        assert dense.pull().tolist() == [-clock - 1.0] * 3
+        assert all(each.result(30.0).applied for each in pushed)
+        assert frames.count("StepFrame") == 1
+        assert not {"PushFrame", "RowPushFrame", "Clock", "Held"} & set(frames)
+
+
+def test_rows_of_one_table_are_refused_and_those_of_others_in_their_message_are_not(session: paceline.Session) -> None:
+    good = session.table("good", rows=2, update=paceline.update.SGD(lr=1.0), consistency="bsp")
+    bad = session.table("bad", rows=2, update=paceline.update.SGD(lr=1.0), consistency="bsp")
+    pushed = [
+        good.push([1], [[1.0, 1.0]]),
+        bad.push([1], [[1.0, 1.0]], hyper=({"lr": -1.0},)),
+        good.push([1], [[3.0, 1.0]]),
+    ]
+    session.clock()
+    assert good.pull([1]).tolist() == [[-2.0, -1.0]]
+    assert bad.pull([1]).tolist() == [[0.0, 0.0]]
+    assert [each.result(30.0).applied for each in pushed] == [True, False, True]
+
+
+def test_many_pushes_go_in_as_few_messages_as_they_fit_into(frames: list[str], session: paceline.Session) -> None:
+    ids, rows = torch.arange(1000), torch.ones(1000, 16)
+    tables = [
+        session.table(str(number), rows=16, update=paceline.update.Add(), consistency="bsp") for number in range(4)
+    ]
+    tables += [session.table("one", rows=16, update=paceline.update.Add(), consistency="bsp")]
+    frames.clear()
+    for table in tables[:4]:
+        table.push(ids[:500], rows[:500])  # 36 KB
+    tables[4].push(ids, rows)
+    session.clock()
+    assert all(torch.equal(table.pull(ids[:500]), rows[:500]) for table in tables)
+    assert [frames.count(kind) for kind in ("StepFrame", "RowPushFrame")] == [2, 1], "halves, and halves of these"
+    assert frames.count("Clock") == 1, "once the server has all of them"
+
+
+def test_what_lies_between_the_bodies_of_pushes_counts(frames: list[str], session: paceline.Session) -> None:
+    tables = [
+        session.table(f"t{number}", rows=1, update=paceline.update.Add(), consistency="bsp") for number in range(21)
+    ]
+    frames.clear()
+    for table, num_rows in zip(tables, (10900, *[1] * 20), strict=True):  # 32 bytes less than fit, in rows of 12
+        table.push(torch.arange(num_rows), torch.ones(num_rows, 1))
+    session.clock()
+    assert all(table.pull([0]).item() == 1.0 for table in tables)
+    assert [frames.count(kind) for kind in ("StepFrame", "RowPushFrame")] == [2, 0]

@@ -37,6 +37,10 @@ CREDENTIALS = Credentials(bytes(range(32)), "nodes")
 HOLDERS = tuple(Holder("worker", rank) for rank in range(3)) + tuple(Holder("server", rank) for rank in range(2))
 
 
+def rows(worker: int, *, digest: bytes = b"", sent: bool = True) -> RowPushFrame:
+    return RowPushFrame(push(0, worker=worker).push, 1.0, (), Keys(1, digest, sent=sent))
+
+
 def test_every_message_of_the_wire_has_its_speaker() -> None:
     assert set(SPEAKERS) == set(wire._CODEC.kinds)
 
@@ -57,6 +61,11 @@ def test_every_message_of_the_wire_has_its_speaker() -> None:
         (WORKER, StepFrame((), 1, (), ())),
         (WORKER, StepFrame((push(1, worker=1),), 1, (), ())),
         (WORKER, StepFrame((push(1, worker=1),), 1, (), (-8,))),
+        (WORKER, StepFrame((), 1, (), (8,), (rows(0),))),
+        (WORKER, StepFrame((), 1, (), (8,), (rows(1, digest=b"x"),))),
+        (WORKER, StepFrame((), 1, (), (8,), (rows(1, sent=False),))),
+        (WORKER, StepFrame((), 1, (), (), (rows(1),))),
+        (WORKER, StepFrame((), 1, (), (0,) * (MAX_TOGETHER + 1), (rows(1),) * (MAX_TOGETHER + 1))),
         (WORKER, StepFrame((push(1, worker=1),) * (MAX_TOGETHER + 1), 1, (), (0,) * (MAX_TOGETHER + 1))),
         (Hello("server", 1, 0, 1), Barrier(1, "here")),
         (Hello("server", 1, 0, 1), Follow(1, 0, "w", 0)),
@@ -70,6 +79,7 @@ def test_no_worker_speaks_as_another(hello: Hello, message: object) -> None:
 
 
 def test_in_its_own_name_a_peer_may_speak() -> None:
+    check_said(WORKER, StepFrame((push(1, worker=1),), 1, (), (8, 8), (rows(1),)), num_servers=2)
     check_said(WORKER, Clock(Sender(1, 1, 0), 9), num_servers=2)
     check_said(WORKER, Barrier(1, "here"), num_servers=2)
     check_said(Hello("server", 1, 0, 1), Follow(1, 1, "w", 0), num_servers=2)

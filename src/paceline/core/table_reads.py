@@ -34,7 +34,8 @@ class TableReads(Protocol):
     Two implementations: `DenseReads` for whole values, `RowReads` for rows; `reads_of` chooses.
 
     Attributes:
-        join_steps: whether pushes and pulls of such a table may wait for others, to travel in one message with them.
+        join_steps: whether pulls of such a table may wait for others, to travel in one message with pushes, which their
+            answers then answer as well.
     """
 
     join_steps: ClassVar[bool]

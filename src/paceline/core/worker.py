@@ -212,7 +212,7 @@ class WorkerCore:
         and one that may show on arrival as well.
         """
         table = self._tables[want.table]
-        if not (want.may_wait or want.ends_clock) or not table.reads.join_steps or self._withdrawn:
+        if not (want.may_wait or want.ends_clock) or self._withdrawn:
             return False
         is_fit = self.settings.num_servers == 1 or (table.consistency.visible == "on_clock" and not want.ends_clock)
         of_clock = not self._kept or self._kept[0].clock == self.clock

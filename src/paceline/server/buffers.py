@@ -138,7 +138,7 @@ class BodyLimits:
     def _bounds(self, message: object) -> tuple[int, int]:
         """Return the least and the most bytes that may travel beside a message."""
         match message:
-            case StepFrame(pushes=(only,)):
+            case StepFrame(pushes=(only,), row_pushes=()) | StepFrame(pushes=(), row_pushes=(only,)):
                 return self._bounds(only)
             case StepFrame():
                 return 0, MAX_JOINED_BYTES

@@ -347,7 +347,7 @@ class ServerNode:
 
     def _on_step(self, message: StepFrame, connection: Connection, frame: Frame) -> None:
         step, tables = message.step, self._tables
-        for part in (*step.pushes, *step.pulls):
+        for part in (*step.pushes[: len(message.pushes)], *step.pulls):
             table = tables.get(part.table)
             if table is not None and table.keyed:
                 frame.release()
@@ -371,8 +371,8 @@ class ServerNode:
         """Store the gradients of a step, and refuse those that are invalid; return the pushes stored, and refused."""
         kept: list[Push] = []
         refused: set[PushId] = set()
-        is_one = len(message.pushes) == 1  # else the bodies share memory, which is in no pool
-        for part, body in zip(message.pushes, message.bodies(frame.body), strict=True):
+        is_one = len(message.sizes) == 1  # else the bodies share memory, which is in no pool
+        for part, body in zip(message.all_pushes, message.bodies(frame.body), strict=True):
             push, table = part.push, self._tables.get(part.push.table)
             if table is None or table.has(push.id):  # as in `_on_push`
                 if is_one:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Final, Generic, TypeVar, final
+from typing import Final, Generic, TypeAlias, TypeVar, final
 
 import msgspec
 
@@ -113,31 +113,70 @@ class PullFrame:
 
 
 @value_class
+class Keys:
+    """The ids of a frame about rows: how many, and whether the body begins with them (`sent`).
+
+    `digest` identifies the list where the server caches lists of ids; else it is empty.
+    """
+
+    num: int
+    digest: bytes
+    sent: bool
+
+
+@value_class
+class RowPushFrame:
+    """A push of rows, which follow the ids in the body. `count`, `hyper` and `expected`: as in a `PushFrame`."""
+
+    push: messages.Push
+    count: float
+    hyper: tuple[Hyper, ...]
+    keys: Keys
+    expected: float = 0.0
+
+
+@value_class
 class StepFrame:
-    """A step of dense tables: pushes, the tick that ends their clock, and pulls.
+    """A step: pushes, the tick that ends their clock, and pulls of dense tables.
 
     `ends`: the clock below which all are finished, -1 without a tick. `sizes`: the bytes of each push in the body, each
-    at the next multiple of 8.
+    at the next multiple of 8. `row_pushes` come after the others, and with their ids.
     """
 
     pushes: tuple[PushFrame, ...]
     ends: int
     pulls: tuple[PullFrame, ...]
     sizes: tuple[int, ...]
+    row_pushes: tuple[RowPushFrame, ...] = ()
+
+    @property
+    def all_pushes(self) -> tuple[PushFrame | RowPushFrame, ...]:
+        """The pushes, in the order of their bodies."""
+        return (*self.pushes, *self.row_pushes)
 
     @property
     def step(self) -> messages.WholeStep:
         """The step, for the core."""
-        pushes, pulls = tuple([frame.push for frame in self.pushes]), tuple([frame.pull for frame in self.pulls])
+        pushes = tuple([frame.push for frame in (*self.pushes, *self.row_pushes)])
+        pulls = tuple([frame.pull for frame in self.pulls])
         sender = pulls[0].sender if pulls else pushes[0].id.sender
         return messages.WholeStep(pushes, None if self.ends < 0 else messages.Clock(sender, self.ends), pulls)
 
     def check(self) -> None:
-        """Raise PeerError for a step of nothing, or of too much."""
-        if not (self.pushes or self.pulls) or max(len(self.pushes), len(self.pulls)) > MAX_TOGETHER:
-            raise PeerError(f"a step has {len(self.pushes)} pushes and {len(self.pulls)} pulls")
-        if len(self.sizes) != len(self.pushes) or min(self.sizes, default=0) < 0:
-            raise PeerError(f"a step of {len(self.pushes)} pushes has bodies of {self.sizes[:3]} bytes")
+        """Raise PeerError for a step of nothing, or of too much, or of rows whose ids do not come with them."""
+        num_pushes = len(self.pushes) + len(self.row_pushes)
+        if not (num_pushes or self.pulls) or max(num_pushes, len(self.pulls)) > MAX_TOGETHER:
+            raise PeerError(f"a step has {num_pushes} pushes and {len(self.pulls)} pulls")
+        if len(self.sizes) != num_pushes or min(self.sizes, default=0) < 0:
+            raise PeerError(f"a step of {num_pushes} pushes has bodies of {self.sizes[:3]} bytes")
+        for frame in self.row_pushes:
+            if frame.keys.digest or not frame.keys.sent:
+                raise PeerError(f"a step pushes rows of table '{frame.push.table[:200]}' without their ids")
+
+    @property
+    def body_bytes(self) -> int:
+        """The bytes of the body of the frame, with those between two pushes."""
+        return _starts(self.sizes)[-1]
 
     def bodies(self, body: memoryview) -> list[memoryview]:
         """Return the body of each push, as views of the body of the frame; raises PeerError if it has other bytes."""
@@ -145,8 +184,29 @@ class StepFrame:
             return [body]
         starts = _starts(self.sizes)
         if starts[-1] != len(body):
-            raise PeerError(f"a step of {len(self.pushes)} pushes came with {len(body)} bytes, expected {starts[-1]}")
+            raise PeerError(f"a step of {len(self.sizes)} pushes came with {len(body)} bytes, expected {starts[-1]}")
         return [body[start : start + size] for start, size in zip(starts, self.sizes, strict=False)]
+
+
+PushPart: TypeAlias = tuple[PushFrame | RowPushFrame, memoryview]  # and its body
+
+
+def step_of(
+    parts: Sequence[PushPart], ends: int = -1, pulls: tuple[PullFrame, ...] = ()
+) -> tuple[StepFrame, list[memoryview]]:
+    """Return a step, and the bodies of its pushes in their order."""
+    frames, bodies = list[PushFrame](), list[memoryview]()
+    row_frames, row_bodies = list[RowPushFrame](), list[memoryview]()
+    for frame, body in parts:
+        if isinstance(frame, PushFrame):
+            frames.append(frame)
+            bodies.append(body)
+        else:
+            row_frames.append(frame)
+            row_bodies.append(body)
+    bodies += row_bodies
+    sizes = tuple([body.nbytes for body in bodies])
+    return StepFrame(tuple(frames), ends, pulls, sizes, tuple(row_frames)), bodies
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:
@@ -169,29 +229,6 @@ def joined(bodies: Sequence[memoryview]) -> memoryview:
     for body, start in zip(bodies, starts, strict=False):
         whole[start : start + body.nbytes] = body
     return whole
-
-
-@value_class
-class Keys:
-    """The ids of a frame about rows: how many, and whether the body begins with them (`sent`).
-
-    `digest` identifies the list where the server caches lists of ids; else it is empty.
-    """
-
-    num: int
-    digest: bytes
-    sent: bool
-
-
-@value_class
-class RowPushFrame:
-    """A push of rows, which follow the ids in the body. `count`, `hyper` and `expected`: as in a `PushFrame`."""
-
-    push: messages.Push
-    count: float
-    hyper: tuple[Hyper, ...]
-    keys: Keys
-    expected: float = 0.0
 
 
 @value_class

@@ -72,7 +72,8 @@ def check_said(hello: Hello, message: object, num_servers: int) -> None:
         raise PeerError(f"a {hello.role} may not say {type(message).__name__}")
     if isinstance(message, wire.StepFrame):
         message.check()
-        _check_worker(hello, *[part.push.id for part in message.pushes], *[part.pull.sender for part in message.pulls])
+        pushes = (*message.pushes, *message.row_pushes)
+        _check_worker(hello, *[part.push.id for part in pushes], *[part.pull.sender for part in message.pulls])
         if message.ends >= _MOST_CLOCKS:
             raise PeerError(f"{hello.role} {hello.rank} ends clock {message.ends}")
     elif isinstance(message, wire.PushFrame | wire.RowPushFrame):

@@ -115,18 +115,19 @@ def ids_body(ids: Tensor) -> memoryview:
 
 
 def _as_bytes(part: Tensor) -> npt.NDArray[np.uint8]:
-    flat = part.contiguous().view(-1)
     if part.dtype is torch.bfloat16:  # which numpy does not have
-        flat = flat.view(torch.uint8)
-    return flat.numpy().view(np.uint8)
+        part = part.contiguous().view(-1).view(torch.uint8)
+    # Calls of numpy keep the interpreter's lock: other threads that run do not come between each two of them.
+    return part.contiguous().numpy().reshape(-1).view(np.uint8)
 
 
 def _from_bytes(body: memoryview, dtype: torch.dtype) -> Tensor:
     """Return a flat tensor over memory that may not be aligned for its type."""
     if not len(body):
         return torch.empty(0, dtype=dtype)
-    raw = torch.frombuffer(body, dtype=torch.uint8)
-    return raw.view(dtype) if raw.data_ptr() % dtype.itemsize == 0 else raw.clone().view(dtype)
+    numbers = torch.frombuffer(body, dtype=dtype)
+    aligned = numbers.data_ptr() % dtype.itemsize == 0
+    return numbers if aligned else torch.frombuffer(body, dtype=torch.uint8).clone().view(dtype)
 
 
 def body_layouts(spec: RowTableSpec, rule: RowRule) -> tuple[RowBodyLayout, RowBodyLayout]:

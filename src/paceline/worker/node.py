@@ -22,7 +22,18 @@ from paceline.update.rows.ops import row_ops
 from paceline.wire.bounds import MAX_JOINED_BYTES
 from paceline.wire.connection import ReconnectingConnection
 from paceline.wire.malformed import REQUEST_ERRORS, describe_error
-from paceline.wire.messages import EarlyValues, FetchedRest, Hello, KeysWanted, StepFrame, decode, encode, joined
+from paceline.wire.messages import (
+    EarlyValues,
+    FetchedRest,
+    Hello,
+    KeysWanted,
+    PushPart,
+    StepFrame,
+    decode,
+    encode,
+    joined,
+    step_of,
+)
 from paceline.wire.requests import RequestDone, RequestFailed
 from paceline.wire.send_order import OrderedPiece
 from paceline.wire.send_queue import SendHold
@@ -130,6 +141,11 @@ class FrameHandler:
 
 
 _CONNECT_TIMEOUT_S = 30.0
+
+
+def _fits(step: StepFrame) -> bool:
+    """Return whether a step may travel as one frame: the bodies of several pushes are copied into one."""
+    return len(step.sizes) < 2 or max(step.body_bytes, len(encode(step))) <= MAX_JOINED_BYTES
 
 
 @dataclass(slots=True)
@@ -437,22 +453,33 @@ class WorkerNode:
                 self._fail(effect.reason)
 
     def _send_step(self, server: int, step: WholeStep) -> None:
-        """Send a step as one frame; or the parts of a large one, and its tick once the server has confirmed them."""
+        """Send a step as one frame; or a large one in several, and its tick once the server has confirmed them."""
         found = [self._tables[push.table].push_part(server, push) for push in step.pushes]
         parts = [part for part in found if part is not None]
-        frames, bodies = tuple(frame for frame, _ in parts), [body for _, body in parts]
-        sizes = tuple(body.nbytes for body in bodies)
         pulls = tuple(self._tables[pull.table].pull_part(server, pull) for pull in step.pulls)
         ends = -1 if step.tick is None else step.tick.clock
-        whole = StepFrame(frames, ends, pulls, sizes)
-        if len(parts) > 1 and max(sum(sizes), len(encode(whole))) > MAX_JOINED_BYTES:
-            for part in (*step.pushes, *step.pulls):
-                self._perform(Send(server, part), EMPTY)
+        whole, bodies = step_of(parts, ends, pulls)
+        if not _fits(whole):
+            self._send_pushes(server, parts)
+            for pull in step.pulls:
+                self._perform(Send(server, pull), EMPTY)
             return
         for table in self._clocked if step.tick is not None else ():
             table.send_before_tick(server, ends)
-        if frames or pulls:
+        if parts or pulls:
             self._send_frame(server, whole, joined(bodies))
+
+    def _send_pushes(self, server: int, parts: Sequence[PushPart]) -> None:
+        """Send pushes in as few frames as they fit into, by halves."""
+        whole, bodies = step_of(parts)
+        if len(parts) == 1:
+            self._send_frame(server, *parts[0])
+        elif _fits(whole):
+            self._send_frame(server, whole, joined(bodies))
+        else:
+            middle = len(parts) // 2
+            self._send_pushes(server, parts[:middle])
+            self._send_pushes(server, parts[middle:])
 
     def _send_tick(self, server: int, tick: Clock) -> None:
         is_urgent = True

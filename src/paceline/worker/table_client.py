@@ -17,7 +17,7 @@ from paceline.core.worker import WorkerCore, WorkerEvent
 from paceline.errors import PacelineError
 from paceline.transport.base import EMPTY, Transport
 from paceline.update.placement import RowSharding
-from paceline.wire.messages import EarlyValues, FetchedRest, KeysWanted, PullFrame, PushFrame
+from paceline.wire.messages import EarlyValues, FetchedRest, KeysWanted, PullFrame, PushPart
 from paceline.wire.send_order import OrderedPiece
 from paceline.worker.lock import WorkerLock, WorkerOptions
 from paceline.worker.rows.throttle import Throttle
@@ -84,7 +84,7 @@ class TableClient(Protocol):
         """Send a server its part of a push, unless it has answered; `bare` without values, which the server has."""
         ...
 
-    def push_part(self, server: int, push: Push) -> tuple[PushFrame, memoryview] | None:
+    def push_part(self, server: int, push: Push) -> PushPart | None:
         """Return a server's part of a push that travels in a step, None if the server has answered it."""
         ...
 

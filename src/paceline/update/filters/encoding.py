@@ -45,6 +45,9 @@ class Plain:
 
     def decode(self, data: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         """Return the rows, in the memory of `data` if it is aligned."""
+        is_aligned = not (data.storage_offset() % dtype.itemsize or data.data_ptr() % dtype.itemsize)
+        if is_aligned and _is_packed(data):
+            return data.view(dtype)
         return _numbers(data, dtype).view(len(data), width)
 
 
@@ -116,7 +119,14 @@ def codec_of(filters: Sequence[FilterSpec], direction: Literal["push", "pull"]) 
 
 
 def _bytes_of(rows: Tensor) -> Tensor:
+    if _is_packed(rows):
+        return rows.view(torch.uint8)
     return rows.reshape(-1).view(torch.uint8).view(len(rows), rows.shape[1] * rows.element_size())
+
+
+def _is_packed(rows: Tensor) -> bool:
+    """Return whether rows lie one after the other by their strides, those of a single row or number included."""
+    return rows.stride() == (rows.shape[1], 1)
 
 
 def _numbers(data: Tensor, dtype: torch.dtype) -> Tensor:

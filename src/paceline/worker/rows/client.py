@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.effects import Forget, Install, ReadDone, Release
-from paceline.core.events import Opened, WantPush
+from paceline.core.events import Opened, Timeout, WantPush
 from paceline.core.messages import Fetched, Pull, Push
 from paceline.core.table_reads import TableReads
 from paceline.errors import PacelineError, PeerError, ProtocolBug, UsageError
@@ -24,14 +24,14 @@ from paceline.update.rows.ops import RowOps, tell_of_refused_library
 from paceline.update.rows.pending import PendingRows
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.table import Hyper
-from paceline.wire.bounds import MAX_IDS
+from paceline.wire.bounds import MAX_IDS, MAX_JOINED_BYTES
 from paceline.wire.messages import (
     EarlyValues,
     FetchedRest,
     KeysWanted,
     PullFrame,
-    PushFrame,
     RowPullFrame,
+    RowPushFrame,
     RowsUsed,
     Unsubscribe,
 )
@@ -180,7 +180,7 @@ class RowClient:
         """Send all rows that wait for a budget (blocks for that), and all that filters have kept back."""
         with self.context.lock.changed:
             self.context.lock.check()
-            self.flush_pushes(self.context.core.clock)
+            self._send_budgeted(self.context.core.clock)
             self._wait_for_room()
             kept = self.state.pipeline.flush()
             return self._send(kept, 1.0) if len(kept.ids) else finished_push(PushOutcome(applied=True))
@@ -194,11 +194,13 @@ class RowClient:
 
     def send_push(self, server: int, push: Push, *, bare: bool) -> None:
         """Send a server its part of a push, unless it has answered."""
-        self._pushes.send_part(server, push, self.context.send, bare=bare)
+        part = self._pushes.part(server, push, bare=bare)
+        if part is not None:
+            self.context.send(server, *part)
 
-    def push_part(self, server: int, push: Push) -> tuple[PushFrame, memoryview] | None:
-        """Raise ProtocolBug: pushes of rows are sent each by itself."""
-        raise ProtocolBug(f"table '{self.name}' has rows, and {push} travels in no step")
+    def push_part(self, server: int, push: Push) -> tuple[RowPushFrame, memoryview] | None:
+        """Return a server's part of a push, None if the server has answered it."""
+        return self._pushes.part(server, push, bare=False)
 
     def pull_part(self, server: int, pull: Pull) -> PullFrame:
         """Raise ProtocolBug: pulls of rows are sent each by itself."""
@@ -260,7 +262,7 @@ class RowClient:
 
     def prepare_tick(self, clock: int) -> None:
         """Send the rows that may wait no longer; blocks for their budget, and while many reports are unconfirmed."""
-        self.flush_pushes(self.state.deferral.due(clock))
+        self._send_budgeted(self.state.deferral.due(clock))
         uses = self.state.uses
         if uses is not None:
             self.context.lock.wait(
@@ -323,6 +325,11 @@ class RowClient:
     # -- pushes under way, and the end -------------------------------------------------------------------------------
 
     def flush_pushes(self, clock: int) -> None:
+        """Send rows that wait for a budget, which blocks while it is used up, and pushes that wait for their clock."""
+        self._send_budgeted(clock)
+        self.context.handle(Timeout())
+
+    def _send_budgeted(self, clock: int) -> None:
         """Send the rows of this clock or before that wait for a budget; blocks while it is used up."""
         if self._budgeted is not None:
             self.context.throttle.wait_sent(self._budgeted, clock)
@@ -413,16 +420,23 @@ class RowClient:
 
     def _send(self, filtered: FilteredPush, count: float, expected: float = 0.0) -> Future[PushOutcome]:
         state, parts = self.state, self._parts(filtered)
-        push = RowPush(state, parts, count, expected, filtered.ids, filtered.change)
         if not parts:
-            push.future.set_result(PushOutcome(applied=True))
-            return push.future
+            return finished_push(PushOutcome(applied=True))
         if state.cache is not None and state.replays and state.knows_change:
             note = state.cache.note_own if self._budgeted is None else state.cache.note_sent
             note(self.context.core.next_seq, filtered.ids, state.change(filtered.decoded), parts)
-        self._pushes.prepare(push)
-        self.context.handle(WantPush(self.name, tuple(sorted(parts))))
+        made = self.context.core.next_push(self.name)
+        push = RowPush(state, parts, count, expected, filtered.ids, made, filtered.change)
+        self._pushes.add(push)
+        self.context.handle(WantPush(self.name, tuple(sorted(parts)), may_wait=self._may_wait(filtered)))
         return push.future
+
+    def _may_wait(self, filtered: FilteredPush) -> bool:
+        """Return whether a push may wait for the end of its clock, when servers apply it."""
+        state = self.state
+        size_bytes = len(filtered.ids) * (ID_BYTES + state.up.row_bytes)
+        is_fit = state.is_held and not state.lists_ids and self._budgeted is None
+        return is_fit and size_bytes <= MAX_JOINED_BYTES
 
     def _parts(self, filtered: FilteredPush) -> dict[int, RowPushPart]:
         """Split a push by server, without empty parts unless they count in the mean of a clock."""

@@ -13,6 +13,7 @@ from paceline.core.effects import Install, ReadDone, Release
 from paceline.core.events import WantRows
 from paceline.core.messages import Push, PushId
 from paceline.errors import PacelineError
+from paceline.transport.base import EMPTY
 from paceline.update.filters.pipeline import KeptChange
 from paceline.update.filters.traffic import RowTraffic, WireBytes
 from paceline.update.placement import RowSharding
@@ -133,10 +134,12 @@ class RowReadsInFlight:
         """Store the answer of a server to a read."""
         reading = self._under_way[effect.request]
         places = reading.requested[effect.server]
+        if is_all(places, reading.ids):
+            reading.clocks.fill_(effect.clock)
+            reading.rows = None if reading.rows is None else unpacked.together
+            return
         reading.clocks.index_fill_(0, places, effect.clock)
-        if reading.rows is not None and is_all(places, reading.ids):
-            reading.rows = unpacked.together
-        elif reading.rows is not None:
+        if reading.rows is not None:
             self.sharding.ops.scatter(reading.rows, places, unpacked.together)
 
     def finish(self, done: ReadDone) -> None:
@@ -171,24 +174,22 @@ class RowPush:
     count: float
     expected: float
     ids: Tensor  # of all parts
+    push: Push
     change: KeptChange | None = None  # how it changed what filters keep back
-    push: Push | None = None  # its identity, once the core has assigned it
     future: Future[PushOutcome] = field(default_factory=lambda: pending_future(PushOutcome))
     answers: Answers = field(default_factory=Answers)
 
-    def send_part(self, server: int, send: SendFrame, *, bare: bool, with_ids: bool = False) -> None:
-        """Send a server its part; `bare` without its rows, `with_ids` with ids even if it should know them."""
-        assert self.push is not None
+    def frame(self, server: int, *, bare: bool, with_ids: bool = False) -> tuple[RowPushFrame, memoryview]:
+        """Return a server's part and its body; `bare` without rows, `with_ids` with ids even if it should know them."""
         part = self.parts[server]
         if bare:
             keys = Keys(len(part.ids), b"", sent=False)
-            send(server, RowPushFrame(self.push, self.count, part.hyper, keys, self.expected))
-            return
+            return RowPushFrame(self.push, self.count, part.hyper, keys, self.expected), EMPTY
         keys = self.state.keys(server, part.ids, sent=with_ids)
         body = self.state.up.pack(part.ids if keys.sent else None, part.encoded, part.echo)
         key_bytes = ID_BYTES * keys.num if keys.sent else 0
         self.state.traffic += RowTraffic(pushed=WireBytes(1, key_bytes, len(keys.digest), len(body) - key_bytes))
-        send(server, RowPushFrame(self.push, self.count, part.hyper, keys, self.expected), body)
+        return RowPushFrame(self.push, self.count, part.hyper, keys, self.expected), body
 
 
 @dataclass(slots=True)
@@ -201,7 +202,6 @@ class RowPushes:
     held: bool
     _under_way: dict[PushId, RowPush] = field(default_factory=dict[PushId, RowPush])
     _counts: ClockCounts = field(default_factory=ClockCounts)
-    _next: RowPush | None = None
 
     def __len__(self) -> int:
         """Count the pushes in flight."""
@@ -211,25 +211,21 @@ class RowPushes:
         """Count the pushes that servers hold until this clock is complete."""
         return self._counts.of_clock(clock) if self.held else 0
 
-    def prepare(self, push: RowPush) -> None:
-        """Prepare a push; it gets its identity when the core first sends it."""
-        self._next = push
+    def add(self, push: RowPush) -> None:
+        """Add a push that is about to be sent."""
+        self._under_way[push.push.id] = push
+        self._counts.add(push.push)
 
-    def send_part(self, server: int, push: Push, send: SendFrame, *, bare: bool) -> None:
-        """Send a server its part of a push, unless it has answered already."""
-        if self._next is not None:
-            made = self._under_way[push.id] = self._next
-            made.push, self._next = push, None
-            self._counts.add(push)
+    def part(self, server: int, push: Push, *, bare: bool) -> tuple[RowPushFrame, memoryview] | None:
+        """Return a server's part of a push and its body, None if the server has answered already."""
         found = self._under_way.get(push.id)
-        if found is not None and server in found.parts:
-            found.send_part(server, send, bare=bare)
+        return None if found is None or server not in found.parts else found.frame(server, bare=bare)
 
     def resend_with_ids(self, server: int, seq: int, send: SendFrame) -> None:
         """Send a server its part again with its ids, which it does not keep any more."""
         for push_id, push in self._under_way.items():
             if push_id.seq == seq and server in push.parts:
-                push.send_part(server, send, bare=False, with_ids=True)
+                send(server, *push.frame(server, bare=False, with_ids=True))
 
     def release(self, effect: Release) -> RowPush | None:
         """Note the answer of a server; return the push once all have answered."""
@@ -240,7 +236,6 @@ class RowPushes:
         push.answers.note(effect)
         if push.parts:
             return None
-        assert push.push is not None
         self._counts.remove(push.push)
         return self._under_way.pop(effect.id)
 

@@ -110,6 +110,11 @@ class RowTableState:
         """Whether servers deliver rows that change, without a request."""
         return self.consistency.deliver == "on_clock"
 
+    @property
+    def lists_ids(self) -> bool:
+        """Whether servers keep lists of ids, which frames then name by a digest."""
+        return key_lists_of(self.spec.filters) is not None
+
     def keys(self, server: int, ids: Tensor, *, sent: bool = False) -> Keys:
         """Return how ids travel: as a digest where the server keeps the list, unless they must be `sent`."""
         lists = self._lists.get(server) or (key_lists_of(self.spec.filters) if self.spec.filters else None)

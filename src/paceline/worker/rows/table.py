@@ -356,7 +356,7 @@ class RowTable:
         if future.inverse is not None:
             distinct, values = values, values.new_empty((future.inverse.numel(), self.width))
             self.client.ops.gather(distinct, future.inverse, values)
-        return values.view(*future.shape, self.width)
+        return values if len(future.shape) == 1 else values.view(*future.shape, self.width)
 
     def _contained(self, clocks: Tensor) -> dict[int, int]:
         """Count rows by the clock below which they contain every update."""
