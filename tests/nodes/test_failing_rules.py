@@ -33,7 +33,17 @@ from paceline.server.tables import ServerState
 from paceline.update.rules import Quorum, RuleSpec
 from paceline.update.torch_rule import torch_optim
 from paceline.wire.messages import Keys, PullFrame, RowPullFrame, RowPushFrame, decode
-from paceline.wire.requests import Declare, DeclareRows, Initialise, LoadState, RequestDone, RequestFailed, SaveState
+from paceline.wire.requests import (
+    Declare,
+    DeclareRows,
+    Initialise,
+    LoadState,
+    RequestDone,
+    RequestFailed,
+    SaveState,
+    TableCall,
+    WriteRows,
+)
 
 DENSE = RuleSpec("tests.nodes.failing_rules:Dense", ({},))
 ROWS = RuleSpec("tests.nodes.failing_rules:Rows", ({},))
@@ -180,6 +190,27 @@ def test_whole_values_that_are_loaded_mend_a_table(served: tuple[Cluster, Client
     one.hear(Applied)
     one.say(PullFrame(Pull(Sender(1, 0, 0), 1, "w", 0, 0), 0))
     assert torch.frombuffer(one.hear(Fetched)[1], dtype=torch.float32).tolist() == [8.0] * NUMEL
+
+
+def test_rows_that_are_loaded_mend_a_table_once_all_that_may_have_changed_are(
+    served: tuple[Cluster, Client, Client],
+) -> None:
+    _, one, _ = served
+    declare(one, DENSE, "asynchronous")
+    one.say(row_push(0, worker=0), ROW_BODY)
+    one.hear(Applied)
+    one.say(row_push(1, worker=0), ROW_BODY)
+    refused, _ = one.hear(PushRefused)
+    for request, loaded in enumerate((IDS[:1], IDS[1:]), 1):
+        rows = {"ids": loaded, "values": torch.full((1, 2), 7.0)}
+        one.say(RowPullFrame(Pull(Sender(1, 0, 0), request, "r", 0, 0), KEYS), as_body(IDS))
+        assert one.hear(PullRefused)[0] == PullRefused(request, "r", refused.reason)
+        one.say(WriteRows(TableCall(3 + request, "r", 0, 0)), memoryview(save(rows)))
+        assert answers(one, 1) == [RequestDone(3 + request)]
+    one.say(row_push(2, worker=0), ROW_BODY)
+    one.hear(Applied)
+    one.say(RowPullFrame(Pull(Sender(1, 0, 0), 3, "r", 0, 0), KEYS), as_body(IDS))
+    assert torch.frombuffer(one.hear(Fetched)[1], dtype=torch.float32).tolist() == [8.0] * 4
 
 
 def test_a_worker_is_told_of_its_push_and_fails_as_it_reads(tmp_path: Path) -> None:

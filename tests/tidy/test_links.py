@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from itertools import takewhile
 from pathlib import Path
 
 from tests.tidy.tree import ROOT, place, text_files
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+NAMED_TEST = re.compile(r"`(?:pytest )?(tests/[\w./]+|test_\w+\.py)[^`]*`")
 DECISIONS = ROOT / "docs" / "decisions"
 
 
@@ -36,6 +38,42 @@ def test_every_link_leads_somewhere() -> None:
     pages = [path for path in text_files() if path.suffix == ".md"]
     assert len(pages) > 5
     assert [f"{place(page)}: {link}" for page in pages for link in links(page) if not leads_somewhere(page, link)] == []
+
+
+def named_tests(page: Path) -> list[tuple[int, Path]]:
+    """The tests that a page names, by line; a name without a folder lies beside the one before."""
+    folder, found = ROOT / "tests", list[tuple[int, Path]]()
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        for name in NAMED_TEST.findall(line):
+            path = ROOT / name if name.startswith("tests/") else folder / name
+            folder = path.parent if path.suffix else path
+            found.append((number, path))
+    return found
+
+
+def test_every_test_that_a_page_names_is_there() -> None:
+    pages = sorted((ROOT / "docs").glob("*.md"))
+    named = {page: named_tests(page) for page in pages}
+    assert sum(map(len, named.values())) > 100
+    lost = [f"{place(page)}:{line}: {path}" for page in pages for line, path in named[page] if not path.exists()]
+    assert lost == []
+
+
+def test_tables_are_whole_and_name_a_test_where_their_head_says_so() -> None:
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        lines = page.read_text().splitlines()
+        for number, line in enumerate(lines):
+            if not line.startswith("|---"):
+                continue
+            head, rows = lines[number - 1], list(takewhile(lambda row: row.startswith("|"), lines[number + 1 :]))
+            where, columns = f"{place(page)}:{number}", head.count(" | ")
+            assert number == 1 or not lines[number - 2], f"{where}: text stands at the table"
+            after = lines[number + len(rows) + 1 : number + len(rows) + 2]
+            assert after in ([], [""]), f"{where}: text follows the table at once"
+            if page.name == "reliability.md":
+                assert [row for row in rows if row.count(" | ") != columns] == [], where
+                if "hown" in head:
+                    assert [row for row in rows if not NAMED_TEST.search(row) and "the same" not in row] == [], where
 
 
 def test_every_decision_is_numbered_and_listed() -> None:

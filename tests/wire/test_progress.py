@@ -8,6 +8,7 @@ import pytest
 
 from paceline.core.messages import Held, PushId
 from paceline.transport import MemoryTransport
+from paceline.transport.memory import MemoryConnection
 from paceline.wire import connection
 from paceline.wire.connection import NUM_FRUITLESS, SOON_S, Progress, ReconnectingConnection
 from paceline.wire.messages import Hello, KeysWanted, encode
@@ -100,8 +101,16 @@ def test_a_connection_that_was_of_use_or_held_for_long_counts_for_the_path(lived
     assert progress.objection() == ""
 
 
-def test_a_connection_that_was_of_use_is_made_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_was_of_use_is_made_again_at_once_with_time_for_tls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "_FIRST_PAUSE_S", 3600.0)
+    allowed_s: list[float] = []
+    connect = MemoryTransport.connect
+
+    def note_allowed(self: MemoryTransport, address: str, identity: bytes, *, timeout_s: float) -> MemoryConnection:
+        allowed_s.append(timeout_s)
+        return connect(self, address, identity, timeout_s=timeout_s)
+
+    monkeypatch.setattr(MemoryTransport, "connect", note_allowed)
     transport, answered, again = MemoryTransport(), threading.Event(), threading.Event()
     listener = transport.listen("memory://server-0")
 
@@ -127,5 +136,6 @@ def test_a_connection_that_was_of_use_is_made_again_at_once(monkeypatch: pytest.
     assert answered.wait(TIMEOUT_S)
     server.close()
     assert again.wait(TIMEOUT_S)
+    assert allowed_s[-1] == 2.0
     client.close()
     listener.close()

@@ -148,6 +148,8 @@ class ServedRowTable:
     consistency: Consistency = field(init=False)
     store: RowStore = field(init=False)
     broken: str = ""
+    # Distinct ids of the rows that a failed update may have changed, and that were not loaded since.
+    _spoilt: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     cold: str = ""
     # Pending reads by (life, request): the ids, and the clock of the reader.
     asked: dict[tuple[Life, int], tuple[Tensor, int]] = field(
@@ -324,6 +326,8 @@ class ServedRowTable:
                 self.mark_changed(self.store.apply([contribution for contribution, _ in pushes], clock))
             except REQUEST_ERRORS as error:
                 self.broken = describe_broken_table(self.spec.name, self.host.settings.server, error)
+                ids, _ = self.host.ops.unique(torch.cat([contribution.ids for contribution, _ in pushes]))
+                self._spoilt = self.store.stored(ids)
         for _, buffer in pushes:
             if buffer is not None:
                 buffer.release()
@@ -490,7 +494,7 @@ class ServedRowTable:
 
     def carry_out(self, request: WholeTable, body: memoryview, clock: int) -> memoryview:
         """Run a function over the rows here, count, read or write them; see `ServedTable.carry_out`."""
-        if self.broken:
+        if self.broken and not isinstance(request, WriteRows):
             raise UsageError(self.broken)
         match request:
             case CallFunction():
@@ -518,6 +522,9 @@ class ServedRowTable:
             raise UsageError(f"rows of table '{self.spec.name}' came without ids")
         self.store.reserve([*(waiting.ids for waiting, _ in self._waiting.values()), ids])
         self.store.load(RowPiece(ids, columns), clock)
+        self._spoilt = self._spoilt[~torch.isin(self._spoilt, ids)]
+        if not len(self._spoilt):
+            self.broken = ""  # all that a failed update may have changed is replaced
         self.mark_changed(ids)
         self.host.note_changed(self.spec.name)
 

@@ -109,6 +109,10 @@ class RowStore:
             self._read(part_of(ids, piece).contiguous(), part_of(out, piece), clock)
         return out
 
+    def stored(self, ids: Tensor) -> Tensor:
+        """Return those of these ids that have a row, in the same order."""
+        return ids[self._memory.find(ids) >= 0]
+
     def use(self, ids: Tensor, clock: int) -> None:
         """Note a use, at a clock, of the rows of these ids (n,), int64; ids without a row are left out."""
         self._require_ids(ids)

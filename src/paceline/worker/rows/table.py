@@ -316,7 +316,8 @@ class RowTable:
 
         Called by one worker, of a table of the same name, width, dtype and rule, on any number of servers. The whole
         file is checked before anything changes. Rows that are not in it stay. It counts as an update of the current
-        clock, as what `call` changes does.
+        clock, as what `call` changes does. A table that is not read, as an update of it failed, is read again once all
+        rows are loaded that the update may have changed.
 
         Raises:
             UsageError: there is no such file, it is damaged, or of another table.
