@@ -3,14 +3,16 @@
     python benchmarks/dense.py --peer ddp --workers 2
     python benchmarks/dense.py --sweep
 
-Both sides are alive all the time and take turns; in each round both take one step on the same gradients.
+Both sides are alive all the time and take turns; in each round both take one step on the same gradients. Beside them
+is the floor: what the step has to move through memory, and over tcp what it has to send, a push and the values of each
+worker, at the rate of plain sockets in the same rounds. (A ring of two workers sends half of that.)
 """
 
 import sys
 from typing import Annotated, Final, Literal
 
 from cyclopts import App, Parameter
-from dense_sides import PEERS, Measured, Peer, floor_bytes, measure, peer_python
+from dense_sides import PEERS, Measured, Peer, floor_bytes, line_floor_bytes, measure, peer_python
 from dense_sweep import sweep as measure_all_sizes
 from measuring import NUM_CORES, Sample, machine, print_json, progress
 from turns import PlayFailed
@@ -82,6 +84,7 @@ def tell(peer: Peer, num_workers: int, num_parameters: int, measured: Measured, 
     ratio, ours_ms, peer_ms = rounds.ratio, _ms(rounds.ours_s), _ms(rounds.peer_s)
     copy_rate = Sample.of(rounds.copy_rate).median
     floor_ms = 1e3 * floor_bytes(num_workers, num_parameters) / copy_rate
+    line = _line_floor(num_workers, num_parameters, rounds.line_rate, ours_ms)
     if not only_json:
         print(f"push + update + pull of {num_parameters:,} float32, momentum SGD, {num_workers} workers; {machine()}")
         print(f"  Paceline              {ours_ms.text(' ms')}, {threads[0]} threads a worker")
@@ -91,6 +94,11 @@ def tell(peer: Peer, num_workers: int, num_parameters: int, measured: Measured, 
             f"  memory floor          {floor_ms:.1f} ms at {copy_rate / 1e9:.1f} GB/s (copied with {NUM_CORES} "
             f"threads); ours is at {floor_ms / ours_ms.median:.2f} of that rate"
         )
+        if line:
+            print(
+                f"  line floor            {line['line_floor_ms']:.1f} ms at {line['line_gb_per_s']:.2f} GB/s "
+                f"({num_workers} plain sockets at once); ours is at {line['line_fraction']:.2f} of that rate"
+            )
         verdict = "equal" if difference <= TOLERANCE else "NOT EQUAL"
         print(f"  results               {verdict}: differ by at most {difference:.1e} (tolerance {TOLERANCE:.0e})")
     print_json(
@@ -106,10 +114,24 @@ def tell(peer: Peer, num_workers: int, num_parameters: int, measured: Measured, 
             "peer_spread_ms": [peer_ms.low, peer_ms.high],
             "floor_ms": floor_ms,
             "floor_fraction": floor_ms / ours_ms.median,
+            **line,
             "difference": difference,
             "tolerance": TOLERANCE,
         }
     )
+
+
+def _line_floor(num_workers: int, num_parameters: int, rates: list[float], ours_ms: Sample) -> dict[str, float]:
+    """Return the time that the bytes of a step take over plain sockets; nothing where none were measured."""
+    if not rates:
+        return {}
+    rate = Sample.of(rates).median
+    line_floor_ms = 1e3 * line_floor_bytes(num_workers, num_parameters) / rate
+    return {
+        "line_floor_ms": line_floor_ms,
+        "line_gb_per_s": rate / 1e9,
+        "line_fraction": line_floor_ms / ours_ms.median,
+    }
 
 
 def _ms(seconds: list[float]) -> Sample:

@@ -1,7 +1,7 @@
 """Both sides of the dense benchmarks: how each is started, how they take turns, and the floor of a step."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
@@ -9,6 +9,8 @@ import numpy as np
 import work
 from measuring import Copier, Sample
 from turns import BENCHMARKS, Side, Stage
+
+from wire import RawLine
 
 Peer = Literal["torch", "ddp", "rpc", "ray", "ray-arrays", "tf", "torchft"]
 NUM_WARM_UP: Final = 3
@@ -43,6 +45,7 @@ class Rounds:
     ours_s: list[float]
     peer_s: list[float]
     copy_rate: list[float]  # bytes read and written in a second
+    line_rate: list[float] = field(default_factory=list[float])  # bytes a second over plain sockets; none over shm
 
     @property
     def ratio(self) -> Sample:
@@ -81,13 +84,20 @@ def measure(
         ours = stage.start("paceline", our_command(num_workers, num_parameters, transport, nonfinite), num_workers)
         command = peer_command(peer, python, num_workers, num_parameters)
         theirs = stage.start(peer, command, num_players(peer, num_workers))
-        rounds = take_turns(ours, theirs, num_parameters, num_rounds, steps_at_once=steps_at_once)
+        line = RawLine(stage, num_workers) if transport == "tcp" else None
+        rounds = take_turns(ours, theirs, num_parameters, num_rounds, line, steps_at_once=steps_at_once)
         difference = compare(stage.folder, ours, theirs)
         return Measured(rounds, difference, (ours.ask("threads").answers[0], theirs.ask("threads").answers[0]))
 
 
 def take_turns(
-    ours: Side, theirs: Side, num_parameters: int, num_rounds: int, *, steps_at_once: int | None = None
+    ours: Side,
+    theirs: Side,
+    num_parameters: int,
+    num_rounds: int,
+    line: RawLine | None = None,
+    *,
+    steps_at_once: int | None = None,
 ) -> Rounds:
     """Have both sides take turns, each first in every other round; the warm-up is not counted.
 
@@ -104,10 +114,13 @@ def take_turns(
                 side.ask("prepare", number % work.NUM_GRADIENTS)
                 times.append(side.ask("step").seconds)
         measured.copy_rate.append(copier.bytes_per_s())
+        if line is not None:
+            measured.line_rate.append(line.bytes_per_s())
         if number == NUM_WARM_UP - 1:
             for _, times in pairs:
                 times.clear()
             measured.copy_rate.clear()
+            measured.line_rate.clear()
     return measured
 
 
@@ -125,6 +138,11 @@ def compare(folder: Path, ours: Side, theirs: Side) -> float:
 def floor_bytes(num_workers: int, num_parameters: int) -> int:
     """Return what a step has to move: the gradients read, values and momentum read and written."""
     return (num_workers + 4) * 4 * num_parameters
+
+
+def line_floor_bytes(num_workers: int, num_parameters: int) -> int:
+    """Return what a step has to send over a line: a push of each worker, and the values to each."""
+    return 2 * num_workers * 4 * num_parameters
 
 
 def our_command(num_workers: int, num_parameters: int, transport: str, nonfinite: str) -> list[str]:

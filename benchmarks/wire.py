@@ -57,6 +57,19 @@ class Line:
             self.bytes_per_s.append(_iperf())
 
 
+class RawLine:
+    """Plain tcp sockets to another process, all used at once: what this machine moves over so many connections."""
+
+    def __init__(self, stage: Stage, num_connections: int) -> None:
+        self._receiver = _start_receiver(stage)
+        self._wire = _open(self._receiver, "raw tcp", stage.folder, num_connections)
+        self._threads = ThreadPoolExecutor(num_connections)
+
+    def bytes_per_s(self) -> float:
+        """Send large frames on all connections once."""
+        return _one_way(self._receiver, self._wire, self._threads)
+
+
 @app.default
 def wire(*, rounds: int = 9, json: Annotated[bool, Parameter(negative="")] = False) -> int:
     """Measure all carriers in turn; print rates, round trips and the ratios to plain sockets.
@@ -71,8 +84,7 @@ def wire(*, rounds: int = 9, json: Annotated[bool, Parameter(negative="")] = Fal
     try:
         with Stage() as stage:
             kinds = _prepare(stage.folder)
-            command = [sys.executable, str(BENCHMARKS / "wire_receiver.py"), "{stage}", str(stage.folder)]
-            receiver = stage.start("receiver", command, 1)
+            receiver = _start_receiver(stage)
             line = Line()
             results = {
                 1: measure([_open(receiver, kind, stage.folder, 1) for kind in kinds], receiver, rounds, line),
@@ -160,8 +172,13 @@ def _prepare(folder: Path) -> list[Kind]:
     return list(KINDS)
 
 
+def _start_receiver(stage: Stage) -> Side:
+    command = [sys.executable, str(BENCHMARKS / "wire_receiver.py"), "{stage}", str(stage.folder)]
+    return stage.start("receiver", command, 1)
+
+
 def _open(receiver: Side, kind: Kind, folder: Path, num_connections: int) -> Wire:
-    size_bytes = FRAME_BYTES[num_connections]
+    size_bytes = FRAME_BYTES[MANY if num_connections == MANY else 1]
     address = receiver.ask("listen", kind).answers[0]
     with ThreadPoolExecutor(1) as threads:
         connecting = threads.submit(

@@ -24,7 +24,7 @@ from paceline.update.summing import Contribution
 from paceline.wire.malformed import REQUEST_ERRORS
 from paceline.wire.messages import EarlyValues, PushPiece
 
-_LEAST_BYTES: Final = 64 << 10  # of values that are computed together, but for the last
+_LEAST_BYTES: Final = 32 << 10  # of values that are computed together, but for the last
 _GRAIN_BYTES: Final = 512  # where they end
 
 Preview = Callable[[int, int, Sequence[Contribution]], Tensor]

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Final, Self
 
 from torch import Tensor
@@ -38,7 +39,7 @@ from paceline.worker.pushes import (
     may_push,
     objection,
     pending_future,
-    piece_bytes,
+    piece_ends,
     require_fit,
 )
 from paceline.worker.table_client import ClientContext
@@ -370,9 +371,8 @@ class DenseClient:
 
     def _send_pieces(self, server: int, outgoing: Outgoing) -> None:
         frame, body = outgoing.frame, outgoing.bodies[server]
-        size, whole = piece_bytes(body.nbytes), body.nbytes
-        for at in range(0, whole, size):
-            end = min(at + size, whole)
+        whole, ends = body.nbytes, piece_ends(body.nbytes)
+        for at, end in pairwise([0, *ends]):
             piece = outgoing.order.piece(server, at / whole, end / whole)
             last_of = frame if end == whole else None
             self.context.send(server, PushPiece(frame, at), body[at:end], last_of=last_of, piece=piece)

@@ -108,14 +108,24 @@ class PushBuffer:
     parts: dict[int, memoryview] = field(default_factory=dict[int, memoryview])
 
 
-def piece_bytes(size_bytes: int) -> int:
-    """Return how long the pieces of a push are: a few dozen, but none so short that its frame costs more than it.
+def piece_ends(size_bytes: int) -> list[int]:
+    """Return where the pieces of a push end: a few dozen, but none so short that its frame costs more than it.
 
-    >>> piece_bytes(1 << 20) >> 10, piece_bytes(100_000_000) >> 10
-    (128, 3052)
+    Values leave once the first piece has come from all workers, and the last ones after the last piece: there, pieces
+    are shorter.
+
+    >>> [end >> 10 for end in piece_ends(1 << 20)]
+    [32, 96, 224, 352, 480, 608, 736, 864, 928, 992, 1024]
+    >>> len(piece_ends(100_000_000))
+    35
     """
     pages = -(-size_bytes // (_MOST_PIECES * _PAGE_BYTES))
-    return max(_LEAST_PIECE_BYTES, pages * _PAGE_BYTES)
+    piece = max(_LEAST_PIECE_BYTES, pages * _PAGE_BYTES)
+    short = -(-piece // (4 * _PAGE_BYTES)) * _PAGE_BYTES
+    if size_bytes < 2 * piece or short == piece:
+        return [*range(piece, size_bytes, piece), size_bytes]
+    tail = size_bytes - 3 * short
+    return [short, *range(3 * short, tail, piece), tail, size_bytes - short, size_bytes]
 
 
 def allocate(transport: Transport, spec: TableSpec) -> PushBuffer:
