@@ -118,7 +118,7 @@ class DenseReads:
         """Start a read; see `TableReads`."""
         if not isinstance(want, WantRead):
             raise ProtocolBug(f"table '{self.table}' is dense, and cannot process {want}")
-        needs = clock if want.exact else self.consistency.needs(clock)
+        needs = clock if want.exact or self.consistency.bound == 0 else self.consistency.needs(clock)
         awaited = set(self.servers if want.refresh else (s for s in self.servers if not self._is_fresh(s, needs)))
         self.reading = _Reading(request, needs, want.refresh, awaited)
         if not awaited:

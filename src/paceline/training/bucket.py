@@ -78,9 +78,11 @@ class Bucket:
         absent = self.gradients.collect()
         buffer, self._reserved = self._reserved, None
         assert buffer is not None, "it was just reserved"
-        return self.table.push_reserved(
-            buffer, samples=samples, absent=absent, hyper=hyper, expected=expected, ends_clock=ends_clock
+        table = self.table
+        pushed = table.client.push_reserved(
+            buffer, count=samples, absent=absent, hyper=hyper, expected=expected, ends_clock=ends_clock
         )
+        return table.metrics.watch_push(table.spec.name, table.spec.consistency, table.node.clock, pushed)
 
     def push_in_backward(self, samples: float, hyper: tuple[Hyper, ...]) -> None:
         """Push the gradients before their step; they may not change until then."""
@@ -127,7 +129,10 @@ class Bucket:
             return
         self.weights.check_views()  # while values are under way, so that it costs little
         requested, self._requested = self._requested, None
-        self.table.finish_read(requested, self.weights.set_from)
+        table = self.table
+        with table.metrics.communication:
+            outcome = table.client.wait_read(requested, self.weights.set_from)
+        table.metrics.note_read(table.spec.name, outcome)
         if self._reserved is None:
             self.reserve()
 

@@ -110,7 +110,8 @@ class MemoryRegions:
         with self._lock:
             region = MemoryRegion(next(self._numbers), start, size_bytes, weakref.ref(mapping), descriptor)
             self._regions = sorted([*self.alive(), region], key=_start)
-            self._of_object = {id(region.mapping()): region for region in self._regions}
+            alive = ((each.mapping(), each) for each in self._regions)
+            self._of_object = {id(owner): each for owner, each in alive if owner is not None}
 
     def alive(self) -> list[MemoryRegion]:
         """Return the buffers that have views."""

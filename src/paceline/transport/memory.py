@@ -65,7 +65,7 @@ class _FrameQueue:
     def __init__(self) -> None:
         self.frames: deque[_Packed] = deque()  # each is appended and taken at once, under the lock
         self._num_unread = 0  # the sum of the bytes that were copied for these frames
-        self._changed = threading.Condition(threading.Lock())
+        self._changed = threading.Condition()
         self._num_waiting = 0  # threads
         self._over = False
         # Made on demand. Set while there are frames or the end, and at times when there are none any more.

@@ -1,12 +1,15 @@
-"""The lock of a worker, and waiting under it: with a deadline, and ended by the failure of the worker."""
+"""The lock of a worker, and waiting under it: with a deadline, and ended by the failure of the worker or by Ctrl-C."""
 
 from __future__ import annotations
 
+import signal
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Final, final
+from importlib import import_module
+from types import FrameType, TracebackType
+from typing import Final, Self, cast, final
 
 from paceline.core.settings import WAIT_TIMEOUT_S
 from paceline.errors import DeadlineExceeded, PeerError, ServerLost
@@ -14,9 +17,10 @@ from paceline.stopwatch import Stopwatch
 from paceline.transport.deadline import seconds
 from paceline.wire.connection import ReadTurns
 from paceline.wire.send_queue import SendHold
-from paceline.wire.signals import InterruptDeferral
 from paceline.worker.waits import PERIOD_S, About, OpenWait, Waits, print_lines
 
+# The functions behind those of `signal`, which take ten times as long: they look for members of enumerations.
+_SIGNAL: Final = import_module("_signal")
 _SOON_S: Final = 0.01
 _LAST_ANSWER_S: Final = 1.0  # deadline of server 0 to explain a wait that has timed out
 _SAVE_ADVICE: Final = (
@@ -59,6 +63,59 @@ class _Changed(threading.Condition):
         super().notify_all()
         if self._turns.is_polling:
             self._turns.wake()
+
+
+@final
+class InterruptDeferral:
+    """Has Ctrl-C (SIGINT) that comes while this is entered take effect when it is left.
+
+    Python calls its handler in the main thread, between any two instructions, and it mostly raises KeyboardInterrupt.
+    Other threads are not interrupted, so this changes nothing there.
+
+    Example:
+        >>> with InterruptDeferral():
+        ...     pass  # Ctrl-C raises KeyboardInterrupt only after this
+    """
+
+    __slots__ = ("_came", "_handler", "_is_lifted")
+
+    def __init__(self) -> None:
+        self._handler: Callable[[int, FrameType | None], object] | None = None  # that is deferred
+        self._came = False
+        self._is_lifted = False
+
+    def __enter__(self) -> Self:
+        """Defer Ctrl-C from now on."""
+        if threading.get_ident() == threading.main_thread().ident:
+            handler = _SIGNAL.getsignal(signal.SIGINT)
+            if callable(handler):
+                self._handler = cast("Callable[[int, FrameType | None], object]", handler)
+                _SIGNAL.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """Let Ctrl-C take effect, also one that has come meanwhile."""
+        if self._handler is not None:
+            _SIGNAL.signal(signal.SIGINT, self._handler)
+            if self._came:
+                signal.raise_signal(signal.SIGINT)
+
+    @contextmanager
+    def lifted(self) -> Generator[None]:
+        """Have Ctrl-C take effect inside this block. Once it has raised an exception, it is deferred again."""
+        self._is_lifted = True
+        try:
+            yield
+        finally:
+            self._is_lifted = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if not self._is_lifted or self._handler is None:
+            self._came = True
+            return
+        self._is_lifted = False
+        self._handler(number, frame)
+        self._is_lifted = True  # it has not raised
 
 
 @dataclass(slots=True)
