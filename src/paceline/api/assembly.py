@@ -78,7 +78,7 @@ def assemble_session(config: SessionConfig, notice: PreemptionNotice | None = No
     with ExitStack() as undo:
         undo.callback(node.close)
         node.join()
-        metrics = StepMetrics(Trace(config.trace_path, config.trace_bytes), rank)
+        metrics = StepMetrics(Trace(config.trace_path, config.trace_bytes), rank, meeting=node.waits.meeting)
         workers = WorkerSet(
             rank,
             size,
