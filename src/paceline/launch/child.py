@@ -36,6 +36,11 @@ class Launch:
     memory: int | None = None  # the descriptor by which a server reaches memory that outlives it
 
     @property
+    def title(self) -> str:
+        """Its name where a sentence begins: that of several workers in one process is not plural."""
+        return f"the process of {self.name}" if self.name.startswith("workers ") else self.name
+
+    @property
     def incarnation(self) -> int:
         """How often this process was started before."""
         return self.num_restarts if self.place is None else self.place.incarnation
