@@ -375,15 +375,18 @@ class Session:
             self.metrics.tell(f"{leaves} {_listed(held, 'push', 'pushes')}: {effect}, {seen}. {CLOCK_ADVICE}")
         lost = [(f"embedding '{table}'", num) for table, num in self.lookups.unpushed()]
         if lost:
-            how = "was never pushed: it is lost" if _is_one(lost) else "were never pushed: they are lost"
-            self.metrics.tell(f"{leaves} {_listed(lost, 'gradient', 'gradients')} that {how}. {CLOCK_ADVICE}")
+            how = "that was never pushed: it is lost" if _is_one(lost) else "that were never pushed: they are lost"
+            self.metrics.tell(f"{leaves} {_listed(lost, 'gradient', 'gradients')} {how}. {CLOCK_ADVICE}")
         for name, (num_steps, every) in self.unpushed_steps.items():
             if num_steps:
-                of = f"step of '{name}' that was" if num_steps == 1 else f"steps of '{name}' that were"
+                is_one = num_steps == 1
+                of = (
+                    f"step of '{name}' that was never pushed" if is_one else f"steps of '{name}' that were never pushed"
+                )
                 self.metrics.tell(
-                    f"worker {self.rank} leaves at clock {self.node.clock} with {num_steps} {of} never pushed: the "
-                    f"servers and the other workers do not have {'it' if num_steps == 1 else 'them'}. "
-                    f"A push is made of {every} steps: take a multiple of that, or fewer steps a push."
+                    f"worker {self.rank} leaves at clock {self.node.clock} with {num_steps} {of}: the servers and the "
+                    f"other workers do not have {'it' if is_one else 'them'}. A push is made of {every} steps: take a "
+                    "multiple of that, or fewer steps a push."
                 )
 
     def leave_at_exit(self) -> None:
