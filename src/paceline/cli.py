@@ -1,4 +1,4 @@
-"""The command line: `paceline run`, `tune`, `serve`, `launch`, `keys`, `compare`, `demo`, `simulate` and `plan`.
+"""The command line: `paceline run`, `scale`, `tune`, `serve`, `launch`, `keys`, `compare`, `demo`, `simulate`, `plan`.
 
 A command's imports are deferred until it runs, so that `paceline --help` is fast.
 """
@@ -39,6 +39,7 @@ app = App(
 
 
 app.command(run)
+app.command("paceline.tools.scale:scale", name="scale", help="Change the number of workers of a job that runs.")
 app.command("paceline.tools.tune.command:tune", name="tune", help="Search over the hyperparameters of a script.")
 app.command("paceline.launch.manifests.command:launch", name="launch", help="Write what Slurm or Kubernetes takes.")
 app.command("paceline.tools.compare.command:compare", name="compare", help="Run a script under several strategies.")

@@ -43,7 +43,8 @@ class SessionConfig:
         trace_bytes: bound of the trace; 0 keeps all of it.
         allows_plain_collectives: whether collective calls may travel between machines unencrypted.
         uses_gloo: whether collective calls go over Gloo on one machine, too.
-        are_together: whether the workers were started as one job, so that they can make collective calls.
+        apart: why workers can make no collective calls, and what to do; empty where they can.
+        is_elastic: whether workers come and go while the job runs.
     """
 
     settings: WorkerSettings
@@ -60,11 +61,14 @@ class SessionConfig:
     trace_bytes: int = 0
     allows_plain_collectives: bool = False
     uses_gloo: bool = False
-    are_together: bool = True
+    apart: str = ""
+    is_elastic: bool = False
 
 
 def assemble_session(config: SessionConfig, notice: PreemptionNotice | None = None) -> Session:
     """Join the servers, and return the session; it is closed when the process ends. Blocks until they have answered.
+
+    A worker that joins late does so when it first needs the servers.
 
     Args:
         config: what the session is made from.
@@ -77,7 +81,8 @@ def assemble_session(config: SessionConfig, notice: PreemptionNotice | None = No
     node = WorkerNode(config.settings, config.transport, config.addresses, config.options)
     with ExitStack() as undo:
         undo.callback(node.close)
-        node.join()
+        if not config.options.joins_late:
+            node.join()
         metrics = StepMetrics(Trace(config.trace_path, config.trace_bytes), rank, meeting=node.waits.meeting)
         workers = WorkerSet(
             rank,
@@ -85,7 +90,7 @@ def assemble_session(config: SessionConfig, notice: PreemptionNotice | None = No
             node,
             config.run_dir,
             config.allows_plain_collectives,
-            together=config.are_together,
+            apart=config.apart,
             gloo=config.uses_gloo,
         )
         session = Session(
@@ -99,6 +104,7 @@ def assemble_session(config: SessionConfig, notice: PreemptionNotice | None = No
             Collectives(workers),
             Arrangement(rank, size, config.distribution),
             notice=notice or PreemptionNotice(),
+            is_elastic=config.is_elastic,
         )
         if config.trace_path is not None:
             metrics.start_states()

@@ -98,7 +98,10 @@ def _join_remote(location: ServeUrl, shown: ClientCredentials, rank: int | None,
             addresses=(str(location),),
             options=WorkerOptions(wait_timeout_s(), LEASE_S, checks_memory()),
             size=admitted.size,
-            are_together=False,
+            apart=(
+                "clients of a server of its own know the server alone. Use tables and strategies of the parameter "
+                "server, or start the workers as one job (`paceline run`, torchrun, srun, mpirun)."
+            ),
         )
     )
     close_with_script(session)

@@ -54,6 +54,11 @@ if TYPE_CHECKING:
 
 SPEC_TIMEOUT_S: Final = 300.0  # longer than a launcher waits for servers, which knows better why one is late
 
+_COME_AND_GO: Final = (
+    "the workers of this job come and go (--workers 2:8). Use tables and strategies of the parameter server, or a "
+    "fixed number of workers."
+)
+
 
 @dataclass(slots=True)
 class _Process:
@@ -180,7 +185,10 @@ def join(spec: ClusterSpec, place: Place, transport: Transport, notice: Preempti
         transport=transport,
         addresses=spec.addresses,
         options=WorkerOptions(
-            spec.wait_timeout_s, checks_memory=checks_memory(), how_ended=partial(how_server_ended, run_dir)
+            spec.wait_timeout_s,
+            checks_memory=checks_memory(),
+            how_ended=partial(how_server_ended, run_dir),
+            joins_late=spec.is_elastic and place.incarnation > 0,
         ),
         size=spec.num_workers,
         local_rank=place.local_rank,
@@ -192,6 +200,8 @@ def join(spec: ClusterSpec, place: Place, transport: Transport, notice: Preempti
         trace_bytes=spec.trace_bytes,
         allows_plain_collectives=allows_plain_collectives(),
         uses_gloo=asks_for_gloo(),
+        apart=_COME_AND_GO if spec.is_elastic else "",
+        is_elastic=spec.is_elastic,
     )
     session = assemble_session(config, notice or PreemptionNotice(run_dir / ABORT_MARKER_NAME))
     session.readers = _readers(spec, place, transport, session.node.waits)

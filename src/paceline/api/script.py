@@ -257,6 +257,9 @@ def shard(
     computed. Requires an optimizer from `distributed` (not under all-reduce) and a `DataLoader` with num_workers=0;
     `no_grad` loops get whole batches.
 
+    Where workers come and go (`paceline run --workers 2:8`), the workers that are there share the batches of all places
+    in that way, with whole batches as slices, and only a `DataLoader` can be sharded; `no_grad` loops get all batches.
+
     Args:
         source: the samples, the batches of a loader, or the files of `paceline.files` to shard. Not empty.
         seed: seed of the shuffle, the same on all workers.
@@ -289,7 +292,7 @@ def shard(
 
     session, cut = current(), DataCut(partition, shuffle, key)
     sharding = session.sharding(seed)
-    if slices != 1:
+    if slices != 1 or session.is_elastic:
         return slice_source(source, sharding, slices, session.slicing, cut)
     return shard_source(source, sharding, cut)
 

@@ -62,7 +62,7 @@ class Session:
 
     Attributes:
         rank: number of this worker, from 0.
-        size: number of workers that were started.
+        size: number of workers that were started; where they come and go, the number of places for them.
         local_rank: number of this worker on its machine, from 0.
         num_samples: number of training samples that loaders from `shard` and `feed` have returned so far.
 
@@ -96,6 +96,7 @@ class Session:
     unpushed_steps: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])  # by optimizer
     slicing: Slicing = field(init=False)
     readers: SessionReaders = field(default_factory=SessionReaders)
+    is_elastic: bool = False  # workers come and go while the job runs
     notice: PreemptionNotice = field(default_factory=PreemptionNotice)
     closed: bool = False
 
@@ -103,7 +104,9 @@ class Session:
         """Create the parts that need the node."""
         self.tables = TableOpener(self.rank, self.node, self.metrics)
         self.named = NamedTensors(self.tables)
-        self.slicing = Slicing(self.size, self.node.rpc, self._optimizers, lambda: self.node.clock)
+        self.slicing = Slicing(
+            self.size, self.node.rpc, self._optimizers, lambda: self.node.clock, is_elastic=self.is_elastic
+        )
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"clock {self.node.clock}, {self.num_samples} samples"
@@ -440,7 +443,14 @@ class Session:
     def sharding(self, seed: int) -> Sharding:
         """Return which shard of the data is this worker's."""
         replica, num_replicas = self.arrangement.share()
-        return Sharding(replica, num_replicas, seed, on_samples=self._count_samples, on_missing=self._skip_batch)
+        return Sharding(
+            replica,
+            num_replicas,
+            seed,
+            on_samples=self._count_samples,
+            on_missing=self._skip_batch,
+            is_elastic=self.is_elastic,
+        )
 
     def _count_samples(self, num_samples: int) -> None:
         self.num_samples += num_samples

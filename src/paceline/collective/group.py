@@ -73,7 +73,7 @@ class WorkerSet:
     Args:
         run_dir: the folder of the job; None for a worker that is alone.
         plain: whether collective calls may travel between machines, unencrypted.
-        together: whether the workers were started as one job.
+        apart: why workers cannot call each other, and what to do; empty where they can.
         gloo: whether collective calls go over Gloo on one machine, too.
     """
 
@@ -82,7 +82,7 @@ class WorkerSet:
     node: WorkerNode
     run_dir: Path | None
     plain: bool = False
-    together: bool = True
+    apart: str = ""
     gloo: bool = False
     liveness: Liveness = field(init=False)
 
@@ -109,14 +109,10 @@ class WorkerSet:
         """Return the store in which the members of a group find each other: a file in the folder of the job.
 
         Raises:
-            UsageError: the workers were not started as one job.
+            UsageError: the workers cannot call each other.
         """
-        if not self.together:
-            raise UsageError(
-                f"worker {self.rank} has no other workers to call: clients of a server of its own know the server "
-                "alone. Use tables and strategies of the parameter server, or start the workers as one job (`paceline "
-                "run`, torchrun, srun, mpirun)."
-            )
+        if self.apart:
+            raise UsageError(f"worker {self.rank} has no other workers to call: {self.apart}")
         store = HashStore() if self.run_dir is None else FileStore(str(self.run_dir / STORE_NAME), -1)
         store.set_timeout(timedelta(seconds=self.timeout_s))
         return PrefixStore(group, store)

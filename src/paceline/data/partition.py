@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Literal, cast, get_args
 
@@ -66,6 +66,7 @@ class Sharding:
         on_samples: called with the number of samples of each batch that the training loop gets.
         on_missing: called at the end of an epoch of training in which other workers have one more batch.
         tell: writes a line for the user.
+        is_elastic: whether workers come and go, so that a part may have no worker.
 
     Raises:
         UsageError: the seed is not a whole number, or too large.
@@ -77,11 +78,16 @@ class Sharding:
     on_samples: Callable[[int], None]
     on_missing: Callable[[], None]
     tell: Callable[[str], None] = tell
+    is_elastic: bool = False
 
     def __post_init__(self) -> None:
         """Validate the seed."""
         if not isinstance(self.seed, int) or abs(self.seed) > MAX_SEED:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UsageError(f"seed is {self.seed!r}, expected a whole number from {-MAX_SEED} to {MAX_SEED}.")
+
+    def evaluation(self) -> Sharding:
+        """Return the share of this worker in an evaluation: everything, where a part may have no worker."""
+        return replace(self, rank=0, size=1) if self.is_elastic else self
 
     def note_size(self, num: int, of: str) -> None:
         """Warn, on worker 0 alone, if there are fewer things than workers."""

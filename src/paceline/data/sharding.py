@@ -74,7 +74,7 @@ class ShardedLoader:
 
     def __len__(self) -> int:
         """Return the number of this worker's batches in the next pass."""
-        return len(self._own(self._order.unshuffled(), self.tracker.next.num_done))
+        return len(self._own(self._order.unshuffled(), self.tracker.next.num_done, self._sharding))
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle by this epoch from the next pass on, from its start unless it is under way. Default: count passes."""
@@ -108,7 +108,7 @@ class ShardedLoader:
         """Yield the batches of one epoch through a stage that may read ahead; a batch counts when it is yielded."""
         sharding, batches, is_training = self._sharding, self.batches(), torch.is_grad_enabled()
         start = self.tracker.start_pass().num_done if is_training else 0
-        own = self._own(batches, start)
+        own = self._own(batches, start, sharding if is_training else sharding.evaluation())
         for number, (indices, batch) in enumerate(zip(own, stage(self.load(own)), strict=True), 1):
             if is_training:
                 self.tracker.reach(start + number * sharding.size)
@@ -137,12 +137,11 @@ class ShardedLoader:
             )
         )
 
-    def _own(self, batches: Batches, num_done: int) -> Batches:
-        """Return this worker's batches of an epoch, after the workers together have been given `num_done`."""
-        size = self._sharding.size
+    def _own(self, batches: Batches, num_done: int, sharding: Sharding) -> Batches:
+        """Return the batches of a share of an epoch, after the workers together have been given `num_done`."""
         if self._is_strided:
-            return batches[num_done + self._sharding.rank :: size]
-        return batches[run(len(batches), self._sharding)][-(-num_done // size) :]
+            return batches[num_done + sharding.rank :: sharding.size]
+        return batches[run(len(batches), sharding)][-(-num_done // sharding.size) :]
 
 
 def _require_shardable(loader: DataLoader[Any], cut: DataCut) -> None:

@@ -72,12 +72,14 @@ class Slicing:
         calls: requests to servers.
         optimizers: those in use.
         clock: returns the current clock of this worker.
+        is_elastic: whether workers come and go, so that slices are shared out in any case.
     """
 
     num_workers: int
     calls: Rpc
     optimizers: Collection[AccumulatesSlices]
     clock: Callable[[], int]
+    is_elastic: bool = False
     _num_loaders: int = 0
     _slices: ClockSlices | None = None  # those of the most recent loop
 
@@ -104,7 +106,12 @@ class Slicing:
         if self._slices is not None and self._slices.num_samples:
             raise UsageError("a loop over slices is within another one: the steps would be of both; slice one of them.")
         for optimizer in list(self.optimizers):
-            optimizer.accumulate_slices(slices)
+            try:
+                optimizer.accumulate_slices(slices)
+            except UsageError as error:
+                if not self.is_elastic:
+                    raise
+                raise UsageError(f"workers of this job come and go, and share batches as slices: {error}") from error
         self._slices = slices
 
     def leave(self) -> None:
@@ -350,6 +357,11 @@ def slice_source(
     Raises:
         UsageError: `source` is not a loader, or does not support slices.
     """
+    if slicing.is_elastic and not isinstance(source, DataLoader):
+        raise UsageError(
+            f"the workers of this job come and go, and a part of this {type(source).__name__} would not be read while "
+            "its worker is not there: shard a DataLoader, or use paceline.feed."
+        )
     if not isinstance(source, DataLoader):
         raise UsageError(f"slices are parts of the batches of a DataLoader, and this is a {type(source).__name__}.")
     if (cut or DataCut()).partition not in (None, "strided"):

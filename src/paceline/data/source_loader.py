@@ -266,11 +266,12 @@ class FedLoader:
         """
         epoch, size = self.epoch, self._sharding.size
         if not torch.is_grad_enabled():
-            yield from (batch.content for batch in self._read_all(epoch, self._own(0)) if batch.num_samples)
+            own = self._own(0, self._sharding.evaluation())
+            yield from (batch.content for batch in self._read_all(epoch, own) if batch.num_samples)
             return
         if self._plan.leases:
             raise UsageError("the next batch is known only when it is requested: give feed leases=False.")
-        own, tally = self._own(self._tracker.next.num_done), SampleTally(self._sharding.rank, epoch)
+        own, tally = self._own(self._tracker.next.num_done, self._sharding), SampleTally(self._sharding.rank, epoch)
         num_rounds = -(-(self._order.num_batches - self._tracker.start_pass().num_done) // size)
         waiting: deque[Batch] = deque()  # read, and not yielded yet
         try:
@@ -286,9 +287,9 @@ class FedLoader:
             self._tell(tally)
         self._tracker.end()
 
-    def _own(self, start: int) -> Batches:
-        """Return this worker's own batches of the next epoch, from batch `start` of all workers on."""
-        return self._order.batches(self._sharding.seed, self.epoch)[start + self._sharding.rank :: self._sharding.size]
+    def _own(self, start: int, sharding: Sharding) -> Batches:
+        """Return the batches of a share of the next epoch, from batch `start` of all workers on."""
+        return self._order.batches(sharding.seed, self.epoch)[start + sharding.rank :: sharding.size]
 
     def _read_all(self, epoch: int, batches: Iterable[list[int]]) -> Iterator[Batch]:
         """Read batches one by one, while the following ones are made."""
@@ -368,6 +369,11 @@ class FedLoader:
                 else ""
             )
             raise UsageError(f"there is nothing to feed: the source has {self.num_samples} samples{why and ', '}{why}.")
+        if self._sharding.is_elastic and not self._plan.leases:
+            raise UsageError(
+                "the workers of this job come and go, and a fixed share would not be read while its worker is not "
+                "there: leave out leases=False."
+            )
         num_workers = self._slicing.num_workers
         if self._plan.leases and self._sharding.size != num_workers:
             raise UsageError(

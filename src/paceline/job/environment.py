@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -43,6 +43,10 @@ class Place:
     rank: int
     local_rank: int
     incarnation: int = 0
+
+    def next(self) -> "Place":
+        """Return the same place for the next incarnation of its worker."""
+        return replace(self, incarnation=self.incarnation + 1)
 
     def as_environment(self) -> dict[str, str]:
         """Return the variables from which `find_place` finds this place again."""

@@ -28,6 +28,7 @@ TOKEN_BYTES: Final = 32
 class ClusterSpec:
     """One job: its size, how its processes reach each other, and how long they wait for each other.
 
+    `num_at_start` workers begin, where that is not 0, and the others of `num_workers` may come and go while it runs.
     `addresses` holds one address per server, in the order of their ranks, and `data_addresses` one per data server;
     empty until all of them listen.
 
@@ -56,6 +57,17 @@ class ClusterSpec:
     num_data_servers: int = 0
     data_addresses: tuple[str, ...] = ()
     trace_bytes: int = 0  # that bound the trace of each process, see `TraceFile`; 0 keeps all of it
+    num_at_start: int = 0
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether workers come and go while the job runs."""
+        return self.num_at_start > 0
+
+    @property
+    def first_workers(self) -> range:
+        """The ranks of the workers that the job begins with."""
+        return range(self.num_at_start or self.num_workers)
 
     @staticmethod
     def read(path: Path) -> "ClusterSpec":

@@ -32,7 +32,7 @@ class Launch:
     cores: tuple[int, ...] = ()  # where it may run; empty: anywhere
     is_fresh: bool = False  # it is not forked from a process that has imported torch
     has_terminal: bool = False  # its standard streams are the launcher's own
-    num_restarts: int = 0  # of a process without a place; a place counts them itself
+    num_restarts: int = 0  # since it was asked for
     memory: int | None = None  # the descriptor by which a server reaches memory that outlives it
 
     @property
@@ -42,7 +42,7 @@ class Launch:
 
     @property
     def incarnation(self) -> int:
-        """How often this process was started before."""
+        """Which life of its worker this is, from 0; of a process without a place, how often it was started again."""
         return self.num_restarts if self.place is None else self.place.incarnation
 
     @property
@@ -57,9 +57,13 @@ class Launch:
 
     def again(self) -> "Launch":
         """Return how to start the same process once more, as its next incarnation."""
-        if self.place is None:
-            return replace(self, num_restarts=self.num_restarts + 1)
-        return replace(self, place=replace(self.place, incarnation=self.place.incarnation + 1))
+        return replace(
+            self, num_restarts=self.num_restarts + 1, place=None if self.place is None else self.place.next()
+        )
+
+    def anew(self) -> "Launch":
+        """Return how to start a worker that is asked for anew: its next incarnation, with no restart behind it."""
+        return replace(self.again(), num_restarts=0)
 
     def marked(self, *marks: str) -> "Launch":
         """Return how to start the same process so that it and all that it starts carry these marks."""

@@ -33,6 +33,7 @@ from paceline.launch.forkserver.subreaper import Orphans
 from paceline.launch.guard import PREFIX, Guard, clear, remove_abandoned
 from paceline.launch.limits import check_limits, explain, files_left
 from paceline.launch.output import Console, Outlets, Pipe, Pump, unblocked_output
+from paceline.launch.places import WorkerPlaces
 from paceline.launch.plan import LocalRun, Programs, plan_launches
 from paceline.launch.script import check_script
 from paceline.launch.signals import Signals
@@ -217,6 +218,7 @@ def make_spec(run: LocalRun, run_dir: Path) -> ClusterSpec:
     spec = ClusterSpec(
         job=secrets.token_hex(8),
         num_workers=run.num_workers,
+        num_at_start=run.num_at_start or 0,
         num_servers=run.num_servers,
         transport=run.transport,
         run_dir=str(run_dir),
@@ -250,7 +252,7 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
         meets_early=True,
     )
     with kept_terminal(), Signals() as signals, unblocked_output() as outlets, open_copy(run.copy_to) as copy:
-        display = open_board(trace_folder, run.num_workers) if run.progress and run.debug is None else None
+        display = open_board(trace_folder, len(run.first_workers)) if run.progress and run.debug is None else None
         console = Console(copy)
         if run.debug is not None and not run.quiet:
             console.announce(f"worker {run.debug} has this terminal, for breakpoint() and pdb; Ctrl-C goes to it alone")
@@ -266,10 +268,25 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
                 console, guard, signals.wakeup_fd, fork_server, outlets, orphans, keeps_spares=keeps_spares
             )
             exits = Exits(console, display, run_dir)
+            if run.num_at_start is not None and not run.quiet:
+                console.announce(
+                    f"{run.num_at_start} of up to {run.num_workers} workers begin; for another number of them: "
+                    f"paceline scale {run_dir} --workers NUMBER"
+                )
+            starting = [each for each in launches if each.role != "worker" or each.rank in run.first_workers]
+            vacant = None if run.num_at_start is None else [each for each in launches if each not in starting]
             supervisor = Supervisor(
-                config, backend, AddressBook(spec), console, signals, display, exits, successors=successors
+                config,
+                backend,
+                AddressBook(spec),
+                console,
+                signals,
+                display,
+                exits,
+                successors=successors,
+                places=None if vacant is None else WorkerPlaces(run_dir, vacant),
             )
-            return supervisor.run(launches if successors is None else successors.equip(launches))
+            return supervisor.run(starting if successors is None else successors.equip(starting))
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from paceline.core.partition import check_shares
 from paceline.errors import UsageError
@@ -13,6 +13,7 @@ from paceline.job.addresses import CLUSTER_NAME, SPEC_NAME, Serving, serving_nam
 from paceline.job.choices import ScaleName, TraceLevel, TransportName
 from paceline.job.environment import Place, with_import_path
 from paceline.job.machines import cores_here, share_of
+from paceline.job.strategy import PARAMETER_SERVER, Distribution
 from paceline.launch.child import Launch
 from paceline.launch.policy import Policy
 from paceline.launch.script import OPTION, sets_variables
@@ -55,6 +56,7 @@ class LocalRun:
     args: tuple[str, ...] = ()
     module: str | None = None  # under whose name the script runs, as by `python -m`; without it, as a file
     num_workers: int = 2
+    num_at_start: int | None = None  # that begin, if the others of them are to come and go while it runs
     num_servers: int = 1
     transport: TransportName = "shm"
     consistency: str | None = None
@@ -76,6 +78,11 @@ class LocalRun:
     debug: int | None = None  # the worker that has the terminal, for a debugger
     defaults: tuple[tuple[str, str], ...] = ()  # variables of all processes, where the user has not set them
     num_data_servers: int = 0  # that `paceline.feed` gets its batches from; without any, workers read them themselves
+
+    @property
+    def first_workers(self) -> range:
+        """The ranks of the workers that it begins with."""
+        return range(self.num_workers if self.num_at_start is None else self.num_at_start)
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -104,8 +111,8 @@ class LocalRun:
         ):
             if number < least:
                 raise UsageError(f"--{what} must be at least {least}, got {number}")
-        if self.debug is not None and not 0 <= self.debug < self.num_workers:
-            raise UsageError(f"--debug is {self.debug}, expected a worker from 0 to {self.num_workers - 1}")
+        if self.debug is not None and self.debug not in self.first_workers:
+            raise UsageError(f"--debug is {self.debug}, expected a worker from 0 to {self.first_workers[-1]}")
         if not self.grace_s > 0:
             raise UsageError(f"--grace-s must be more than 0, got {self.grace_s:g}")
         if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
@@ -121,10 +128,52 @@ class LocalRun:
                 "--on-crash restart needs processes to start again, and with --transport memory the job is one "
                 "process; choose shm or tcp"
             )
+        if self.num_at_start is not None:
+            self._validate_elastic(self.num_at_start)
+
+    def _validate_elastic(self, num_at_start: int) -> None:
+        """Raise UsageError for a run whose workers cannot come and go."""
+        asked = f"--workers is {num_at_start}:{self.num_workers}"
+        if not 1 <= num_at_start <= self.num_workers:
+            raise UsageError(f"{asked}, expected how many begin, at least 1, and then how many there may be, no fewer")
+        if self.transport == "memory":
+            raise UsageError(f"{asked}, and with --transport memory the job is one process; choose shm or tcp")
+        distribution = Distribution() if self.strategy is None else Distribution.parse(self.strategy)
+        if distribution.data not in (None, PARAMETER_SERVER) or distribution.ranks_per_replica > 1:
+            raise UsageError(
+                f"{asked}, and --strategy {self.strategy} needs all workers at every step: give one number of workers, "
+                "or a strategy of the parameter server"
+            )
+
+
+class WorkerCount(NamedTuple):
+    """How many workers begin, None for all, and how many places for workers there are."""
+
+    at_start: int | None
+    places: int
+
+
+def read_workers(text: str) -> WorkerCount:
+    """Read a number of workers, or two: how many begin, and how many there may be.
+
+    Raises UsageError for another text.
+
+    >>> read_workers("4"), read_workers("2:8")
+    (WorkerCount(at_start=None, places=4), WorkerCount(at_start=2, places=8))
+    """
+    numbers = text.strip().split(":")
+    if len(numbers) > 2 or not all(each.isascii() and each.removeprefix("-").isdigit() for each in numbers):
+        raise UsageError(
+            f"--workers is {text[:40]!r}, expected a whole number, or as 2:8 how many begin and how many there may be"
+        )
+    return WorkerCount(int(numbers[0]) if len(numbers) == 2 else None, int(numbers[-1]))
 
 
 def plan_launches(run: LocalRun, programs: Programs, run_dir: Path, environment: Mapping[str, str]) -> list[Launch]:
-    """Say how each process of the job is started: servers first, so that they listen soon."""
+    """Say how each process of the job is started: servers first, so that they listen soon.
+
+    To the servers, a worker that is not there at the start comes as the next life of one that has ended.
+    """
     if run.transport == "memory":
         return [_plan_threads(run, (*programs.threads, *run.words), run_dir, environment)]
     importing = with_import_path(environment, run.folder)
@@ -142,7 +191,7 @@ def plan_launches(run: LocalRun, programs: Programs, run_dir: Path, environment:
             rank=rank,
             command=(*programs.worker, *run.words),
             environment=environment if run.debug in (None, rank) else passing,
-            place=Place(run_dir / CLUSTER_NAME, rank=rank, local_rank=rank),
+            place=Place(run_dir / CLUSTER_NAME, rank, rank, incarnation=0 if rank in run.first_workers else 1),
             cores=share_of(cores, rank, run.num_workers) if run.pin else (),
             has_terminal=rank == run.debug,
             is_fresh=is_fresh,

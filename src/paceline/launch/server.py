@@ -35,7 +35,7 @@ def server_settings(spec: ClusterSpec, rank: int) -> ServerSettings:
         rank,
         spec.num_servers,
         generation=spec.generation,
-        workers=tuple(range(spec.num_workers)),
+        workers=tuple(spec.first_workers),
         join_timeout_s=spec.join_timeout_s,
         shares=spec.shares,
     )

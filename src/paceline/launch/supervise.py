@@ -108,6 +108,26 @@ class Succession(Protocol):
         ...
 
 
+class Places(Protocol):
+    """Places of workers that come and go."""
+
+    def requested(self) -> int | None:
+        """Return how many workers there are to be, if that was asked since the last call; does not block."""
+        ...
+
+    def answer(self, text: str) -> None:
+        """Tell the process that asked."""
+        ...
+
+    def take(self, num: int) -> list[Launch]:
+        """Take up to so many places without a worker, and return how workers are started there."""
+        ...
+
+    def give_back(self, launch: Launch) -> None:
+        """Note that the worker of this place has ended."""
+        ...
+
+
 class ProcessBackend(Protocol):
     """Where processes run: this machine, or those of an engine."""
 
@@ -245,8 +265,12 @@ class Supervisor:
         exits: Exits,
         now: Callable[[], float] = time.monotonic,
         successors: Succession | None = None,
+        places: Places | None = None,
     ) -> None:
-        """Plan it; `now` returns monotonic seconds. Without successors, a server that dies ends the run."""
+        """Plan it; `now` returns monotonic seconds.
+
+        Without successors, a server that dies ends the run; without places, workers neither come nor are told to leave.
+        """
         self._config = config
         self._backend = backend
         self._rendezvous = rendezvous
@@ -263,6 +287,8 @@ class Supervisor:
         self._exits = exits
         self._pauses = RestartDelays()
         self._successors = successors
+        self._places = places
+        self._leaving: list[Member] = []  # those that were told to leave, and have not yet
         self._ended: list[Launch] = []  # lives of workers
         self._due: list[tuple[float, Launch]] = []  # when to start what has crashed again (monotonic seconds)
 
@@ -297,6 +323,7 @@ class Supervisor:
                 self._on_exit(child, exit_code)
         now = self._now()
         self._start_due(now)
+        self._scale()
         self._meet()
         if self._display is not None and now >= self._next_refresh_s:
             self._next_refresh_s = now + TURN_S
@@ -343,6 +370,10 @@ class Supervisor:
 
     def _on_worker_exit(self, child: Member, exit_code: int) -> None:
         self._ended.append(child.launch)
+        if child in self._leaving:
+            self._leaving.remove(child)
+            if exit_code == -signal.SIGTERM:  # it had not begun to take part
+                exit_code = EXIT_PREEMPTED
         self._tell_servers_of_end(child.launch)
         if exit_code == 0:
             self._num_finished += 1
@@ -383,7 +414,7 @@ class Supervisor:
         if self._ending is not None or (self._servers_stopped and exit_code == 0):
             return
         happened = f"{child.launch.title} {describe_exit(exit_code)}"
-        decision = self._config.policy.decide(exit_code, child.launch.incarnation)
+        decision = self._config.policy.decide(exit_code, child.launch.num_restarts)
         if self._servers_stopped:
             self._exits.note_death(child, exit_code, "it had been told to stop, and the run ends")
         elif decision == CrashDecision.RESTART:
@@ -403,15 +434,17 @@ class Supervisor:
 
     def _on_worker_loss(self, child: Member, exit_code: int) -> None:
         was_told = exit_code == EXIT_PREEMPTED
-        match self._config.policy.decide(exit_code, child.launch.incarnation):
+        match self._config.policy.decide(exit_code, child.launch.num_restarts):
             case CrashDecision.CONTINUE if not (self._num_finished or self._has_workers()):
                 told = self._exits.note_death(child, exit_code, "no worker is left, and the run ends")
                 reason = f"{child.launch.title} {describe_exit(exit_code)}; no worker was left"
                 self._ending = Ending(shell_code(exit_code), reason, None if was_told else child, told=told)
             case CrashDecision.CONTINUE if was_told:
                 self._exits.note_left(child, exit_code, "the others go on without it")
+                self._vacate(child.launch)
             case CrashDecision.CONTINUE:
                 self._exits.note_loss(child, exit_code)
+                self._vacate(child.launch)
             case CrashDecision.RESTART:
                 self._restart(child, exit_code)
             case CrashDecision.STOP:
@@ -419,7 +452,7 @@ class Supervisor:
 
     def _stop(self, child: Member, exit_code: int, code: int) -> None:
         """End the run, because a process has ended."""
-        policy, num = self._config.policy, child.launch.incarnation
+        policy, num = self._config.policy, child.launch.num_restarts
         after = f" after restart {num} of {policy.max_restarts}" if num and policy.is_used_up(exit_code, num) else ""
         told = self._exits.note_death(child, exit_code, f"the run stops{after}")
         reason = f"{child.launch.title} {describe_exit(exit_code)}; the run was stopped{after}"
@@ -431,7 +464,42 @@ class Supervisor:
         pause_s = self._pauses.after_crash(child.name, now)
         self._due.append((now + pause_s, again))
         most = self._config.policy.max_restarts
-        self._exits.note_death(child, exit_code, f"restart {again.incarnation} of {most} in {pause_s:g} s")
+        self._exits.note_death(child, exit_code, f"restart {again.num_restarts} of {most} in {pause_s:g} s")
+
+    def _vacate(self, launch: Launch) -> None:
+        """Let another worker come to the place of one that has ended."""
+        if self._places is not None:
+            self._places.give_back(launch)
+
+    def _scale(self) -> None:
+        """Start workers, or tell some to leave, as was asked."""
+        wanted = None if self._places is None else self._places.requested()
+        if self._places is None or wanted is None:
+            return
+        text = self._scale_to(wanted, self._places)
+        self._places.answer(text)
+        self._console.announce(text)
+
+    def _scale_to(self, wanted: int, places: Places) -> str:
+        """Bring the number of workers to `wanted`; return what is done, in words."""
+        if self._ending is not None or self._servers_stopped:
+            return "the run ends: the number of its workers stays as it is"
+        if self._num_finished:
+            return "a worker has come to the end of the script: the number of workers stays as it is"
+        workers = [child for child in self._alive("worker") if child not in self._leaving]
+        num_due = sum(launch.role == "worker" for _, launch in self._due)
+        more = wanted - len(workers) - num_due
+        coming = places.take(max(0, more))
+        for launch in coming:
+            self._start(launch)
+        going = sorted(workers, key=lambda child: child.launch.rank)[more:] if more < 0 else []
+        for child in going:
+            child.signal(signal.SIGTERM)
+        self._leaving += going
+        num = len(workers) + num_due + len(coming) - len(going)
+        changes = [launch.name for launch in coming] or [child.name for child in going]
+        happens = f": {', '.join(changes)} to {'come' if coming else 'leave'}" if changes else ""
+        return f"{num} worker{'' if num == 1 else 's'} from now on{happens}"
 
     # What is done
 

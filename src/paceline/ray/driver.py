@@ -179,6 +179,11 @@ def run_on_ray(run: LocalRun, options: RayOptions) -> int:
     answers signals while it runs.
     """
     run.validate()
+    if run.num_at_start is not None:
+        raise UsageError(
+            f"--workers is {run.num_at_start}:{run.num_workers}, and under Ray workers do not come and go yet: leave "
+            "out --engine ray, or give one number of workers"
+        )
     options.validate(run)
     require_startable(run.script, "paceline.ray.run")
     ray = prepare(options)

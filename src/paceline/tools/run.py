@@ -24,7 +24,7 @@ def run(
     /,
     *args: Annotated[str, Parameter(allow_leading_hyphen=True)],
     config: Path | None = None,
-    workers: Annotated[int, Parameter(alias="-n")] = 2,
+    workers: Annotated[str, Parameter(alias="-n")] = "2",
     servers: Annotated[int, Parameter(alias="-m")] = 1,
     data_servers: int = 0,
     engine: Engine = "local",
@@ -64,7 +64,7 @@ def run(
         A file (.toml, .yaml, .json) with options by their names, and the script's first arguments as args; what is
         said here wins.
     workers
-        Number of worker processes.
+        Number of worker processes. 2:8 begins with two, and `paceline scale` changes their number, up to eight.
     servers
         Number of server processes, which hold the parameters between them.
     data_servers
@@ -116,20 +116,20 @@ def run(
     traceback
         Show the whole traceback of errors, of workers and servers too, where otherwise one line says what to do.
     """
-    from paceline.launch.plan import LocalRun
+    from paceline.launch.plan import LocalRun, read_workers
     from paceline.launch.policy import Policy
 
-    check_consistency(consistency)
     path, module, args = read_program(script, args)
     asked = LocalRun(
         script=path,
         module=module,
         args=(*config_args(config), *args),
-        num_workers=workers,
+        num_workers=read_workers(workers).places,
+        num_at_start=read_workers(workers).at_start,
         num_servers=servers,
         num_data_servers=data_servers,
         transport=transport,
-        consistency=consistency or check_strategy(strategy, workers),
+        consistency=check_policy(consistency, strategy, workers),
         strategy=strategy,
         scale=scale,
         trace=trace,
@@ -208,23 +208,19 @@ def read_program(script: Path, args: tuple[str, ...]) -> tuple[Path, str | None,
     return source_of(args[0], search_path()), args[0], args[1:]
 
 
-def check_consistency(text: str | None) -> None:
-    """Raise UsageError when the text names no consistency."""
-    from paceline.core.consistency import Consistency
+def check_policy(consistency: str | None, strategy: str | None, workers: str) -> str | None:
+    """Return the consistency that was given, or that of a strategy, if it names one.
 
-    if text is not None:
-        Consistency.parse(text)
-
-
-def check_strategy(text: str | None, num_workers: int) -> str | None:
-    """Return the consistency that a strategy names, if it does.
-
-    Raises UsageError when the text names no strategy, or one that so many workers cannot share.
+    Raises UsageError when one of the texts names none, or a strategy that so many workers cannot share.
     """
+    from paceline.core.consistency import Consistency
     from paceline.job.strategy import Distribution
+    from paceline.launch.plan import read_workers
 
-    if text is None:
-        return None
-    distribution = Distribution.parse(text)
-    distribution.num_replicas(num_workers)
-    return distribution.consistency
+    if consistency is not None:
+        Consistency.parse(consistency)
+    if strategy is None:
+        return consistency
+    distribution = Distribution.parse(strategy)
+    distribution.num_replicas(read_workers(workers).places)
+    return consistency or distribution.consistency

@@ -33,6 +33,7 @@ class WorkerOptions:
         reconnect_timeout_s: for how long it tries to restore a broken connection.
         checks_memory: overwrite memory of pushes when it is freed, and send checksums with pushes.
         how_ended: returns how a server of this rank has ended, "" if unknown; an ended one is not connected to again.
+        joins_late: join with the first request or clock, so that other workers do not wait for what comes before.
         tell: prints lines about unusually long waits.
     """
 
@@ -40,6 +41,7 @@ class WorkerOptions:
     reconnect_timeout_s: float = 5.0
     checks_memory: bool = False
     how_ended: Callable[[int], str] = lambda _: ""
+    joins_late: bool = False
     tell: Callable[[list[str]], None] = print_lines
 
 

@@ -148,6 +148,7 @@ class WorkerNode:
     context: ClientContext = field(init=False)  # with which tables are opened
     _throttle: Throttle = field(init=False)
     _joined: bool = False
+    _joining: threading.Lock = field(default_factory=threading.Lock)
     _left: bool = False
     _periodic: PeriodicThread = field(init=False)
 
@@ -158,7 +159,7 @@ class WorkerNode:
         self.waits = Waits(rank, self.options.wait_timeout_s, lambda make: self.rpc.start_call(0, make))
         self._lock = WorkerLock(rank, self.waits, lambda: self._core.clock, self._hold)
         self._changed = self._lock.changed
-        self.rpc = Rpc(self._send_frame, self._lock, len(self.addresses), self.settings.retry_s)
+        self.rpc = Rpc(self._send_frame, self._lock, len(self.addresses), self.settings.retry_s, self._join_first)
         self._throttle = Throttle(self._lock, self._fail)
         self.context = ClientContext(
             self._core,
@@ -226,6 +227,14 @@ class WorkerNode:
             self._lock.wait(lambda: self._joined, "all servers to let this worker take part")
             return self._core.clock
 
+    def _join_first(self) -> None:
+        """Join, where that was left until the servers are needed; blocks as `join` does."""
+        if self._joined or not self.options.joins_late:
+            return
+        with self._joining:
+            if not self._connections:
+                self.join()
+
     def _distant(self) -> frozenset[int]:
         """Return the servers on other machines."""
         transport = self.transport
@@ -262,6 +271,7 @@ class WorkerNode:
         Blocks while rows that must be sent before wait for their budget, and while many reports of rows read from
         caches are unanswered.
         """
+        self._join_first()
         with self._changed:
             for table in list(self._clocked):
                 table.prepare_tick(self._core.clock)
@@ -305,6 +315,8 @@ class WorkerNode:
 
     def leave(self) -> None:
         """Leave the job once all pushes are settled. Blocks until every server agrees."""
+        if not self._connections:  # it has not joined
+            return
         with self._changed:
             self._flush_pushes()
             self._handle(WantLeave())

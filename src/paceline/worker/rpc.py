@@ -31,6 +31,7 @@ class Rpc:
     lock: WorkerLock
     num_servers: int
     retry_s: float
+    prepare: Callable[[], None] = lambda: None  # called before requests are made, without the lock; may block
     _open: dict[int, _Call] = field(default_factory=dict[int, _Call])
     _next_number: int = 1
 
@@ -43,6 +44,7 @@ class Rpc:
         about: About = About(),  # noqa: B008 - it is frozen
     ) -> list[memoryview]:
         """Send a request to all servers, or to `servers`, and return the bodies of the answers; blocks for them."""
+        self.prepare()
         with self.lock.changed:
             self.lock.check()
             wanted = range(self.num_servers) if servers is None else servers
@@ -51,6 +53,7 @@ class Rpc:
 
     def call(self, server: int, make: Callable[[int], object], what: str) -> memoryview:
         """Send a request to one server and return the body of its answer; blocks for it."""
+        self.prepare()
         return self.wait_answer(self.start_call(server, make), what)
 
     def start_call(self, server: int, make: Callable[[int], object]) -> Future[memoryview]:

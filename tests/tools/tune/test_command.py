@@ -52,7 +52,7 @@ def test_a_real_run_is_followed_and_stopped(tmp_path: Path, capfd: pytest.Captur
         ({**TWO, "parameters": {"run.strategy": ["sometimes"]}}, [], "'sometimes' is not known"),
         ({**TWO, "parameters": {"run.workers": [2, 0]}}, [], "--workers must be at least 1, got 0"),
         ({**TWO, "parameters": {"run.servers": {"low": 0, "high": 3}}}, [], "--servers must be at least 1, got 0"),
-        ({**TWO, "parameters": {"run.workers": [2.5]}}, [], "--workers takes whole numbers, got 2.5"),
+        ({**TWO, "parameters": {"run.workers": [2.5]}}, [], "--workers is '2.5', expected a whole number"),
         ({**TWO, "run": {"data_servers": -1}}, [], "--data-servers must be at least 0, got -1"),
         (
             {**TWO, "parameters": {"run.on-crash": ["restart"]}, "run": {"transport": "memory"}},

@@ -17,7 +17,7 @@ from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
 from paceline.job.strategy import Distribution
 from paceline.launch.config import Choice, as_text, option_name, read_mapping
-from paceline.launch.plan import LocalRun
+from paceline.launch.plan import LocalRun, read_workers
 from paceline.launch.policy import Policy
 from paceline.launch.script import check_script
 from paceline.tools.run import run
@@ -76,9 +76,11 @@ def _check(arguments: Mapping[str, Any]) -> None:
         Consistency.parse(arguments["consistency"])
     if arguments["strategy"] is not None:
         Distribution.parse(arguments["strategy"])
+    workers = read_workers(arguments["workers"])
     LocalRun(
         script=Path(_SOME_SCRIPT),
-        num_workers=arguments["workers"],
+        num_workers=workers.places,
+        num_at_start=workers.at_start,
         num_servers=arguments["servers"],
         num_data_servers=arguments["data_servers"],
         transport=arguments["transport"],

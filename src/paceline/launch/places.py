@@ -1,0 +1,93 @@
+"""The places of workers that come and go while a job runs, and requests to its launcher for another number of them."""
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, final
+
+from paceline.errors import PacelineError, UsageError
+from paceline.job.addresses import SPEC_NAME
+from paceline.job.spec import ClusterSpec
+from paceline.launch.child import Launch
+
+REQUEST_NAME: Final = "workers.wanted"
+ANSWER_NAME: Final = "workers.answer"
+POLL_S: Final = 0.02
+
+
+@final
+class WorkerPlaces:
+    """The places that have no worker now, and what the launcher of the job is asked for."""
+
+    def __init__(self, run_dir: Path, vacant: Sequence[Launch]) -> None:
+        """Begin with these places; each says how a worker is started there."""
+        self._run_dir = run_dir
+        self._vacant = {launch.rank: launch for launch in vacant}
+
+    def requested(self) -> int | None:
+        """Return how many workers there are to be, if that was asked since the last call; does not block."""
+        path = self._run_dir / REQUEST_NAME
+        try:
+            text = path.read_text()
+        except OSError:
+            return None
+        with suppress(OSError):
+            path.unlink()
+        return int(text) if text.isdigit() else None
+
+    def answer(self, text: str) -> None:
+        """Tell the process that asked."""
+        with suppress(OSError):  # a full disk, or the folder is gone: it says by itself that it was not answered
+            _appear(self._run_dir / ANSWER_NAME, text)
+
+    def take(self, num: int) -> list[Launch]:
+        """Take up to so many places, those of the lowest ranks, and return how workers are started there."""
+        return [self._vacant.pop(rank) for rank in sorted(self._vacant)[:num]]
+
+    def give_back(self, launch: Launch) -> None:
+        """Note that the worker of this place has ended, so that another may come."""
+        self._vacant[launch.rank] = launch.anew()
+
+
+def request_workers(run_dir: Path, num: int, timeout_s: float) -> str:
+    """Ask the launcher of a run for so many workers, and return its answer; blocks for it.
+
+    Raises:
+        UsageError: it is no run, its workers do not come and go, or it has no place for so many.
+        PacelineError: the launcher has not answered in time.
+    """
+    spec = ClusterSpec.read(run_dir / SPEC_NAME)
+    if not spec.is_elastic:
+        raise UsageError(
+            f"the run in {run_dir} keeps its {spec.num_workers} workers: start it with --workers "
+            f"{spec.num_workers}:{max(num, spec.num_workers)}, for example"
+        )
+    if not 1 <= num <= spec.num_workers:
+        raise UsageError(f"--workers is {num}, and the run in {run_dir} has places for 1 to {spec.num_workers} workers")
+    request, answer = run_dir / REQUEST_NAME, run_dir / ANSWER_NAME
+    answer.unlink(missing_ok=True)
+    try:
+        _appear(request, str(num))
+    except FileExistsError as error:
+        raise PacelineError(f"the launcher of {run_dir} has another request to answer: try again") from error
+    deadline = time.monotonic() + timeout_s
+    while not answer.exists():
+        if time.monotonic() > deadline:
+            request.unlink(missing_ok=True)
+            raise PacelineError(f"the launcher of {run_dir} did not answer within {timeout_s:g} s: has the run ended?")
+        time.sleep(POLL_S)
+    text = answer.read_text()
+    answer.unlink(missing_ok=True)
+    return text
+
+
+def _appear(path: Path, text: str) -> None:
+    """Write a file that is there whole or not at all; raises FileExistsError where there is one."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(text)
+    try:
+        os.link(unfinished, path)
+    finally:
+        unfinished.unlink()
