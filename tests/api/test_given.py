@@ -86,7 +86,7 @@ WRONG_CALLS: list[tuple[Callable[[Session], object], str]] = [
     (lambda ps: ps.clock(3), r"takes 1 positional argument but 2 were given; expected clock\("),
     (lambda ps: paceline.rank(0), r"rank\(\) takes 0 positional arguments .*; expected rank\(\)"),
     (lambda ps: paceline.init(timeout_s="9"), "init: timeout_s is '9', expected a number or None"),
-    (lambda ps: paceline.report(loss="x"), "loss is 'x', expected one real number"),
+    (lambda ps: paceline.report(loss="x"), r"loss is 'x', expected one real number\.$"),
     (lambda ps: paceline.shard(), r"shard\(\) missing 1 required positional argument: 'source'; expected shard"),
     (lambda ps: paceline.shard([1, 2], slices="x"), "shard: slices is 'x', expected a whole number"),
     (lambda ps: paceline.feed(None, batch_size=2), "cannot feed from a NoneType: expected what a function of"),

@@ -71,5 +71,5 @@ def test_threads_of_one_process_are_told_together(tmp_path: Path) -> None:
         assert run.end() == 143
         assert len(run.saying("] left")) == 2
         assert run.told() == [
-            "paceline: workers 0-1 was told to leave, and has; no worker is left, and the run ends",
+            "paceline: the process of workers 0-1 was told to leave, and has; no worker is left, and the run ends",
         ]

@@ -21,8 +21,14 @@ SCRIPT = """
 import os, sys, time
 if os.environ["PACELINE_RANK"] == "1":
     print("this is", 1)
-    breakpoint() if "both" in sys.argv else None
+    if "both" in sys.argv:
+        import pdb
+        pdb.set_trace()
+    breakpoint()
+    open(__file__ + ".passed", "w").close()
     sys.exit()
+while "both" not in sys.argv and not os.path.exists(__file__ + ".passed"):
+    time.sleep(0.05)
 breakpoint()
 print("reads", sys.stdin.isatty(), "writes", sys.stdout.isatty())
 while True:
@@ -63,7 +69,7 @@ def at_terminal(script: Path, **settings: object) -> Iterator[Terminal]:
         os.close(master)
 
 
-def test_a_debugger_reads_the_terminal_and_ctrl_c_goes_to_its_worker(tmp_path: Path) -> None:
+def test_a_debugger_reads_the_terminal_that_others_pass_by_and_ctrl_c_goes_to_its_worker(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     with at_terminal(script, num_workers=2, debug=0) as terminal:

@@ -118,6 +118,10 @@ def test_last_lines_that_others_have_pushed_off_the_screen_are_told_again(capsys
     console.quote("worker 1", words)
     quoted = [line for line in capsys.readouterr().err.splitlines() if line.startswith("    ")]
     assert quoted == [f"    {word}" for word in words]
+    for _ in range(SCREEN_LINES):
+        console.relay("worker 0", 0, "another", to_stderr=True)
+    console.quote("worker 1", words[:1])
+    assert "paceline: the last line that worker 1 wrote to stderr:\n    line 0\n" in capsys.readouterr().err
 
 
 def test_why_a_run_stops_is_told_again_when_it_is_off_the_screen(tmp_path: Path) -> None:

@@ -63,6 +63,13 @@ def test_workers_of_a_script_that_sets_variables_import_torch_themselves(tmp_pat
     assert plan_launches(profiled, DEFAULT_PROGRAMS, tmp_path, child_environment(1, 1, {}))[1].is_fresh
 
 
+def test_coverage_begins_before_torch_is_imported(tmp_path: Path) -> None:
+    for module, is_fresh in (("coverage", True), ("cProfile", False)):
+        run = LocalRun(script=tmp_path / f"{module}.py", module=module)
+        launches = plan_launches(run, DEFAULT_PROGRAMS, tmp_path, child_environment(1, 1, {}))
+        assert [launch.is_fresh for launch in launches if launch.role == "worker"] == [is_fresh] * run.num_workers
+
+
 def test_a_working_folder_that_is_gone_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -92,6 +92,19 @@ def test_a_worker_in_a_barrier_waits_for_those_that_have_not_come(stage: Stage) 
     assert stage.states(101.0)[0] == ""
 
 
+def test_a_collective_call_waits_for_those_that_are_in_another(stage: Stage) -> None:
+    stage.step(0, 3)
+    stage.step(1, 3)
+    stage.states(100.0)
+    stage.is_in(0, "barrier()", 3.0)
+    stage.is_in(1, "model all_reduce", 3.0)
+    assert stage.states(100.0) == ["in barrier(), waiting for worker 1 for 3 s", "waiting for worker 0 for 3 s"]
+    stage.is_in(0, "model all_reduce", 3.0)
+    assert stage.states(100.0) == ["waiting for the others for 3 s"] * 2
+    stage.does(0, "computing", 3.0)
+    assert stage.states(100.0) == ["", "waiting for worker 0 for 3 s"]
+
+
 def test_a_silent_process_is_hung(stage: Stage) -> None:
     stage.step(0, 0)
     stage.step(1, 0)

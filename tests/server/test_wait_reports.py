@@ -113,6 +113,16 @@ def test_workers_that_wait_for_the_same_are_told_once() -> None:
     assert job.report(1, 5.0, "values", table="model", needs=3)[0] == "1", "another wait is told anew"
 
 
+def test_a_wait_that_is_not_long_yet_is_known_and_not_told() -> None:
+    job = Job(at_barriers={"barrier": [0]})
+    job.handle(Leave(Sender(1, 2, 0)))
+    assert job.report(1, 0.0, "model, call 3, backward", workers=(0,))[0] == "2"
+    assert job.report(0, 5.0, "the others to come to the barrier") == (
+        "3worker 0 is in barrier(), waiting for worker 1; worker 1 waits for worker 0 (model, call 3, backward)"
+        f"{STUCK}{ADVICE}"
+    )
+
+
 def test_another_cause_is_told_at_once_but_not_more_often_than_every_few_seconds() -> None:
     job = Job()
     assert job.report(1, 5.0, "call 1, all_reduce", workers=(0, 2))[0] == "1"

@@ -32,7 +32,7 @@ class Bench:
         self.asked.append(make(1))
         answer: Future[memoryview] = Future()
         if self.said:
-            answer.set_result(memoryview(self.said.encode()))
+            answer.set_result(memoryview((self.said if self.asked[-1].waited_s else f"0{self.said[1:]}").encode()))
         return answer
 
     def run(self, seconds: float, *, busy: bool = False) -> list[str]:
@@ -53,6 +53,25 @@ def test_a_long_wait_is_reported_after_5_seconds_and_then_ever_more_rarely() -> 
         assert len(bench.run(74.0)) == 3  # at 10, 20, 40 s
     assert (bench.asked[0].what, bench.asked[0].table, bench.asked[0].needs) == ("the others", "w", 3)
     assert bench.asked[-1].what == "", "server 0 is told when it is over"
+
+
+def test_server_0_knows_of_a_wait_before_it_may_tell_of_it() -> None:
+    bench = Bench()
+    with bench.waits.during("the others") as wait:
+        assert bench.run(4.0) == []
+        assert [(report.waited_s, report.what) for report in bench.asked] == [(0.0, "the others")]
+        assert wait.known == "worker 0 waits for worker 1"
+        bench.run(1.5)
+        assert [report.waited_s for report in bench.asked] == [0.0, 5.0]
+
+
+def test_a_collective_call_is_known_while_it_lasts() -> None:
+    waits = Bench().waits
+    with waits.during("values"):
+        assert waits.meeting() == ""
+        with waits.during("model, call 3", About("model all_reduce", workers=(1,))):
+            assert waits.meeting() == "model all_reduce"
+        assert waits.meeting() == ""
 
 
 def test_before_the_first_clock_more_patience_is_usual() -> None:
@@ -84,7 +103,7 @@ def test_only_the_worker_that_server_0_names_prints() -> None:
 def test_a_server_that_does_not_answer_is_named() -> None:
     bench = Bench(said="")
     with bench.waits.during("the others"):
-        assert bench.run(8.0) == ["waiting for 7 s: worker 0 waits for the others; server 0 does not answer"]
+        assert bench.run(8.0) == ["waiting for 8 s: worker 0 waits for the others; server 0 does not answer"]
 
 
 def test_what_server_0_says_cannot_command_a_terminal() -> None:

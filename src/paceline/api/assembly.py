@@ -83,7 +83,7 @@ def assemble_session(config: SessionConfig, notice: PreemptionNotice | None = No
         undo.callback(node.close)
         if not config.options.joins_late:
             node.join()
-        metrics = StepMetrics(Trace(config.trace_path, config.trace_bytes), rank)
+        metrics = StepMetrics(Trace(config.trace_path, config.trace_bytes), rank, meeting=node.waits.meeting)
         workers = WorkerSet(
             rank,
             size,

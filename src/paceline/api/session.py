@@ -24,6 +24,7 @@ from paceline.launch.script_exit import ended_well
 from paceline.launch.signals import PreemptionNotice
 from paceline.model_parallel.arrangement import Arrangement
 from paceline.observe.notices import CLOCK_ADVICE
+from paceline.observe.trace import BARRIER
 from paceline.training.embedding_gradients import EmbeddingLookups
 from paceline.training.strategy import Distributed, Settings, Strategy, distribute, optimizers_of_loop
 from paceline.training.weights import Weights
@@ -353,7 +354,7 @@ class Session:
     @checked_late
     def barrier(self) -> None:
         """Block until every live worker has called this, and all its pushes are settled."""
-        self.metrics.call = "barrier()"
+        self.metrics.call = BARRIER
         try:
             with self.metrics.communicating():
                 self.node.settle()
@@ -410,27 +411,26 @@ class Session:
 
     def _tell_unfinished(self) -> None:
         """Warn of pushes and gradients in a clock that is not finished, and of steps that were not pushed."""
-        held = _listed([(f"table '{table}'", num) for table, num in self.node.unfinished().items()], "push", "pushes")
+        leaves = f"worker {self.rank} leaves in the middle of clock {self.node.clock} with"
+        held = [(f"table '{table}'", num) for table, num in self.node.unfinished().items()]
         if held:
-            self.metrics.tell(
-                f"worker {self.rank} leaves in the middle of clock {self.node.clock} with {held}: they take effect "
-                f"only now, all in one clock, and no read of this worker has seen them. {CLOCK_ADVICE}"
-            )
-        lost = _listed(
-            [(f"embedding '{table}'", num) for table, num in self.lookups.unpushed()], "gradient", "gradients"
-        )
+            effect = "it takes effect only now" if _is_one(held) else "they take effect only now, all in one clock"
+            seen = f"and no read of this worker has seen {'it' if _is_one(held) else 'them'}"
+            self.metrics.tell(f"{leaves} {_listed(held, 'push', 'pushes')}: {effect}, {seen}. {CLOCK_ADVICE}")
+        lost = [(f"embedding '{table}'", num) for table, num in self.lookups.unpushed()]
         if lost:
-            self.metrics.tell(
-                f"worker {self.rank} leaves in the middle of clock {self.node.clock} with {lost} that were never "
-                f"pushed: they are lost. {CLOCK_ADVICE}"
-            )
+            how = "that was never pushed: it is lost" if _is_one(lost) else "that were never pushed: they are lost"
+            self.metrics.tell(f"{leaves} {_listed(lost, 'gradient', 'gradients')} {how}. {CLOCK_ADVICE}")
         for name, (num_steps, every) in self.unpushed_steps.items():
             if num_steps:
-                steps = "step" if num_steps == 1 else "steps"
+                is_one = num_steps == 1
+                of = (
+                    f"step of '{name}' that was never pushed" if is_one else f"steps of '{name}' that were never pushed"
+                )
                 self.metrics.tell(
-                    f"worker {self.rank} leaves at clock {self.node.clock} with {num_steps} {steps} of '{name}' that "
-                    f"were never pushed: the servers and the other workers do not have them. A push is made of {every} "
-                    "steps: take a multiple of that, or fewer steps a push."
+                    f"worker {self.rank} leaves at clock {self.node.clock} with {num_steps} {of}: the servers and the "
+                    f"other workers do not have {'it' if is_one else 'them'}. A push is made of {every} steps: take a "
+                    "multiple of that, or fewer steps a push."
                 )
 
     def leave_at_exit(self) -> None:
@@ -510,6 +510,10 @@ class Session:
                 self.clock()
             for optimizer in sorted(used, key=lambda one: (one.turn_s == 0.0, one.turn_s)):
                 optimizer.step_without_batch()
+
+
+def _is_one(found: Sequence[tuple[str, int]]) -> bool:
+    return sum(num for _, num in found) == 1
 
 
 def _listed(found: Sequence[tuple[str, int]], one: str, several: str) -> str:

@@ -36,6 +36,11 @@ class Launch:
     memory: int | None = None  # the descriptor by which a server reaches memory that outlives it
 
     @property
+    def title(self) -> str:
+        """Its name where a sentence begins: that of several workers in one process is not plural."""
+        return f"the process of {self.name}" if self.name.startswith("workers ") else self.name
+
+    @property
     def incarnation(self) -> int:
         """Which life of its worker this is, from 0; of a process without a place, how often it was started again."""
         return self.num_restarts if self.place is None else self.place.incarnation

@@ -205,7 +205,8 @@ class Console:
         """Write the last lines that a process wrote to stderr once more, unless they are still on the screen."""
         if self._latest.count(name) >= len(lines):
             return
-        self.announce(f"the last {len(lines)} lines that {name} wrote to stderr:")
+        last = f"the last {len(lines)} lines that {name} wrote to stderr:"
+        self.announce(f"the last line that {name} wrote to stderr:" if len(lines) == 1 else last)
         self._latest.extend(name for _ in lines)
         self._tell("".join(f"    {line}\n" for line in lines))
 

@@ -18,6 +18,8 @@ from paceline.launch.child import Launch
 from paceline.launch.policy import Policy
 from paceline.launch.script import OPTION, sets_variables
 
+# These modules have to run before torch is imported, and so in no process that was forked.
+_BEFORE_TORCH: Final = ("coverage",)
 # On a busy machine an import of torch takes a minute; a process that fails to start is seen at once, whatever this is.
 START_TIMEOUT_S: Final = 180.0
 
@@ -179,14 +181,16 @@ def plan_launches(run: LocalRun, programs: Programs, run_dir: Path, environment:
     data_servers = [
         _plan_serving("data", rank, programs.data_server, run_dir, importing) for rank in range(run.num_data_servers)
     ]
-    cores, is_fresh = cores_here(), any(sets_variables(script.absolute(), folder) for script, folder in run.scripts)
+    cores, is_fresh = cores_here(), run.module in _BEFORE_TORCH
+    is_fresh = is_fresh or any(sets_variables(script.absolute(), folder) for script, folder in run.scripts)
+    passing = {**environment, "PYTHONBREAKPOINT": "0"}  # for workers without the terminal: breakpoint() does nothing
     workers = [
         Launch(
             role="worker",
             name=f"worker {rank}",
             rank=rank,
             command=(*programs.worker, *run.words),
-            environment=environment,
+            environment=environment if run.debug in (None, rank) else passing,
             place=Place(run_dir / CLUSTER_NAME, rank, rank, incarnation=0 if rank in run.first_workers else 1),
             cores=share_of(cores, rank, run.num_workers) if run.pin else (),
             has_terminal=rank == run.debug,

@@ -198,7 +198,7 @@ class Exits:
     def note_loss(self, member: Member, exit_code: int) -> None:
         """Tell that the run goes on without a worker."""
         self.note_death(member, exit_code, "the others go on without it")
-        self._lost.append(f"{member.name}, which {describe_exit(exit_code)} at {self._clock()}")
+        self._lost.append(f"{member.launch.title}, which {describe_exit(exit_code)} at {self._clock()}")
 
     def conclude(self) -> int:
         """Return the exit code of a run that has come to its end; say so where it has lost workers."""
@@ -211,7 +211,7 @@ class Exits:
         launch, pid = member.launch, member.pid
         number = "" if pid is None else f" (pid {pid})"
         happened = describe_exit(exit_code)
-        line = f"{member.name}{number} {happened}; {then}"
+        line = f"{member.launch.title}{number} {happened}; {then}"
         self._console.announce(line)
         with suppress(OSError), Trace(self._trace) as trace:  # a full disk ends no run
             life = member.name, launch.role, launch.rank, launch.incarnation, pid
@@ -391,7 +391,7 @@ class Supervisor:
             self._exits.note_death(child, exit_code, "another process goes on in its place")
         elif not is_due:
             when = "when it was told to stop" if self._servers_stopped else "before the run was over"
-            reason = f"{child.name} {describe_exit(exit_code)} {when}"
+            reason = f"{child.launch.title} {describe_exit(exit_code)} {when}"
             told = self._exits.note_death(child, exit_code, f"the run ends{lost}")
             self._ending = Ending(1, reason, culprit=child, lets_save=self._met, told=told)
             record_server_ended(self._config.run_dir, child.launch.rank, describe_exit(exit_code))
@@ -413,7 +413,7 @@ class Supervisor:
         """Go on with the others: none decides anything, so that each can serve what another was to."""
         if self._ending is not None or (self._servers_stopped and exit_code == 0):
             return
-        happened = f"{child.name} {describe_exit(exit_code)}"
+        happened = f"{child.launch.title} {describe_exit(exit_code)}"
         decision = self._config.policy.decide(exit_code, child.launch.num_restarts)
         if self._servers_stopped:
             self._exits.note_death(child, exit_code, "it had been told to stop, and the run ends")
@@ -437,7 +437,7 @@ class Supervisor:
         match self._config.policy.decide(exit_code, child.launch.num_restarts):
             case CrashDecision.CONTINUE if not (self._num_finished or self._has_workers()):
                 told = self._exits.note_death(child, exit_code, "no worker is left, and the run ends")
-                reason = f"{child.name} {describe_exit(exit_code)}; no worker was left"
+                reason = f"{child.launch.title} {describe_exit(exit_code)}; no worker was left"
                 self._ending = Ending(shell_code(exit_code), reason, None if was_told else child, told=told)
             case CrashDecision.CONTINUE if was_told:
                 self._exits.note_left(child, exit_code, "the others go on without it")
@@ -455,7 +455,7 @@ class Supervisor:
         policy, num = self._config.policy, child.launch.num_restarts
         after = f" after restart {num} of {policy.max_restarts}" if num and policy.is_used_up(exit_code, num) else ""
         told = self._exits.note_death(child, exit_code, f"the run stops{after}")
-        reason = f"{child.name} {describe_exit(exit_code)}; the run was stopped{after}"
+        reason = f"{child.launch.title} {describe_exit(exit_code)}; the run was stopped{after}"
         self._ending = Ending(code, reason, child, told=told)
 
     def _restart(self, child: Member, exit_code: int) -> None:
@@ -565,7 +565,7 @@ class Supervisor:
         self._wait_until_gone(children, grace_s)
         late = [child for child in children if child in self._running]
         for child in late:
-            self._console.announce(f"{child.name} had not ended {grace_s:g} s after {since}, and was killed")
+            self._console.announce(f"{child.launch.title} had not ended {grace_s:g} s after {since}, and was killed")
         self._kill(late)
         self._wait_until_gone(late, KILL_TIMEOUT_S)
 
@@ -606,7 +606,7 @@ class Supervisor:
         if culprit.last_lines:
             self._console.quote(culprit.name, tuple(culprit.last_lines))
         elif not self._shows(ending):  # else the last line says what happened, and remains the last
-            self._console.announce(f"{culprit.name} wrote nothing to stderr")
+            self._console.announce(f"{culprit.launch.title} wrote nothing to stderr")
 
     def _shows(self, ending: Ending) -> bool:
         return bool(ending.told) and self._console.shows(ending.told)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 from paceline.errors import UsageError
 from paceline.observe.runs import TraceFollower
 from paceline.observe.trace import (
+    BARRIER,
     NO_SERVER,
     ReadRecord,
     Refusal,
@@ -47,7 +48,7 @@ class Life:
         waits: whether it has been in a waiting call for long enough to report.
         since_s: time when the current state began.
         leaves: whether it has left the job while its process runs.
-        call: that it waits in, where that is for workers of any clock: "barrier()".
+        call: that it waits in, where that is for workers of any clock: `BARRIER`, or a collective call.
     """
 
     clock: int = 0
@@ -99,7 +100,7 @@ def _describe(worker: int, lives: Mapping[int, Life], now: float) -> str:
         return "leaving"
     for_s = now - life.since_s
     if life.waits:
-        where = f"in {life.call}, " if life.call else ""
+        where = f"in {life.call}, " if life.call == BARRIER else ""
         return f"{where}waiting for {_awaited(worker, lives)} for {for_s:.0f} s"
     return f"computing for {for_s:.0f} s" if for_s >= NOTABLE_S else ""
 
@@ -110,10 +111,10 @@ def _awaited(worker: int, lives: Mapping[int, Life]) -> str:
     others = {rank: life for rank, life in lives.items() if rank != worker and not life.end}
     slowest = min((life.clock for life in others.values()), default=own)
     awaited = [rank for rank, life in others.items() if life.clock == slowest and (slowest < own or not life.waits)]
-    if call:
+    if call == BARRIER or (call and not awaited):
         awaited = [rank for rank, life in others.items() if life.call != call]
     if (slowest > own and not call) or not awaited:
-        return "the server"
+        return "the others" if call not in ("", BARRIER) else "the server"
     ranks = ", ".join(map(str, sorted(awaited)[:3])) + (", ..." if len(awaited) > 3 else "")
     return f"worker{'s' if len(awaited) > 1 else ''} {ranks}"
 

@@ -322,6 +322,9 @@ class Exit(msgspec.Struct, frozen=True, tag_field="kind", tag="exit"):
     then: str
 
 
+BARRIER: Final = "barrier()"  # as `State.call`
+
+
 class State(msgspec.Struct, frozen=True, tag_field="kind", tag="state"):
     """State of a worker that has finished no clock for a while, and its duration: its process runs."""
 

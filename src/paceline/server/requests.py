@@ -231,7 +231,7 @@ class WaitReports:
         blockers = {worker for waiter in waiters.values() for worker in waiter.blockers}
         roots = frozenset(blockers - set(waiters) | locked)
         advice = "" if roots == self._told else f": {_STUCK_ADVICE}"
-        tells = self._is_news(roots, report.waited_s, now)
+        tells = report.waited_s > 0 and self._is_news(roots, report.waited_s, now)
         return (f"{2 + tells}{text}. {_STUCK}{advice}" if locked else f"{int(tells)}{text}").encode()
 
     def forget(self, life: Life) -> None:

@@ -115,7 +115,9 @@ class ClaimWork:
 
 @dataclass(frozen=True, slots=True)
 class ReportWait:
-    """I have waited for `what` for `waited_s` seconds: reply what you know about it. Empty `what`: the wait is over.
+    """I have waited for `what` for `waited_s` seconds, or not for unusually long (0): reply what you know about it.
+
+    Empty `what`: the wait is over.
 
     The wait ends when every worker has finished the clocks below `needs`, unless that is 0, or when each of `workers`
     has done its part. `table`: the table whose values or pushes I wait for. The reply is "1" or "0", for whether I

@@ -71,6 +71,7 @@ class StepMetrics:
     comm_s: float = 0.0
     _since: float = field(init=False)
     call: str = ""  # that this worker is in: "barrier()"
+    meeting: Callable[[], str] = str  # returns such a call of a collective kind, or an empty text
     communicating_since: float | None = None  # up to where communication is counted; None outside of it
     _has_finished: bool = False
     _clock: int = 0  # that is under way
@@ -201,9 +202,8 @@ class StepMetrics:
         since = self.computing_since if communicating_since is None else communicating_since
         if now - max(since, self._since) >= STATE_INTERVAL_S:
             doing = "computing" if communicating_since is None else "communicating"
-            self.trace.record(
-                records.State(now, self.worker, self._clock, doing, now - max(since, self._since), self.call)
-            )
+            for_s, call = now - max(since, self._since), self.call or self.meeting()
+            self.trace.record(records.State(now, self.worker, self._clock, doing, for_s, call))
         self.trace.flush()
         return True
 

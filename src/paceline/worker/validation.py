@@ -155,9 +155,8 @@ def as_number(value: object, where: str, what: str) -> float:
     if is_one:
         value = value.item()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
     if not isinstance(value, int | float):
-        raise UsageError(
-            f"{where}: {what} is {brief(value)}, expected one real number: take loss.mean().item(), for example."
-        )
+        advice = ": take loss.mean().item(), for example" if isinstance(value, Tensor | np.ndarray) else ""
+        raise UsageError(f"{where}: {what} is {brief(value)}, expected one real number{advice}.")
     return float(value)
 
 

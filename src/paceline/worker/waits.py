@@ -25,6 +25,7 @@ _LONGEST_PERIOD_S: Final = 2.0  # a longer one shows that this process was suspe
 _BUSY_SHARE: Final = 0.1  # how much time counts in which this process computes
 _FLOOR_S: Final = 5.0  # shorter waits are not reported
 _FIRST_FLOOR_S: Final = 10.0  # before the first clock, when processes still start
+_AHEAD_S: Final = 1.5  # server 0 knows of a wait so long before it may be told: others may have begun with it
 _TIMES: Final = 3.0  # a wait is unusual, or too long, from this many times the longest observed
 _HALF_LIFE_S: Final = 600.0  # of an observed wait, as a measure of what is usual
 _ANSWER_S: Final = 2.0  # deadline of server 0 for the answer to a report
@@ -65,6 +66,7 @@ class OpenWait:
     waited_s: float = 0.0
     num_reports: int = 0
     asked_s: float = 0.0
+    is_early: bool = False  # the last report has come before it may be told
     answer: Future[memoryview] | None = None
     known: str = ""
     is_deadlock: bool = False  # by that answer
@@ -156,13 +158,17 @@ class Waits:
                 with suppress(PacelineError):
                     self.send_report(lambda number: ReportWait(number, 0.0, ""))
 
-    def report(self, wait: OpenWait) -> None:
-        """Ask server 0 what holds up a wait; `report_due` or `read_answer` handles the answer."""
+    def report(self, wait: OpenWait, *, is_early: bool = False) -> None:
+        """Ask server 0 what holds up a wait; `report_due` or `read_answer` handles the answer.
+
+        With `is_early` server 0 only notes the wait, so that what others are told of this worker is right.
+        """
         wait.num_reports += 1
-        wait.asked_s, about = wait.waited_s, wait.about
+        wait.asked_s, wait.is_early, about = wait.waited_s, is_early, wait.about
+        told_s = 0.0 if is_early else wait.waited_s
         with suppress(PacelineError):
             wait.answer = self.send_report(
-                lambda number: ReportWait(number, wait.waited_s, wait.what, about.table, about.needs, about.workers)
+                lambda number: ReportWait(number, told_s, wait.what, about.table, about.needs, about.workers)
             )
 
     def read_answer(self, wait: OpenWait) -> str:
@@ -174,6 +180,11 @@ class Waits:
         wait.known = printable(told[1:].decode(errors="replace"))[:_MAX_ANSWER]
         wait.is_deadlock = told[:1] in (b"2", b"3")
         return self._line(wait, wait.known) if told[:1] in (b"1", b"3") else ""
+
+    def meeting(self) -> str:
+        """Return what the call of this worker is that waits for workers by their numbers; "" outside of such calls."""
+        with self._lock:
+            return next((wait.about.kind or wait.what for wait in self._open if wait.about.workers), "")
 
     def report_due(self) -> list[str]:
         """Report the waits that are due and handle answers; return the lines to print."""
@@ -202,10 +213,13 @@ class Waits:
         if wait.answer is not None and wait.waited_s - wait.asked_s >= _ANSWER_S:
             wait.answer = None
             wait.known = "server 0 does not answer"
-            return self._line(wait, f"worker {self.worker} waits for {wait.what}; {wait.known}")
-        if wait.waited_s >= wait.due_s and wait.answer is None:
+            seen = f"worker {self.worker} waits for {wait.what}; {wait.known}"
+            return "" if wait.is_early else self._line(wait, seen)
+        if wait.answer is None and wait.waited_s >= wait.due_s:
             wait.due_s = 2 * wait.waited_s
             self.report(wait)
+        elif not wait.num_reports and wait.waited_s >= wait.due_s - _AHEAD_S:
+            self.report(wait, is_early=True)
         return ""
 
     @staticmethod

@@ -50,6 +50,7 @@ def test_ranks_that_share_samples_count_them_once() -> None:
 def test_a_run_that_tells_nothing_is_shown_as_such(tmp_path: Path) -> None:
     silent = read_result(ComparedEntry.parse("bsp", 2), gather([Step(1.0, 0, 0, 0, None, 0.0, 1.0)]))
     assert (silent.final_loss, silent.traffic, silent.peak_bytes, silent.loss_by_samples) == (None, None, None, ())
+    assert [next(column.cells) for column in comparison_table([silent]).columns[4:]] == ["-"] * 3
     draw_comparison([silent], tmp_path / "silent.png", "nothing", "")
     assert (tmp_path / "silent.png").read_bytes().startswith(b"\x89PNG")
 

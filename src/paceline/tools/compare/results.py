@@ -150,7 +150,7 @@ def _cells(result: Result) -> list[str]:
         _loss(result.final_loss),
         _loss(result.held_out_loss),
         f"{result.summary.seconds:.1f}",
-        f"{result.samples_per_s:,.0f}",
+        f"{result.samples_per_s:,.0f}" if result.samples_per_s else "-",
         "-" if traffic is None else f"{megabytes(traffic.sent_bytes)}, {megabytes(traffic.received_bytes)}",
         "-" if result.peak_bytes is None else megabytes(result.peak_bytes),
     ]
