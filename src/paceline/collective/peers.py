@@ -243,10 +243,10 @@ class Peers:
                         self.news.wait(_LOOK_S)
             except DeadlineExceeded:
                 continue
-            except PeerError as error:
+            except (PeerError, MemoryError) as error:
                 connection.close()
                 with self.news:
-                    self._lost[rank] = str(error)
+                    self._lost[rank] = str(error) or "there is no memory for what it sends"
                     self.news.notify_all()
                 return
             del frame
