@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import AllreduceOptions, BarrierOptions
 from torch.distributed import HashStore
 
 import paceline
+from paceline.api import join
 from paceline.api.session import Session
 from paceline.collective import group as groups
 from paceline.collective import meeting, peers
@@ -377,6 +378,11 @@ def test_a_worker_that_fails_between_machines_is_named(tmp_path: Path) -> None:
         run_job(tmp_path, work, workers=3, carrier="tls")
     assert all("worker 1 has ended with an error" in words for words in told.values())
     assert len(told) == 2
+
+
+def test_a_process_without_a_job_is_reached_from_its_own_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join, "open_session", lambda: None)
+    assert paceline._find_far_access() is None
 
 
 @pytest.mark.usefixtures("apart")
