@@ -31,7 +31,7 @@ from paceline.collective import meeting, peers
 from paceline.collective.meeting import FarAccess, Offer, Told
 from paceline.collective.peers import MOST_TAG, ROUND_TAG, SEGMENT_TAG, Peers
 from paceline.collective.process_group import OwnGroup
-from paceline.collective.rounds import Call, Step, nothing
+from paceline.collective.rounds import Call, Round, nothing
 from paceline.collective.sent_rounds import SENT_SLOT_BYTES, Arrivals, SentRounds
 from paceline.collective.torch_backend import connect
 from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, UsageError
@@ -233,7 +233,7 @@ def test_a_frame_that_no_worker_sends_ends_the_call_and_names_its_sender(
     rounds, own, wire = worker_and_wire()
     wire.send(told, memoryview(bytes(size_bytes)), timeout_s=WAIT_S)
     with pytest.raises(PeerError, match="worker 1 is gone: ") as error:
-        rounds.run(BARRIER, Deadline.after(WAIT_S), [Step(nothing, nothing, lambda source, to: (0, 8))])
+        rounds.run(BARRIER, Deadline.after(WAIT_S), [Round(nothing, nothing, lambda source, to: (0, 8))])
     assert words in str(error.value)
     own.end("the test is over")
     wire.close()
@@ -243,7 +243,7 @@ def test_a_piece_that_is_not_the_one_expected_is_no_part_of_a_sum() -> None:
     rounds, own, wire = worker_and_wire()
     wire.send(piece_of(1, 8), memoryview(bytes(8)), timeout_s=WAIT_S)
     with pytest.raises(PeerError, match="worker 1 sent bytes 8 to 16 of its slot, expected 0 to 8"):
-        rounds.run(BARRIER, Deadline.after(WAIT_S), [Step(nothing, nothing, lambda source, to: (0, 8))])
+        rounds.run(BARRIER, Deadline.after(WAIT_S), [Round(nothing, nothing, lambda source, to: (0, 8))])
     own.end("the test is over")
     wire.close()
 
@@ -257,7 +257,7 @@ def test_a_worker_may_be_some_rounds_ahead_and_no_more() -> None:
 
     for number in range(1, 5):
         wire.send(piece_of(number, 0), memoryview(bytes([number] * 8)), timeout_s=WAIT_S)
-    steps = [Step(nothing, take, lambda source, to: (0, 8))] * 4
+    steps = [Round(nothing, take, lambda source, to: (0, 8))] * 4
     rounds.run(BARRIER, Deadline.after(WAIT_S), steps)
     assert found == [1, 2, 3, 4]
     for number in range(5, 10):
