@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -23,17 +24,18 @@ from torch._C._distributed_c10d import AllreduceOptions, BarrierOptions
 from torch.distributed import HashStore
 
 import paceline
+from paceline.api import join
 from paceline.api.session import Session
-from paceline.collective import group as groups
+from paceline.collective import group as group_module
 from paceline.collective import meeting, peers
-from paceline.collective.meeting import Offer, Told
+from paceline.collective.meeting import FarAccess, Offer, Told
 from paceline.collective.peers import MOST_TAG, ROUND_TAG, SEGMENT_TAG, Peers
 from paceline.collective.process_group import OwnGroup
-from paceline.collective.rounds import Call, Step, nothing
+from paceline.collective.rounds import Call, Round, nothing
 from paceline.collective.sent_rounds import SENT_SLOT_BYTES, Arrivals, SentRounds
 from paceline.collective.torch_backend import connect
 from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, UsageError
-from paceline.transport.base import Connection
+from paceline.transport.base import EMPTY, Connection
 from paceline.transport.deadline import Deadline
 from paceline.transport.memory import MemoryTransport
 from paceline.wire.messages import encode
@@ -89,7 +91,7 @@ def between_machines(group: OwnGroup) -> SentRounds | None:
     return between._rounds if between is not None else None
 
 
-@pytest.mark.parametrize(("machines", "leaver"), [("abab", 3), ("abab", 1), ("aab", 1), ("abbb", 0)])
+@pytest.mark.parametrize(("machines", "leaver"), [("abab", 3), ("abab", 1), ("aab", 1)])
 def test_a_worker_that_goes_in_the_middle_of_a_call_is_named_by_all(machines: str, leaver: int) -> None:
     num_workers, leaves = len(machines), threading.Event()
 
@@ -129,6 +131,8 @@ def test_a_worker_that_is_late_is_named_by_those_that_wait_for_one_that_waits_fo
         if rank == 3:
             assert over.wait(WAIT_S)
             return
+        if rank == 1:  # which finds out first, however slow the others are
+            group.set_timeout(timedelta(seconds=0.5))
         try:
             reduce_all(group, torch.ones(4))
         finally:
@@ -138,7 +142,7 @@ def test_a_worker_that_is_late_is_named_by_those_that_wait_for_one_that_waits_fo
                     assert num_told.acquire(timeout=WAIT_S)
                 over.set()
 
-    told = run_group("machines", 4, work, timedelta(seconds=1.0), "abab")
+    told = run_group("machines", 4, work, machines="abab")
     assert isinstance(told[1], DeadlineExceeded)
     assert all("worker 3 did not come in time" in str(told[rank]) for rank in range(3)), told
 
@@ -157,6 +161,25 @@ def test_calls_that_differ_on_one_machine_are_told_on_the_others_and_the_next_on
     assert said[1] == said[3] == said[0]
     assert said[0].startswith("worker 0: expected all_reduce of 4 x float32 (0) of every worker, got barrier from work")
     assert "got all_reduce of 4 x float32 (0) from worker 0" in said[2]
+
+
+@pytest.mark.parametrize(("machines", "share"), [("abab", 1.0), ("abcabc", 4 / 3), ("abc", 4 / 3)])
+def test_a_tensor_crosses_the_line_of_a_machine_as_in_a_ring(
+    machines: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, numel = Peers.send, 3 * 64 * 1024
+    sent: Counter[str] = Counter()
+
+    def count(own: Peers, to: int, tag: int, about: bytes = b"", body: memoryview = EMPTY, *told: float) -> None:
+        if machines[own.rank] != machines[to]:
+            sent[machines[own.rank]] += body.nbytes
+        send(own, to, tag, about, body, *told)
+
+    monkeypatch.setattr(Peers, "send", count)
+    run_group(
+        "machines", len(machines), lambda group, _: reduce_all(group, torch.ones(numel)).sum().item(), machines=machines
+    )
+    assert sent == dict.fromkeys(machines, share * 4 * numel)
 
 
 # -- what comes over the wire ----------------------------------------------------------------------------------------
@@ -210,7 +233,7 @@ def test_a_frame_that_no_worker_sends_ends_the_call_and_names_its_sender(
     rounds, own, wire = worker_and_wire()
     wire.send(told, memoryview(bytes(size_bytes)), timeout_s=WAIT_S)
     with pytest.raises(PeerError, match="worker 1 is gone: ") as error:
-        rounds.run(BARRIER, Deadline.after(WAIT_S), [Step(nothing, nothing, lambda source, to: (0, 8))])
+        rounds.run(BARRIER, Deadline.after(WAIT_S), [Round(nothing, nothing, lambda source, to: (0, 8))])
     assert words in str(error.value)
     own.end("the test is over")
     wire.close()
@@ -220,7 +243,7 @@ def test_a_piece_that_is_not_the_one_expected_is_no_part_of_a_sum() -> None:
     rounds, own, wire = worker_and_wire()
     wire.send(piece_of(1, 8), memoryview(bytes(8)), timeout_s=WAIT_S)
     with pytest.raises(PeerError, match="worker 1 sent bytes 8 to 16 of its slot, expected 0 to 8"):
-        rounds.run(BARRIER, Deadline.after(WAIT_S), [Step(nothing, nothing, lambda source, to: (0, 8))])
+        rounds.run(BARRIER, Deadline.after(WAIT_S), [Round(nothing, nothing, lambda source, to: (0, 8))])
     own.end("the test is over")
     wire.close()
 
@@ -234,7 +257,7 @@ def test_a_worker_may_be_some_rounds_ahead_and_no_more() -> None:
 
     for number in range(1, 5):
         wire.send(piece_of(number, 0), memoryview(bytes([number] * 8)), timeout_s=WAIT_S)
-    steps = [Step(nothing, take, lambda source, to: (0, 8))] * 4
+    steps = [Round(nothing, take, lambda source, to: (0, 8))] * 4
     rounds.run(BARRIER, Deadline.after(WAIT_S), steps)
     assert found == [1, 2, 3, 4]
     for number in range(5, 10):
@@ -261,37 +284,45 @@ def test_a_worker_whose_messages_are_not_taken_waits(monkeypatch: pytest.MonkeyP
 # -- who may take part -----------------------------------------------------------------------------------------------
 
 
+def called_by(offer: Offer, caller: FarAccess, identity: bytes) -> Connection:
+    """The connection that a process has made to a worker that listens for others of its group."""
+    wire = caller.transport.connect(offer.told.far, identity, timeout_s=WAIT_S)
+    try:
+        return offer._listeners[-1].accept(timeout_s=WAIT_S)
+    finally:
+        wire.close()
+
+
 def test_a_worker_with_the_certificate_of_another_one_is_refused_at_both_ends() -> None:
-    offers = [Offer.make(None, far_access("tls", rank, holder)) for rank, holder in ((0, 0), (1, 2))]
-    told = [offer.told for offer in offers]
-    errors: dict[int, Exception] = {}
+    awaiting, impostor = Offer.make(None, far_access("tls", 0)), far_access("tls", 1, 2)
+    connection = called_by(awaiting, impostor, awaiting.told.key.encode() + encode(impostor.hello))
+    with pytest.raises(PeerError, match="it calls itself worker 1, but its certificate is for worker-2"):
+        awaiting._identify(connection, {1: impostor.hello})
+    listening, caller = Offer.make(None, far_access("tls", 0, 3)), Offer.make(None, far_access("tls", 1))
+    with pytest.raises(AuthenticationFailed, match="was to be worker 0, but its certificate is for worker-3"):
+        caller.accept(1, [listening.told, caller.told], WAIT_S)
+    connection.close()
+    awaiting.close()
+    listening.close()
+
+
+@pytest.mark.parametrize("mistake", ["key", "life", "role", "nothing told"])
+def test_a_process_that_is_not_the_worker_awaited_is_not_taken_for_it(mistake: str) -> None:
+    offers = [Offer.make(None, far_access("tcp", rank)) for rank in range(2)]
+    told, hello = [offer.told for offer in offers], offers[1].told.hello
+    key = b"x" * 32 if mistake == "key" else told[0].key.encode()
+    said = {"life": encode(replace(hello, incarnation=1)), "role": encode(replace(hello, role="server"))}
+    identity = b"" if mistake == "nothing told" else key + said.get(mistake, encode(hello))
+    stranger = far_access("tcp", 1).transport.connect(told[0].far, identity, timeout_s=WAIT_S)
+    groups: dict[int, Peers] = {}
 
     def accept(rank: int) -> None:
-        try:
-            offers[rank].accept(rank, told, 1.0)
-        except PeerError as error:
-            errors[rank] = error
+        groups[rank], exchange = offers[rank].accept(rank, told, WAIT_S)
+        exchange.barrier(BARRIER, Deadline.after(WAIT_S))
 
-    with nothing_left_behind():
-        start_and_join([threading.Thread(target=accept, args=(rank,)) for rank in range(2)])
-    assert "it calls itself worker 1, but its certificate is for worker-2" in str(errors[0])
-    impostor, caller = Offer.make(None, far_access("tls", 0, 3)), Offer.make(None, far_access("tls", 1))
-    with pytest.raises(AuthenticationFailed, match="was to be worker 0, but its certificate is for worker-3"):
-        caller.accept(1, [impostor.told, caller.told], WAIT_S)
-    impostor.close()
-
-
-@pytest.mark.parametrize("mistake", ["key", "life"])
-def test_a_worker_of_another_group_or_another_life_is_not_taken_for_the_one_awaited(mistake: str) -> None:
-    first, second = (Offer.make(None, far_access("tcp", rank)) for rank in range(2))
-    told = [first.told, second.told]
-    wrong = first.told.key[:-1] + "x" if mistake == "key" else first.told.key
-    hello = replace(second.told.hello, incarnation=int(mistake == "life"))
-    stranger = far_access("tcp", 1).transport.connect(first.told.far, wrong.encode() + encode(hello), timeout_s=WAIT_S)
-    with pytest.raises(DeadlineExceeded, match="worker 1 did not connect in time") as error:
-        first.accept(0, told, 0.5)
-    assert {"key": "is of another group", "life": "worker 1 (life 1) connected"}[mistake] in str(error.value)
-    second.close()
+    start_and_join([threading.Thread(target=accept, args=(rank,)) for rank in range(2)])
+    for rank in range(2):
+        groups[rank].end("the test is over")
     stranger.close()
 
 
@@ -308,12 +339,11 @@ def test_what_a_worker_tells_in_the_store_is_checked() -> None:
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every thread be on a machine of its own, and Gloo carry nothing."""
     monkeypatch.setattr(meeting, "_this_machine", lambda: f"machine {threading.get_ident()}")
-    monkeypatch.setattr(groups, "connect_gloo", pytest.fail)
+    monkeypatch.setattr(group_module, "connect_gloo", pytest.fail)
 
 
 @pytest.mark.usefixtures("apart")
-@pytest.mark.parametrize("carrier", ["tcp", "tls"])
-def test_calls_of_a_job_between_machines_go_over_its_carrier(carrier: str, tmp_path: Path) -> None:
+def test_calls_of_a_job_between_machines_go_over_its_carrier(tmp_path: Path) -> None:
     def work(worker: Session) -> list[Any]:
         mine = torch.full((3,), float(worker.rank + 1))
         calls: list[Any] = [
@@ -336,7 +366,7 @@ def test_calls_of_a_job_between_machines_go_over_its_carrier(carrier: str, tmp_p
         calls.append(model.weight.tolist())
         return calls
 
-    found = run_job(tmp_path, work, workers=3, carrier=carrier)
+    found = run_job(tmp_path, work, workers=3, carrier="tls")
     common = [[6.0] * 3, [2.0] * 3, [[1.0] * 3, [2.0] * 3, [3.0] * 3], [6.0] * 3]
     assert found[0] == [*common, [[-0.5, -0.5]]]
     assert found[1] == [*common, [0, 1, 2, 3], [[-0.5, -0.5]]]
@@ -358,6 +388,11 @@ def test_a_worker_that_fails_between_machines_is_named(tmp_path: Path) -> None:
         run_job(tmp_path, work, workers=3, carrier="tls")
     assert all("worker 1 has ended with an error" in words for words in told.values())
     assert len(told) == 2
+
+
+def test_a_process_without_a_job_is_reached_from_its_own_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join, "open_session", lambda: None)
+    assert paceline._find_far_access() is None
 
 
 @pytest.mark.usefixtures("apart")

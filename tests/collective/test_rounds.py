@@ -8,7 +8,7 @@ import pytest
 from tests.jobs import join_all
 
 from paceline.collective.peers import Peers
-from paceline.collective.rounds import SEGMENT_BYTES, Call, Fill, SharedRounds, Step, Take, no_piece, nothing
+from paceline.collective.rounds import SEGMENT_BYTES, Call, Fill, Round, SharedRounds, Take, no_piece, nothing
 from paceline.errors import DeadlineExceeded, PeerError
 from paceline.transport.deadline import Deadline
 from paceline.transport.memory import MemoryTransport
@@ -17,8 +17,8 @@ CALL = Call("barrier")
 WAIT_S = 30.0
 
 
-def step(fill: Fill = nothing, take: Take = nothing) -> Step:
-    return Step(fill, take, no_piece)
+def step(fill: Fill = nothing, take: Take = nothing) -> Round:
+    return Round(fill, take, no_piece)
 
 
 def rounds_of_two() -> tuple[SharedRounds, SharedRounds]:

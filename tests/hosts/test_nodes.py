@@ -84,7 +84,7 @@ def test_torchrun_over_two_machines_learns_what_one_machine_does(tmp_path: Path)
         "paceline: torchrun, 2 workers on 2 nodes, 1 server on each node",
         f"paceline: 2 machines (host-0, host-1): tcp, encrypted; this one is {network.address(0)}",
     ]
-    assert [out for out, _ in told] == [f"worker {rank} of 2 counts 2\n" for rank in range(2)]
+    assert [out for out, _ in told] == [f"worker {rank} of 2 counts 2, and by torch 2\n" for rank in range(2)]
     bits = {(tmp_path / f"bits-{rank}").read_text() for rank in range(2)}
     (tmp_path / "here").mkdir()
     assert bits == set(run_job(tmp_path / "here", train, workers=2, servers=2))

@@ -14,7 +14,7 @@ from typing import Final, Protocol, final
 import torch
 from torch import Tensor
 
-from paceline.collective.rounds import REFUSAL_BYTES, REFUSED, Call, Piece, Rounds, Step, no_piece, nothing
+from paceline.collective.rounds import REFUSAL_BYTES, REFUSED, Call, Piece, Round, Rounds, no_piece, nothing
 from paceline.errors import UsageError
 from paceline.transport.deadline import Deadline
 
@@ -94,16 +94,16 @@ class RoundsExchange:
         wholes = [self._give_part(*each) for each in zip(chunks, parts, strict=True)]
         self._run(call, deadline, _in_turns(sums, wholes, num_ahead=int(self._rounds.is_overlapping)))
 
-    def _reduce_whole(self, chunk: Tensor, combine: Combine) -> Step:
-        return Step(_filling(chunk), _reducing(chunk, combine, self._place), _whole(chunk))
+    def _reduce_whole(self, chunk: Tensor, combine: Combine) -> Round:
+        return Round(_filling(chunk), _reducing(chunk, combine, self._place), _whole(chunk))
 
-    def _sum_part(self, chunk: Tensor, parts: Sequence[tuple[int, int]], combine: Combine) -> Step:
+    def _sum_part(self, chunk: Tensor, parts: Sequence[tuple[int, int]], combine: Combine) -> Round:
         """Have this worker reduce its part of a chunk."""
         bytes_of, (start, stop) = _bytes(parts, chunk), parts[self._place]
         reducing = _reducing(chunk[start:stop], combine, self._place, start)
-        return Step(_filling(chunk), reducing, lambda _, to: bytes_of[to])
+        return Round(_filling(chunk), reducing, lambda _, to: bytes_of[to])
 
-    def _give_part(self, chunk: Tensor, parts: Sequence[tuple[int, int]]) -> Step:
+    def _give_part(self, chunk: Tensor, parts: Sequence[tuple[int, int]]) -> Round:
         """Give all others the part of a chunk that this worker has reduced, and take theirs."""
         bytes_of, (start, stop) = _bytes(parts, chunk), parts[self._place]
 
@@ -112,26 +112,26 @@ class RoundsExchange:
                 if place != self._place:
                     chunk[first:last].copy_(_typed(slots[place], chunk[first:last], first))
 
-        return Step(_filling(chunk[start:stop], start), take, lambda source, _: bytes_of[source])
+        return Round(_filling(chunk[start:stop], start), take, lambda source, _: bytes_of[source])
 
     def reduce(self, call: Call, flat: Tensor, combine: Combine, root: int, deadline: Deadline) -> None:
         """Reduce to the root; see `Exchange`."""
 
-        def step(chunk: Tensor) -> Step:
+        def step(chunk: Tensor) -> Round:
             take = _reducing(chunk, combine, root) if self._place == root else nothing
-            return Step(_filling(chunk), take, _towards(root, chunk))
+            return Round(_filling(chunk), take, _towards(root, chunk))
 
         self._run(call, deadline, map(step, self._chunks(flat)))
 
     def broadcast(self, call: Call, flat: Tensor, root: int, deadline: Deadline) -> None:
         """Give all the root's tensor; see `Exchange`."""
 
-        def step(chunk: Tensor) -> Step:
+        def step(chunk: Tensor) -> Round:
             def take(slots: Sequence[Tensor]) -> None:
                 chunk.copy_(_typed(slots[root], chunk))
 
             how = (_filling(chunk), nothing) if self._place == root else (nothing, take)
-            return Step(*how, _from(root, chunk))
+            return Round(*how, _from(root, chunk))
 
         self._run(call, deadline, map(step, self._chunks(flat)))
 
@@ -153,14 +153,14 @@ class RoundsExchange:
     ) -> None:
         step = self._rounds.slot_bytes // flat.element_size()
 
-        def gathering(number: int, chunk: Tensor) -> Step:
+        def gathering(number: int, chunk: Tensor) -> Round:
             start, stop = number * step, number * step + len(chunk)
 
             def take(slots: Sequence[Tensor]) -> None:
                 for slot, one in zip(slots, found, strict=False):
                     one[start:stop].copy_(_typed(slot, one[start:stop]))
 
-            return Step(_filling(chunk), take, piece(chunk))
+            return Round(_filling(chunk), take, piece(chunk))
 
         self._run(call, deadline, starmap(gathering, enumerate(self._chunks(flat))))
 
@@ -185,14 +185,14 @@ class RoundsExchange:
 
     def barrier(self, call: Call, deadline: Deadline) -> None:
         """Wait for all; see `Exchange`."""
-        self._run(call, deadline, [Step(nothing, nothing, no_piece)])
+        self._run(call, deadline, [Round(nothing, nothing, no_piece)])
 
     def refuse(self, text: str, deadline: Deadline) -> None:
         """Tell the others, instead of making their call, why it is not made: that raises UsageError there."""
         told = text.encode()[: REFUSAL_BYTES - 1].ljust(REFUSAL_BYTES, b"\0")
         words = torch.frombuffer(bytearray(told), dtype=torch.uint8)
         with suppress(UsageError):  # of their calls, which are others
-            self._run(REFUSED, deadline, [Step(_filling(words), nothing, _whole(words))])
+            self._run(REFUSED, deadline, [Round(_filling(words), nothing, _whole(words))])
 
     def close(self) -> None:
         """Let go of the memory of the rounds; see `Exchange`."""
@@ -216,7 +216,7 @@ class RoundsExchange:
         step = max(1, self._rounds.slot_bytes // self._size // _LINE_BYTES * _LINE_BYTES // itemsize)
         width = step * itemsize
 
-        def spreading(start: int) -> Step:
+        def spreading(start: int) -> Round:
             at = slice(start, min(start + step, length))
             num_bytes = (at.stop - at.start) * itemsize
 
@@ -230,11 +230,11 @@ class RoundsExchange:
             def piece(source: int, to: int) -> tuple[int, int]:
                 return (to * width, to * width + num_bytes) if root in (None, source) else (0, 0)
 
-            return Step(fill, take_own, piece)
+            return Round(fill, take_own, piece)
 
         self._run(call, deadline, map(spreading, range(0, max(1, length), step)))
 
-    def _run(self, call: Call, deadline: Deadline, steps: Iterable[Step]) -> None:
+    def _run(self, call: Call, deadline: Deadline, steps: Iterable[Round]) -> None:
         self._rounds.run(call, deadline, steps)
 
     def _chunks(self, flat: Tensor) -> Iterator[Tensor]:
@@ -243,7 +243,7 @@ class RoundsExchange:
         return (flat[start : start + step] for start in range(0, max(1, len(flat)), step))
 
 
-def _in_turns(sums: Sequence[Step], wholes: Sequence[Step], num_ahead: int) -> Iterator[Step]:
+def _in_turns(sums: Sequence[Round], wholes: Sequence[Round], num_ahead: int) -> Iterator[Round]:
     """Return the rounds in which parts are added, and those that give them to all, each so many after the former."""
     places: list[int] = []  # of the sums, among all rounds
     num_steps = 0

@@ -127,7 +127,7 @@ class Offer:
             later = set(range(rank + 1, len(told)))
             self._take_near(connections, rank, later - far, deadline)
             self._take_far(connections, rank, {other: told[other].hello for other in later & far}, deadline)
-        except PeerError:
+        except PacelineError:
             for connection in connections.values():
                 connection.close()
             raise

@@ -29,6 +29,7 @@ _FAR_RECEIVE_S: Final = 0.5  # between two looks at whether a line has been cut
 _SEND_S: Final = 60.0
 _MOST_SEND_S: Final = 1e6
 _TELL_S: Final = 1.0
+_LAST_WORDS_S: Final = 10.0
 _MOST_ABOUT_BYTES: Final = 4096
 _MOST_TEXT: Final = 1000
 _MOST_WAITING_BYTES: Final = 1 << 30  # of messages of one worker; with more, it waits until some are taken
@@ -122,7 +123,7 @@ class Peers:
         except PeerError as error:
             self.require_open()
             with self.news:  # its last words may be under way
-                self.news.wait_for(lambda: to in self._lost, _TELL_S)
+                self.news.wait_for(lambda: to in self._lost, _LAST_WORDS_S)
                 self._lost.setdefault(to, str(error))
                 raise self._failure(f"worker {self.rank}", [to]) from error
 
@@ -213,11 +214,11 @@ class Peers:
 
     def _failure(self, where: str, gone: Sequence[int]) -> PeerError:
         """Return the error for workers that are gone: one that gave up as others were gone says which."""
-        report = next((self._reports[rank] for rank in gone if rank in self._reports), None)
-        if report is None:
+        teller = next((rank for rank in gone if rank in self._reports), None)
+        if teller is None:
             self.missing = tuple(gone)
             return PeerError(f"{where}: {names(list(gone))} is gone: {self._lost[gone[0]]}")
-        teller = next(rank for rank in gone if rank in self._reports)
+        report = self._reports[teller]
         self.missing = tuple(rank for rank in report.culprits if rank != self.rank) or (teller,)
         return PeerError(f"{where}: {names([teller])} gave up: {report.text}")
 
@@ -243,10 +244,10 @@ class Peers:
                         self.news.wait(_LOOK_S)
             except DeadlineExceeded:
                 continue
-            except PeerError as error:
+            except (PeerError, MemoryError) as error:
                 connection.close()
                 with self.news:
-                    self._lost[rank] = str(error)
+                    self._lost[rank] = str(error) or "there is no memory for what it sends"
                     self.news.notify_all()
                 return
             del frame

@@ -88,7 +88,7 @@ Piece = Callable[[int, int], tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Round:
     """One round of a call.
 
     Args:
@@ -127,7 +127,7 @@ class Rounds(Protocol):
         """Whether a round begins before the one before it has ended."""
         ...
 
-    def run(self, call: Call, deadline: Deadline, steps: Iterable[Step]) -> None:
+    def run(self, call: Call, deadline: Deadline, steps: Iterable[Round]) -> None:
         """Fill this worker's slot, wait until all have filled theirs, and take from them; for each step.
 
         Args:
@@ -179,7 +179,7 @@ class SharedRounds:
         self._slots = [[one[start : start + SLOT_BYTES] for one in whole] for start in starts]
         self._num_rounds = 0
 
-    def run(self, call: Call, deadline: Deadline, steps: Iterable[Step]) -> None:
+    def run(self, call: Call, deadline: Deadline, steps: Iterable[Round]) -> None:
         """Make rounds; see `Rounds.run`. All see all of a slot."""
         for step in steps:
             self._run(call, deadline, step.fill, step.take)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.collective.failures import names
 from paceline.collective.peers import ROUND_TAG, Peers
-from paceline.collective.rounds import CALL_BYTES, Call, Piece, Step, refusal
+from paceline.collective.rounds import CALL_BYTES, Call, Piece, Round, refusal
 from paceline.errors import PeerError
 from paceline.transport.deadline import Deadline
 
@@ -81,10 +81,10 @@ class SentRounds:
         self._others = arrivals.ranks[self.place + 1 :] + arrivals.ranks[: self.place]
         self._num_begun = 0
 
-    def run(self, call: Call, deadline: Deadline, steps: Iterable[Step]) -> None:
+    def run(self, call: Call, deadline: Deadline, steps: Iterable[Round]) -> None:
         """Make rounds; see `Rounds.run`. Not before the first has shown that all make this call, the others overlap."""
         self._peers.require_open()
-        encoded, begun = call.encoded(), deque[Step]()
+        encoded, begun = call.encoded(), deque[Round]()
         num_ended = 0
         for number, step in enumerate(steps):
             while num_ended < max(number - _NUM_AHEAD + 1, step.needs + 1, min(number, 1)):
@@ -99,7 +99,7 @@ class SentRounds:
         """Let go of the memory; see `Rounds.close`."""
         self._arrivals.slots.clear()
 
-    def _begin(self, encoded: bytes, step: Step, deadline: Deadline) -> None:
+    def _begin(self, encoded: bytes, step: Round, deadline: Deadline) -> None:
         """Fill the own slot of the next round, and send the pieces of it."""
         self._num_begun += 1
         slot, ranks = self._slots(self._num_begun)[self.place], self._arrivals.ranks
@@ -110,7 +110,7 @@ class SentRounds:
             about = _FRAME.pack(self._num_begun, start, encoded)
             self._peers.send(rank, ROUND_TAG, about, memory[start:stop], deadline.remaining_s())
 
-    def _end(self, call: Call, encoded: bytes, step: Step, deadline: Deadline) -> None:
+    def _end(self, call: Call, encoded: bytes, step: Round, deadline: Deadline) -> None:
         """Wait for the pieces of the oldest round that has not ended, and take them."""
         number = self._arrivals.num_over + 1
         self._peers.wait(lambda: self._missing(number), call.kind, deadline)
