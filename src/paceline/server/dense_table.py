@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -117,6 +117,7 @@ class ServedDenseTable:
     memory: memoryview = field(init=False)  # of the shard's values, as bytes
     broken: str = ""
     cold: str = ""
+    not_finite: Mapping[PushId, str] = field(default_factory=dict[PushId, str])
     # Skip the check for NaN and infinity where the worker has done it. So it is where pushes lie in the worker's own
     # memory, which it could change after any check here.
     trusts_screening: bool = field(init=False)
@@ -261,14 +262,26 @@ class ServedDenseTable:
         if problem:
             return problem
         gradient = as_tensor(body, self._dtype)
-        if self.spec.nonfinite in ("reject", "halt") and not (frame.screened and self.trusts_screening):
-            num_bad = self.shard.screen(gradient, absent)
-            if num_bad:
-                return f"{num_bad} of its {gradient.numel()} elements on server {server} are NaN or infinite"
-        self.host.same_gradients.note(frame.push, gradient)
         contribution = _contribution(frame, gradient)
+        if self.spec.nonfinite in ("reject", "halt") and not (frame.screened and self.trusts_screening):
+            if self._checks_in_updates:
+                contribution = replace(contribution, unchecked=True)
+            elif num_bad := self.shard.screen(gradient, absent):
+                return self._not_finite_problem(num_bad)
+        self.host.same_gradients.note(frame.push, gradient)
         self._waiting[frame.push.id] = _WaitingPush(contribution, body, buffer, checksum, frame.push.clock)
         return ""
+
+    @property
+    def _checks_in_updates(self) -> bool:
+        """Whether updates leave out what is not finite: where no worker sees values before they are done.
+
+        Of several servers all must leave out the same pushes, so there `accept` says which.
+        """
+        return self.consistency.lockstep and self.host.settings.num_servers == 1 and self.shard.checks_in_updates
+
+    def _not_finite_problem(self, num_bad: int) -> str:
+        return f"{num_bad} of its {self.shard.span.length} elements on {self.host.name} are NaN or infinite"
 
     def accept_piece(self, piece: PushPiece, body: memoryview, connection: Connection) -> Frame | None:
         """Add a piece of a push; see `ServedTable.accept_piece`."""
@@ -311,21 +324,32 @@ class ServedDenseTable:
 
     def apply(self, push_ids: Sequence[PushId], clock: int) -> str:
         """See `ServedTable.apply`."""
-        pushes = [self._waiting.pop(push_id) for push_id in push_ids]
-
-        def update() -> None:
-            for push in pushes if self.host.checks_memory else ():
-                if zlib.crc32(push.body) != push.checksum:
-                    worker = push.contribution.worker
-                    raise ProtocolBug(f"the memory of a push of worker {worker} changed while it waited")
-            self.shard.apply([push.contribution for push in pushes])
-
-        problem = self._attempt(update)
+        pushes = [self._waiting[push_id] for push_id in push_ids]
+        self.not_finite = {}
+        problem = self._attempt(partial(self._update, push_ids, pushes))
+        if self.not_finite:
+            return ""
         if self._early is not None:
             self._early.prove()
-        for push in pushes:
-            push.release()
+        for push_id in push_ids:
+            self._waiting.pop(push_id).release()
         return problem
+
+    def _update(self, push_ids: Sequence[PushId], pushes: Sequence[_WaitingPush]) -> None:
+        """Apply these pushes, or note which of them are not finite."""
+        for push in pushes if self.host.checks_memory else ():
+            if zlib.crc32(push.body) != push.checksum:
+                worker = push.contribution.worker
+                raise ProtocolBug(f"the memory of a push of worker {worker} changed while it waited")
+        if not pushes:
+            self.shard.pass_over()
+            return
+        found = self.shard.apply([push.contribution for push in pushes])
+        self.not_finite = {push_ids[index]: self._not_finite_problem(num) for index, num in found.items()}
+        if found:
+            for push_id, push in zip(push_ids, pushes, strict=True):
+                checked = replace(push.contribution, unchecked=False)
+                self._waiting[push_id] = replace(push, contribution=checked)
 
     def _attempt(self, update: Callable[[], None]) -> str:
         """Run an update unless an earlier one has failed; return why the table is broken, "" if it is not."""

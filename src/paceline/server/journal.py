@@ -106,6 +106,7 @@ _CODEC: Final = MessageCodec[Written](
     events.Resumed,
     Asked,
     Began,
+    events.NotFinite,
 )
 
 

@@ -149,6 +149,7 @@ class ServedRowTable:
     store: RowStore = field(init=False)
     broken: str = ""
     cold: str = ""
+    not_finite: Mapping[PushId, str] = field(default_factory=dict[PushId, str])  # always empty: `accept` has looked
     # Pending reads by (life, request): the ids, and the clock of the reader.
     asked: dict[tuple[Life, int], tuple[Tensor, int]] = field(
         default_factory=dict[tuple[Life, int], tuple[Tensor, int]]

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Self
 
 from torch import Tensor
@@ -215,15 +216,34 @@ class DenseClient:
         Other machines send values ahead of the end of the clock, as those who push so read the table in the next one.
         `ends_clock`: the caller finishes the clock at once, and then reads the table. So one frame can do for all.
         """
+        screened = not (ends_clock and self._is_checked_in_updates(buffer))
         try:
-            problem = self._objection(buffer.gradient)
+            problem = self._objection(buffer.gradient) if screened else ""
         except UsageError:  # the script may go on with other gradients
             self.return_buffer(buffer)
             raise
         if problem:
             self.return_buffer(buffer)
             return finished_push(PushOutcome(applied=False, reason=problem))
-        return self._push(buffer, count, absent, hyper, expected, ends_clock=ends_clock, reads_next=True)
+        return self._push(
+            buffer, count, absent, hyper, expected, screened=screened, ends_clock=ends_clock, reads_next=True
+        )
+
+    def _is_checked_in_updates(self, buffer: PushBuffer) -> bool:
+        """Return whether the server of a large push looks for NaN in it as it adds it, instead of this worker before.
+
+        One server alone: several must refuse the same pushes. And while all workers wait for the values: what the
+        server has added by then it takes out again.
+        """
+        cache, num_servers = self.cache, self.context.core.settings.num_servers
+        is_large = buffer.memory.nbytes > _MOST_STEP_BYTES
+        return (
+            is_large
+            and num_servers == 1
+            and cache.live
+            and cache.consistency.lockstep
+            and (cache.spec.nonfinite == "reject")
+        )
 
     def start_read(self, *, refresh: bool = True, exact: bool = False, more: bool = False) -> PendingRead:
         """Request values; the future ends when the cache is fresh enough. Does not block.
@@ -279,6 +299,7 @@ class DenseClient:
         hyper: tuple[Hyper, ...],
         expected: float = 0.0,
         *,
+        screened: bool = True,
         ends_clock: bool = False,
         reads_next: bool = False,
     ) -> Future[PushOutcome]:
@@ -287,7 +308,7 @@ class DenseClient:
             context.lock.check()
             checksums = tuple(map(zlib.crc32, parts)) if self.checks_memory else ()
             push = context.core.next_push(self.name)
-            frame = PushFrame(push, count, absent, hyper, screened=True, checksums=checksums, expected=expected)
+            frame = PushFrame(push, count, absent, hyper, screened=screened, checksums=checksums, expected=expected)
             in_pieces = self._in_pieces(parts) if reads_next else ()
             bodies = {server: parts[server] for server in self.cache.servers}
             future = self.pushes.prepare(buffer, bodies, frame, in_pieces)
@@ -346,7 +367,7 @@ class DenseClient:
 
     def release(self, effect: Release) -> None:
         """Note the answer to one part of a push; end the push when all parts are answered."""
-        outgoing = self.pushes.release(effect)
+        outgoing = self.pushes.release(effect, partial(objection, self.cache.spec, is_sent=True))
         if outgoing is None:
             return
         if outgoing.answers.refused:
