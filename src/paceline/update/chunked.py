@@ -215,7 +215,7 @@ def make_chunk(
     in_lanes: bool,
     is_native: bool,
     index: int,
-    num_states: int,
+    known: Sequence[str],
 ) -> Chunk:
     """Return the sums and kernel calls of one chunk.
 
@@ -228,7 +228,7 @@ def make_chunk(
         in_lanes: whether neighbouring slices get separate kernel calls.
         is_native: whether the C library is to step what it can.
         index: number of the chunk.
-        num_states: the most states that an element has.
+        known: all states that an element may have.
     """
     start, stop = slices[0].start, slices[-1].stop
     sums: tuple[Stretch, ...] = tuple(
@@ -256,12 +256,13 @@ def make_chunk(
     )
     changed = [values, *(state[name] for name in sorted({name for call in calls for name in call.state}))]
     spans = tuple((part[start:stop].data_ptr(), part[start:stop].nbytes) for part in changed)
-    offset = start * values.itemsize * (1 + num_states)
+    offset = start * values.itemsize * (1 + len(known))
     changes = ChunkMemory(index, offset, spans)
     if not is_native or len({contributors for _, contributors in sums}) > 1:
         return Chunk(start, stop, sums, calls, (), changes)
     having_all = sums[0][1]
-    native = tuple(_native_call(call, start, having_all, in_lanes=in_lanes) for call in calls if call.filling == _WHOLE)
+    whole = [call for call in calls if call.filling == _WHOLE]
+    native = tuple(_native_call(call, start, having_all, known, in_lanes=in_lanes) for call in whole)
     rest = tuple(left for call in calls if (left := _rest_of(call, in_lanes=in_lanes)).spans)
     left_sums = tuple(((start + a, start + b), having_all) for call in rest for a, b in call.spans)
     return Chunk(start, stop, left_sums, rest, native, changes)
@@ -272,12 +273,14 @@ def _whole_lanes(num: int, *, in_lanes: bool) -> int:
     return num - num % LANES if in_lanes else num
 
 
-def _native_call(call: UpdateCall, start: int, having: tuple[int, ...], *, in_lanes: bool) -> NativeCall:
+def _native_call(
+    call: UpdateCall, start: int, having: tuple[int, ...], known: Sequence[str], *, in_lanes: bool
+) -> NativeCall:
     """Return what the C library steps of a kernel call in a chunk that starts there."""
     places: list[StepMemory] = []
     for number, (a, b) in enumerate(call.spans):
         num = _whole_lanes(b - a, in_lanes=in_lanes)
-        state = {name: parts[number][:num] for name, parts in call.state.items()}
+        state = [call.state[name][number][:num] if name in call.state else None for name in known]
         places += [StepMemory.of(start + a, call.values[number][:num], state)] if num else []
     return NativeCall(call.age, call.piece, having, tuple(places))
 
@@ -426,7 +429,7 @@ class Chunked:
 
     def _native_gradients(self, contributions: Sequence[Contribution]) -> Addends | None:
         """Return what the C library needs of contributions; None if torch is to take the steps."""
-        if self._native is None:
+        if self._native is None or not self._native.takes(self._numbers):
             return None
         counts, scale = [contribution.count for contribution in contributions], self._policy[0]
         tensors = [contribution.gradient for contribution in contributions]
@@ -544,9 +547,9 @@ class Chunked:
         """Update one chunk; return the number of gradient elements that were zeroed."""
         if self._native is not None and update.gradients is not None:
             for call in chunk.native:
-                numbers, fresh = self._numbers[call.age.group], call.age.fresh
+                numbers, step, fresh = self._numbers[call.age.group], update.steps[call.piece], call.age.fresh
                 for place in call.places:
-                    is_finite = self._native.step(place, update.gradients, call.having, numbers, fresh=fresh)
+                    is_finite = self._native.step(place, update.gradients, call.having, numbers, step=step, fresh=fresh)
                     if update.checks and not is_finite:
                         update.is_suspect = True
         return self._do_in_torch(chunk, update, thread) if chunk.calls else 0
@@ -650,7 +653,7 @@ class Chunked:
                 in_lanes=in_lanes,
                 is_native=is_native,
                 index=number,
-                num_states=len(self._kernel.known),
+                known=self._kernel.known,
             )
             for number, slices in enumerate(cut_into_chunks(self._pieces, taken, CHUNK, in_lanes=in_lanes))
         ]
