@@ -18,7 +18,7 @@ from paceline.update import SGD, Adagrad, Adam, Add, chunked, lasting, torch_opt
 from paceline.update import rule as rule_at
 from paceline.update.lasting import Record, RowsMemory, ShardMemory
 from paceline.update.named_rules import resolve
-from paceline.update.native_steps import native_steps
+from paceline.update.native_steps import steps_library
 from paceline.update.rows import memory as row_memory
 from paceline.update.rows.contribution import RowContribution
 from paceline.update.rows.initializers import First
@@ -71,7 +71,7 @@ class AtOnce(Executor):
 
 
 def story_of_shard(rule: RuleSpec, *, ahead: bool = False, nonfinite: NonFinite = "zero") -> Story[Shard]:
-    native_steps()  # which is tried out at its first use
+    steps_library()  # which is tried out at its first use
     spec = replace(table(rule, (Segment("a", (150,)), Segment("b", (70,)))), nonfinite=nonfinite)
     span, built = Range(0, 0, 220), resolve(spec.rule, frozenset([OWN]))
 

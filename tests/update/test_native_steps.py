@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ctypes import CDLL
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from torch import Tensor
 
 from paceline.core.partition import Range
 from paceline.errors import ProtocolBug
-from paceline.update import SGD, native_steps
-from paceline.update.kernels import Kernel
+from paceline.update import SGD, Adam, AdamW, native_steps
+from paceline.update.kernels import Kernel, SGDKernel
 from paceline.update.named_rules import resolve
 from paceline.update.native_steps import FUNCTIONS, LIBRARY, Addends, NativeSteps, StepMemory, differences
 from paceline.update.rows.native_ops import load_library
+from paceline.update.rules import RuleSpec
 from paceline.update.shard import Contribution, Shard
 from paceline.update.table import Segment, TableSpec
 
@@ -24,17 +26,22 @@ from .tables import table
 
 
 @pytest.fixture
-def steps() -> NativeSteps:
-    library = load_library(LIBRARY, FUNCTIONS)
-    if isinstance(library, str) or not library.paceline_can_step():
+def library() -> CDLL:
+    found = load_library(LIBRARY, FUNCTIONS)
+    if isinstance(found, str) or not found.paceline_can_step():
         pytest.skip("this machine has no compiler, or a processor without these instructions")
-    return NativeSteps(library)
+    return found
+
+
+@pytest.fixture
+def steps(library: CDLL) -> NativeSteps:
+    return NativeSteps(library, SGDKernel("torch.optim.SGD"))
 
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[StepMemory]:
     """The places of all steps that the library takes."""
-    native_steps.native_steps()  # which is tried out at its first use
+    native_steps.steps_library()  # which is tried out at its first use
     places: list[StepMemory] = []
     step = NativeSteps.step
 
@@ -64,12 +71,12 @@ def updated(spec: TableSpec, *pushes: Contribution) -> Tensor:
 
 def in_torch(monkeypatch: pytest.MonkeyPatch, spec: TableSpec, *pushes: Contribution) -> Tensor:
     with monkeypatch.context() as patch:
-        patch.setattr(native_steps, "native_steps", lambda: None)
+        patch.setattr(native_steps, "steps_library", lambda: None)
         return updated(spec, *pushes)
 
 
-def test_they_are_those_of_this_torch_on_awkward_numbers(steps: NativeSteps) -> None:
-    assert list(differences(steps)) == []
+def test_they_are_those_of_this_torch_on_awkward_numbers(library: CDLL) -> None:
+    assert list(differences(library)) == []
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -84,6 +91,19 @@ def test_a_table_takes_them_and_has_the_bits_of_torch(
         assert torch.equal(updated(scaled, *pushes), in_torch(monkeypatch, scaled, *pushes)), scale
     stepped = sum(place.length for place in taken) // 9
     assert stepped == (192 + 64 if fused else spec.numel)  # the rest of a tensor has lanes of its own in fused steps
+
+
+@pytest.mark.parametrize("rule", [Adam(lr=0.1), AdamW(lr=0.1, weight_decay=0.01)])
+def test_fused_steps_of_adam_are_taken_and_others_left_to_torch(
+    rule: RuleSpec, library: CDLL, taken: list[StepMemory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del library
+    for fused in (False, True):
+        own = replace(rule, groups=tuple({**group, "fused": fused, "amsgrad": True} for group in rule.groups))
+        spec = table(own, (Segment("a", (200,)), Segment("b", (70,))))
+        pushes = [Contribution(torch.randn(270)) for _ in range(3)]
+        assert torch.equal(updated(spec, *pushes), in_torch(monkeypatch, spec, *pushes))
+        assert bool(taken) is fused
 
 
 def test_where_gradients_are_missing_here_and_there_torch_takes_the_step(
@@ -111,7 +131,7 @@ def test_a_sum_that_is_not_finite_is_noticed_wherever_it_is(steps: NativeSteps) 
             gradients = [torch.ones(19), torch.full((19,), 3e38)]
             if at is not None:
                 gradients[at % 2][at] = bad
-            place = StepMemory.of(0, torch.ones(19), {"momentum_buffer": torch.ones(19)})
+            place = StepMemory.of(0, torch.ones(19), [torch.ones(19)])
             given = Addends.of(gradients, (), 2.0)
             assert given is not None
             assert steps.step(place, given, (0, 1), numbers, fresh=False) is (at is None), at
@@ -132,11 +152,11 @@ def test_a_library_that_rounds_otherwise_is_not_used_which_is_told_once(
         tensors[0][-1] = torch.nextafter(tensors[0][-1], torch.tensor(torch.inf))
 
     monkeypatch.setattr(native_steps, "_step_in_torch", rounding_otherwise)
-    native_steps.native_steps.cache_clear()
+    native_steps.steps_library.cache_clear()
     try:
-        assert [native_steps.native_steps(told.append) for _ in range(2)] == [None, None]
+        assert [native_steps.steps_library(told.append) for _ in range(2)] == [None, None]
     finally:
-        native_steps.native_steps.cache_clear()
+        native_steps.steps_library.cache_clear()
     assert len(told) == 1
     assert told[0].startswith(f"updates run in torch {torch.__version__}, which is slower")
 
@@ -144,12 +164,12 @@ def test_a_library_that_rounds_otherwise_is_not_used_which_is_told_once(
 def test_a_library_that_is_not_there_is_not_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(native_steps, "LIBRARY", tmp_path / "steps.c.so")
-    native_steps.native_steps.cache_clear()
-    assert native_steps.native_steps(told.append) is None
+    native_steps.steps_library.cache_clear()
+    assert native_steps.steps_library(told.append) is None
     (tmp_path / "steps.c.so").touch()
-    native_steps.native_steps.cache_clear()
-    assert native_steps.native_steps(told.append) is None
-    native_steps.native_steps.cache_clear()
+    native_steps.steps_library.cache_clear()
+    assert native_steps.steps_library(told.append) is None
+    native_steps.steps_library.cache_clear()
     assert [line.partition(":")[0] for line in told] == [
         "updates run in torch, which is slower, as their C library cannot be used"
     ]
@@ -158,11 +178,11 @@ def test_a_library_that_is_not_there_is_not_told_of(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("wrong", [torch.zeros(4, 4), torch.zeros(8)[::2], torch.zeros(4, dtype=torch.float64)])
 def test_memory_that_does_not_fit_never_reaches_the_library(wrong: Tensor) -> None:
     with pytest.raises(ProtocolBug, match="one contiguous dimension of float32"):
-        StepMemory.of(0, wrong, {})
+        StepMemory.of(0, wrong, [])
     with pytest.raises(ProtocolBug, match="one contiguous dimension of float32"):
-        StepMemory.of(0, torch.zeros(4), {"momentum_buffer": wrong})
+        StepMemory.of(0, torch.zeros(4), [wrong])
     assert Addends.of([torch.zeros(4), wrong], (), 1.0) is None
-    with pytest.raises(ProtocolBug, match="4 values have 5 momenta"):
-        StepMemory.of(0, torch.zeros(4), {"momentum_buffer": torch.zeros(5)})
+    with pytest.raises(ProtocolBug, match="4 values have 5 elements of a state"):
+        StepMemory.of(0, torch.zeros(4), [torch.zeros(5)])
     with pytest.raises(ProtocolBug, match="2 gradients differ"):
         Addends.of([torch.zeros(4), torch.zeros(5)], (), 1.0)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
+
 from paceline.core.messages import BetweenServers, Delivered, Fetched, FromServer, FromWorker, PushId
 from paceline.core.value_classes import value_class
 
@@ -20,11 +23,16 @@ class Hold:
 class Apply:
     """Update the table with these pushes in this order, as one update; then forget their tensors.
 
-    If that fails, pass `Unapplied` to the core, and drop the `Reply`s of this turn that answer them with `Applied`.
+    If that fails, pass `Unapplied` to the core, and drop what else of this turn says that they are applied. If some of
+    them turn out to be not finite, pass `NotFinite` for each of these, make the update without them, and drop likewise.
     """
 
     table: str
     ids: tuple[PushId, ...]
+
+    def without(self, pushes: Collection[PushId]) -> Apply:
+        """Return the update that leaves these pushes out."""
+        return Apply(self.table, tuple(push_id for push_id in self.ids if push_id not in pushes))
 
 
 @value_class
@@ -51,6 +59,12 @@ class Serve:
     worker: int
     incarnation: int
     message: Fetched | Delivered
+
+    def without(self, pushes: Collection[PushId]) -> Serve:
+        """Return values that do not say of these pushes that they are in them."""
+        gone = {push.seq for push in pushes if (push.worker, push.incarnation) == (self.worker, self.incarnation)}
+        includes = tuple(seq for seq in self.message.includes if seq not in gone)
+        return replace(self, message=replace(self.message, includes=includes))
 
 
 @value_class

@@ -39,6 +39,15 @@ class Unapplied:
 
 
 @value_class
+class NotFinite:
+    """A push of an `Apply` has values that are not finite: the update is made without it."""
+
+    table: str
+    id: PushId
+    reason: str
+
+
+@value_class
 class Disconnected:
     """The connection to that life of that worker ended; it may come back within its lease."""
 
@@ -77,7 +86,9 @@ class Resumed:
     """Another process goes on in this server's place: all connections are gone, and messages on them may be lost."""
 
 
-ServerHappening = Declared | Changed | InvalidPush | Unapplied | Disconnected | Died | Timeout | Woke | Resumed
+ServerHappening = (
+    Declared | Changed | InvalidPush | Unapplied | NotFinite | Disconnected | Died | Timeout | Woke | Resumed
+)
 
 
 # -- to a worker -----------------------------------------------------------------------------------------------------

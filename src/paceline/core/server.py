@@ -3,7 +3,8 @@
 Rules that hold for any order of events:
 1. A read is answered once the table's clock is at least what the reader needs, and not before.
 2. A push is applied once, and acknowledged after it is applied. Every copy gets the same answer. When an update fails,
-   its pushes are refused: the driver reports `Unapplied` instead of sending the acknowledgement.
+   its pushes are refused: the driver reports `Unapplied` instead of sending the acknowledgement. So are pushes that it
+   finds to be not finite (`NotFinite`), which the update leaves out.
 3. Messages from an ended life or another generation change nothing.
 4. A wait for workers that are all gone ends.
 """
@@ -30,6 +31,7 @@ from paceline.core.events import (
     Died,
     Disconnected,
     InvalidPush,
+    NotFinite,
     Resumed,
     ServerHappening,
     Timeout,
@@ -115,6 +117,8 @@ class ServerCore:
             case Unapplied():
                 for push_id in event.ids:
                     self._answer(push_id, event.table, PushRefused(push_id, event.reason), effects)
+            case NotFinite():
+                self._answer(event.id, event.table, PushRefused(event.id, event.reason), effects)
             case Join():
                 self._on_join(event, effects)
             case Leave():

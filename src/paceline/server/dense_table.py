@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -96,6 +96,7 @@ class ServedDenseTable:
     shard: Shard = field(init=False)
     memory: memoryview = field(init=False)  # of the shard's values, as bytes
     broken: str = ""
+    not_finite: Mapping[PushId, str] = field(default_factory=dict[PushId, str])
     # Skip the check for NaN and infinity where the worker has done it. So it is where pushes lie in the worker's own
     # memory, which it could change after any check here.
     trusts_screening: bool = field(init=False)
@@ -264,15 +265,26 @@ class ServedDenseTable:
             return problem
         self._last = frame
         gradient = as_tensor(body, self._dtype)
+        contribution = _contribution(frame, gradient)
         if self.spec.nonfinite in ("reject", "halt") and not (frame.screened and self.trusts_screening):
-            num_bad = self.shard.screen(gradient, absent)
-            if num_bad:
-                return f"{num_bad} of its {gradient.numel()} elements on server {server} are NaN or infinite"
+            if self._checks_in_updates:
+                contribution = replace(contribution, unchecked=True)
+            elif num_bad := self.shard.screen(gradient, absent):
+                return self._not_finite_problem(num_bad)
         self.host.same_gradients.note(frame.push, gradient)
-        worker = frame.push.id.worker
-        contribution = Contribution(gradient, frame.count, absent, frame.hyper, worker, expected=frame.expected)
         self._waiting[frame.push.id] = _WaitingPush(contribution, body, buffer, checksum, frame.push.clock)
         return ""
+
+    @property
+    def _checks_in_updates(self) -> bool:
+        """Whether updates leave out what is not finite: where no worker sees values before they are done.
+
+        Of several servers all must leave out the same pushes, so there `accept` says which.
+        """
+        return self.consistency.lockstep and self.host.settings.num_servers == 1 and self.shard.checks_in_updates
+
+    def _not_finite_problem(self, num_bad: int) -> str:
+        return f"{num_bad} of its {self.shard.span.length} elements on {self.host.name} are NaN or infinite"
 
     def accept_piece(self, piece: PushPiece, body: memoryview, connection: Connection) -> Frame | None:
         """Add a piece of a push; see `ServedTable.accept_piece`."""
@@ -315,23 +327,35 @@ class ServedDenseTable:
 
     def apply(self, push_ids: Sequence[PushId], clock: int) -> str:
         """See `ServedTable.apply`."""
-        pushes = [self._waiting.pop(push_id) for push_id in push_ids]
-
-        def update() -> None:
-            for push in pushes if self.host.checks_memory else ():
-                if zlib.crc32(push.body) != push.checksum:
-                    worker = push.contribution.worker
-                    raise ProtocolBug(f"the memory of a push of worker {worker} changed while it waited")
-            self._lent.take_back()
-            self.shard.apply([push.contribution for push in pushes])
-
-        problem = self._attempt(update)
+        pushes = [self._waiting[push_id] for push_id in push_ids]
+        self.not_finite = {}
+        problem = self._attempt(partial(self._update, push_ids, pushes))
+        if self.not_finite:
+            return ""
         if self._early is not None and self._early.is_used:
             self._early.prove()
-        for push in pushes:
-            if push.buffer is not None:
-                push.buffer.release()
+        for push_id in push_ids:
+            buffer = self._waiting.pop(push_id).buffer
+            if buffer is not None:
+                buffer.release()
         return problem
+
+    def _update(self, push_ids: Sequence[PushId], pushes: Sequence[_WaitingPush]) -> None:
+        """Apply these pushes, or note which of them are not finite."""
+        for push in pushes if self.host.checks_memory else ():
+            if zlib.crc32(push.body) != push.checksum:
+                worker = push.contribution.worker
+                raise ProtocolBug(f"the memory of a push of worker {worker} changed while it waited")
+        self._lent.take_back()
+        if not pushes:
+            self.shard.pass_over()
+            return
+        found = self.shard.apply([push.contribution for push in pushes])
+        self.not_finite = {push_ids[index]: self._not_finite_problem(num) for index, num in found.items()}
+        if found:
+            for push_id, push in zip(push_ids, pushes, strict=True):
+                checked = replace(push.contribution, unchecked=False)
+                self._waiting[push_id] = replace(push, contribution=checked)
 
     def _when_idle(self, save: Callable[[], object]) -> None:
         """Have the shard saved for a successor: now, or where values have to be sent when workers have them."""

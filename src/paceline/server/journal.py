@@ -115,6 +115,7 @@ _CODEC: Final = MessageCodec[Written](
     events.Resumed,
     Asked,
     Began,
+    events.NotFinite,
 )
 
 

@@ -18,6 +18,7 @@ from paceline.core.events import (
     Died,
     Disconnected,
     InvalidPush,
+    NotFinite,
     Resumed,
     Timeout,
     Unapplied,
@@ -492,7 +493,7 @@ class ServerNode:
                 case Reply():
                     self._reply(effect)
                 case Serve():
-                    self._serve(effect)
+                    self._serve(effect.without(unapplied) if unapplied else effect)
                 case Tell():
                     self._peers.send_server(effect.server, effect.message)
                 case Advanced():
@@ -502,27 +503,33 @@ class ServerNode:
         return held
 
     def _apply(self, effect: Apply) -> tuple[PushId, ...]:
-        """Update a table; return the pushes whose update failed, after their senders have received a refusal."""
+        """Update a table; return the pushes that are not in it, after their senders have received a refusal."""
         clock, table = self._core.clock_of(effect.table), self._tables[effect.table]
         if self._journal is not None and not all(map(table.has, effect.ids)):
             raise CannotGoOn(f"clock {clock} of table '{effect.table}' needs pushes of workers that did not come back")
-        problem = table.apply(effect.ids, clock)
+        problem, refused = table.apply(effect.ids, clock), dict(table.not_finite)
+        if refused:
+            for push_id, reason in refused.items():
+                self._handle(NotFinite(effect.table, push_id, reason))  # first: another process leaves them out, too
+                table.discard(push_id)
+            effect = effect.without(refused)
+            problem = table.apply(effect.ids, clock)
         if table.cold:
             self._keep_no_more(table.cold)
         if problem:
             self._declarations.broken[effect.table] = problem
             self._handle(Unapplied(effect.table, effect.ids, problem))
-            return effect.ids
+            return (*refused, *effect.ids)
         self._declarations.num_applies[effect.table] += 1
         if self._request_handler.work_host.is_used:
-            self._settle_work(effect)
-        if self.trace.is_kept:
+            self._settle_work(effect.ids)
+        if self.trace.is_kept and effect.ids:
             workers, rank = tuple([push_id.worker for push_id in effect.ids]), self.settings.server
             self.trace.record(records.AppliedRecord(time.monotonic(), rank, effect.table, workers, clock))
-        return ()
+        return tuple(refused)
 
-    def _settle_work(self, effect: Apply) -> None:
-        for push_id in effect.ids:
+    def _settle_work(self, push_ids: tuple[PushId, ...]) -> None:
+        for push_id in push_ids:
             self._request_handler.work_host.settle((push_id.worker, push_id.incarnation))
 
     def _advance(self, effect: Advanced) -> None:
@@ -677,6 +684,7 @@ class ServerNode:
     def _replay(self, entries: list[Entry], recovery: Recovery) -> None:
         """Bring the core and what is kept beside it to where they were, and find the effects that are left."""
         failed = {(entry.written.table, entry.written.ids) for entry in entries if isinstance(entry.written, Unapplied)}
+        refused = {entry.written.id for entry in entries if isinstance(entry.written, NotFinite)}
         for entry in entries:
             match entry.written:
                 case Asked(worker, incarnation, header):
@@ -691,7 +699,8 @@ class ServerNode:
                     raise CannotGoOn(f"it was killed during {what} of table '{table}'")
                 case event:
                     for effect in self._core.handle(event, entry.now):
-                        self._replay_effect(effect, failed, recovery)
+                        made = effect.without(refused) if isinstance(effect, Apply) else effect
+                        self._replay_effect(made, failed, recovery)
                     if isinstance(event, Unapplied):
                         self._tables[event.table].broken = event.reason
         for table in self._tables.values():
@@ -710,9 +719,9 @@ class ServerNode:
                 recovery.unfinished.append(effect)
             case Apply(table, ids) if (table, ids) in failed:
                 pass
-            case Apply(table) if num_applies[table] < self._tables[table].num_applied:
+            case Apply(table, ids) if num_applies[table] < self._tables[table].num_applied:
                 num_applies[table] += 1
-                self._settle_work(effect)
+                self._settle_work(ids)
             case Apply():
                 recovery.unfinished.append(effect)
             case Advanced(table, clock):

@@ -151,6 +151,7 @@ class ServedRowTable:
     # Distinct ids of the rows that a failed update may have changed, and that were not loaded since.
     _spoilt: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     cold: str = ""
+    not_finite: Mapping[PushId, str] = field(default_factory=dict[PushId, str])  # always empty: `accept` has looked
     # Pending reads by (life, request): the ids, and the clock of the reader.
     asked: dict[tuple[Life, int], tuple[Tensor, int]] = field(
         default_factory=dict[tuple[Life, int], tuple[Tensor, int]]

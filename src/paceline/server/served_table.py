@@ -10,7 +10,7 @@ What holds for both:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -121,6 +121,8 @@ class ServedTable(Protocol):
     keyed: ClassVar[bool]  # a pull asks for some rows
     consistency: Consistency
     broken: str  # why it refuses pushes and reads, as an update has failed; else empty
+    # Why pushes that the last call of `apply` named must not be applied: it has changed nothing then.
+    not_finite: Mapping[PushId, str]
 
     @property
     def cold(self) -> str:
@@ -210,6 +212,9 @@ class ServedTable(Protocol):
 
     def apply(self, push_ids: Sequence[PushId], clock: int) -> str:
         """Apply these pushes in this order as one update; return why that failed, "" if it did not.
+
+        Some that `accept` has not looked at may be in `not_finite` then. These and the others still wait: the caller
+        discards them, and calls this again with what is left, be it nothing, which counts as an update.
 
         `accept` refuses what can be refused beforehand; a rule may raise all the same, or a disk may be full.
         """

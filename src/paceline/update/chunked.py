@@ -16,7 +16,15 @@ from paceline.update.kernels import Kernel, Numbers, Operands
 from paceline.update.lasting import ChunkMemory, ShardMemory, ShardSettings
 from paceline.update.native_steps import LANES, Addends, NativeSteps, StepMemory, steps_of
 from paceline.update.rules import Hyper
-from paceline.update.summing import CHUNK, Contribution, ThreadPool, combine_stretch, divisor_of, weights_of
+from paceline.update.summing import (
+    CHUNK,
+    Contribution,
+    ThreadPool,
+    combine_stretch,
+    divisor_of,
+    num_nonfinite,
+    weights_of,
+)
 from paceline.update.table import NonFinite, Scale, SegmentPiece, cut_within
 from paceline.update.torch_rule import require_count
 
@@ -143,12 +151,16 @@ class _Update:
         steps: of each piece, this one included.
         divisor: of the sums that is left to the kernel, see `Operands`.
         gradients: those of the contributions for the C library, if it is to be used.
+        checks: whether it looks for sums that are not finite, and stops at the first.
+        is_suspect: whether it has found one.
     """
 
     contributions: Sequence[Contribution]
     steps: Sequence[float]
     divisor: float
     gradients: Addends | None
+    checks: bool = False
+    is_suspect: bool = False
 
 
 def cut_into_chunks(
@@ -203,7 +215,7 @@ def make_chunk(
     in_lanes: bool,
     is_native: bool,
     index: int,
-    num_states: int,
+    known: Sequence[str],
 ) -> Chunk:
     """Return the sums and kernel calls of one chunk.
 
@@ -216,7 +228,7 @@ def make_chunk(
         in_lanes: whether neighbouring slices get separate kernel calls.
         is_native: whether the C library is to step what it can.
         index: number of the chunk.
-        num_states: the most states that an element has.
+        known: all states that an element may have.
     """
     start, stop = slices[0].start, slices[-1].stop
     sums: tuple[Stretch, ...] = tuple(
@@ -244,12 +256,13 @@ def make_chunk(
     )
     changed = [values, *(state[name] for name in sorted({name for call in calls for name in call.state}))]
     spans = tuple((part[start:stop].data_ptr(), part[start:stop].nbytes) for part in changed)
-    offset = start * values.itemsize * (1 + num_states)
+    offset = start * values.itemsize * (1 + len(known))
     changes = ChunkMemory(index, offset, spans)
     if not is_native or len({contributors for _, contributors in sums}) > 1:
         return Chunk(start, stop, sums, calls, (), changes)
     having_all = sums[0][1]
-    native = tuple(_native_call(call, start, having_all, in_lanes=in_lanes) for call in calls if call.filling == _WHOLE)
+    whole = [call for call in calls if call.filling == _WHOLE]
+    native = tuple(_native_call(call, start, having_all, known, in_lanes=in_lanes) for call in whole)
     rest = tuple(left for call in calls if (left := _rest_of(call, in_lanes=in_lanes)).spans)
     left_sums = tuple(((start + a, start + b), having_all) for call in rest for a, b in call.spans)
     return Chunk(start, stop, left_sums, rest, native, changes)
@@ -260,12 +273,14 @@ def _whole_lanes(num: int, *, in_lanes: bool) -> int:
     return num - num % LANES if in_lanes else num
 
 
-def _native_call(call: UpdateCall, start: int, having: tuple[int, ...], *, in_lanes: bool) -> NativeCall:
+def _native_call(
+    call: UpdateCall, start: int, having: tuple[int, ...], known: Sequence[str], *, in_lanes: bool
+) -> NativeCall:
     """Return what the C library steps of a kernel call in a chunk that starts there."""
     places: list[StepMemory] = []
     for number, (a, b) in enumerate(call.spans):
         num = _whole_lanes(b - a, in_lanes=in_lanes)
-        state = {name: parts[number][:num] for name, parts in call.state.items()}
+        state = [call.state[name][number][:num] if name in call.state else None for name in known]
         places += [StepMemory.of(start + a, call.values[number][:num], state)] if num else []
     return NativeCall(call.age, call.piece, having, tuple(places))
 
@@ -300,6 +315,8 @@ def _neighbours(slices: Sequence[Slice], keys: Sequence[object]) -> list[list[Sl
 
 
 _HALF = (torch.bfloat16, torch.float16)
+# Segments that are absent from each contribution; states of each group; whether slices lie in lanes; whether C steps.
+PlanKey: TypeAlias = tuple[tuple[frozenset[int], ...], list[tuple[str, ...]], bool, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +330,7 @@ class _Plan:
         is_fresh: whether some of their state has never been written.
     """
 
-    key: tuple[tuple[frozenset[int], ...], list[tuple[str, ...]], bool, bool]
+    key: PlanKey
     chunks: list[Chunk]
     taken: Tensor
     is_fresh: bool
@@ -363,31 +380,68 @@ class Chunked:
         """Update the values once; return the number of gradient elements that were replaced by 0."""
         self._set_hyper(hyper)
         self._begin()
+        chunks, update = self._prepare(contributions)
+        lasting = self._lasting
+        if lasting is None:
+            return self._threads.total(chunks, lambda chunk, thread: self._do(chunk, update, thread))
+        lasting.progress.note_change()
+        if self._resumes:
+            number = lasting.record.numbers["num_applied"] + 1
+            lasting.progress.undo(number, [chunk.memory for chunk in chunks])
+            self._resumes = False
+        return self._change(lasting, chunks, update)
+
+    def try_to_apply(self, contributions: Sequence[Contribution], hyper: tuple[Hyper, ...]) -> bool:
+        """Do as `apply` if all gradients and their sum are finite; else change nothing, and return False.
+
+        They are looked at as they are added, while they are in the cache, and what was changed by then is undone. So
+        it does not even begin where that could not be: unless all that changes was saved ahead.
+        """
+        lasting, plan = self._lasting, self._plan
+        if lasting is None or (plan is None and not self._resumes):
+            return False
+        before = self._numbers, self._told, self._steps, self.is_changed
+        self._set_hyper(hyper)
+        number = lasting.record.numbers["num_applied"] + 1
+        if self._resumes and lasting.progress.is_tried(number):  # the process before was killed in the same trial
+            chunks, _ = self._prepare(contributions)
+            lasting.progress.end_trial(number, [chunk.memory for chunk in chunks])
+        elif plan is not None and plan.key == self._key(
+            contributions, self._native_gradients(contributions)
+        ):  # no state is written for the first time
+            memory = [chunk.memory for chunk in plan.chunks]
+            if lasting.progress.begin_trial(number, memory):
+                chunks, update = self._prepare(contributions)
+                update.checks = True
+                self._change(lasting, chunks, update)
+                if not update.is_suspect:
+                    return True
+                lasting.progress.end_trial(number, memory)
+        self._numbers, self._told, self._steps, self.is_changed = before
+        return False
+
+    def _prepare(self, contributions: Sequence[Contribution]) -> tuple[list[Chunk], _Update]:
+        """Return the chunks of an update, and what they have in common."""
         gradients = self._native_gradients(contributions)
-        chunks = self._planned(contributions, is_native=gradients is not None)
+        chunks = self._planned(contributions, gradients)
         steps: list[float] = self._steps.tolist()
-        update = _Update(contributions, steps, self._left_to_kernel(contributions), gradients)
-        if self._lasting is not None:
-            return self._apply_lasting(self._lasting, chunks, update)
-        return self._threads.total(chunks, lambda chunk, thread: self._do(chunk, update, thread))
+        return chunks, _Update(contributions, steps, self._left_to_kernel(contributions), gradients)
 
     def _native_gradients(self, contributions: Sequence[Contribution]) -> Addends | None:
         """Return what the C library needs of contributions; None if torch is to take the steps."""
-        if self._native is None:
+        if self._native is None or not self._native.takes(self._numbers):
             return None
         counts, scale = [contribution.count for contribution in contributions], self._policy[0]
         tensors = [contribution.gradient for contribution in contributions]
         return Addends.of(tensors, weights_of(counts, scale), divisor_of(counts, scale))
 
-    def _apply_lasting(self, lasting: ShardMemory, chunks: list[Chunk], update: _Update) -> int:
-        """Update all chunks so that a successor can go on in the middle; go on where a predecessor was killed."""
+    def _change(self, lasting: ShardMemory, chunks: list[Chunk], update: _Update) -> int:
+        """Update all chunks that are not done, so that a successor can go on in the middle."""
         progress, number = lasting.progress, lasting.record.numbers["num_applied"] + 1
-        progress.note_change()
-        if self._resumes:
-            progress.undo(number, [chunk.memory for chunk in chunks])
-            self._resumes = False
 
         def change(chunk: Chunk, thread: int) -> int:
+            if update.is_suspect:
+                return 0
             done = progress.num_zeroed(number, chunk.memory)
             if done is not None:
                 return done
@@ -494,9 +548,11 @@ class Chunked:
         """Update one chunk; return the number of gradient elements that were zeroed."""
         if self._native is not None and update.gradients is not None:
             for call in chunk.native:
-                numbers, fresh = self._numbers[call.age.group], call.age.fresh
+                numbers, step, fresh = self._numbers[call.age.group], update.steps[call.piece], call.age.fresh
                 for place in call.places:
-                    self._native.step(place, update.gradients, call.having, numbers, fresh=fresh)
+                    is_finite = self._native.step(place, update.gradients, call.having, numbers, step=step, fresh=fresh)
+                    if update.checks and not is_finite:
+                        update.is_suspect = True
         return self._do_in_torch(chunk, update, thread) if chunk.calls else 0
 
     def _do_in_torch(self, chunk: Chunk, update: _Update, thread: int) -> int:
@@ -509,6 +565,9 @@ class Chunked:
             for (start, stop), having in chunk.sums:
                 out = gradient[start - chunk.start : stop - chunk.start]
                 num_zeroed += combine_stretch(out, (start, stop), having, contributions, self._policy, divide=divide)
+        spans = (gradient[start - chunk.start : stop - chunk.start] for (start, stop), _ in chunk.sums)
+        if update.checks and any(map(num_nonfinite, spans)):
+            update.is_suspect = True
         for call in chunk.calls:
             step, numbers = update.steps[call.piece], self._numbers[call.age.group]
             call.run(self._kernel, gradient, scratch, step, numbers, update.divisor)
@@ -549,14 +608,18 @@ class Chunked:
             return torch.zeros_like(self._values)
         return self._lasting.state(self._kernel.known.index(name))
 
-    def _planned(self, contributions: Sequence[Contribution], *, is_native: bool) -> list[Chunk]:
-        """Return the chunks of an update, and count a step of each of its pieces."""
+    def _key(self, contributions: Sequence[Contribution], gradients: Addends | None) -> PlanKey:
+        """Return what the chunks of an update depend on, the ages of the pieces aside."""
         names = [self._kernel.names(numbers) for numbers in self._numbers]
         in_lanes = self._values.dtype in _HALF or any(bool(numbers.get("fused")) for numbers in self._numbers)
         absent = tuple(contribution.absent for contribution in contributions)
-        key = (absent, names, in_lanes, is_native)
-        plan = self._plan
+        return absent, names, in_lanes, gradients is not None
+
+    def _planned(self, contributions: Sequence[Contribution], gradients: Addends | None) -> list[Chunk]:
+        """Return the chunks of an update, and count a step of each of its pieces."""
+        key, plan = self._key(contributions, gradients), self._plan
         if plan is None or plan.key != key:
+            absent, names, in_lanes, is_native = key
             chunks, taken = self._make_plan(absent, names, in_lanes=in_lanes, is_native=is_native)
             is_fresh = any(call.age.fresh for chunk in chunks for call in (*chunk.calls, *chunk.native))
             plan = _Plan(key, chunks, taken, is_fresh)
@@ -591,7 +654,7 @@ class Chunked:
                 in_lanes=in_lanes,
                 is_native=is_native,
                 index=number,
-                num_states=len(self._kernel.known),
+                known=self._kernel.known,
             )
             for number, slices in enumerate(cut_into_chunks(self._pieces, taken, CHUNK, in_lanes=in_lanes))
         ]

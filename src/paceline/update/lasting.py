@@ -134,6 +134,9 @@ class UpdateProgress:
     compute, as an update takes half as long again otherwise. A copy that was made ahead counts if nothing has changed
     the shard since then.
 
+    Where all chunks were saved ahead, an update may be *tried*: it looks for gradients that are not finite as it adds
+    them, and what it has changed by then can be undone, by this process or by a successor of it.
+
     Args:
         memory: of `size_bytes`, zero at first.
         num_chunks: the most chunks of an update.
@@ -145,7 +148,8 @@ class UpdateProgress:
         words = memory.cast("q")
         self._done = words[:num_chunks]  # by chunk, the last update that has changed it
         self._zeroed = words[num_chunks : 2 * num_chunks]  # by chunk, how many elements that update replaced by 0
-        self._notes = words[2 * num_chunks :]  # by thread: update, chunk, and whether it was saved ahead
+        self._tried = words[2 * num_chunks : 2 * num_chunks + 1]  # the last update that was begun as a trial
+        self._notes = words[2 * num_chunks + 1 :]  # by thread: update, chunk, and whether it was saved ahead
         self._num_chunks = num_chunks
         self._memory = (*saved, whole)
         self._saved = [_address(each) for each in saved]
@@ -156,14 +160,42 @@ class UpdateProgress:
     @staticmethod
     def size_bytes(num_chunks: int, num_threads: int) -> int:
         """Return how much memory it takes, besides what chunks are saved in."""
-        return _NUMBER_BYTES * (2 * num_chunks + num_threads)
+        return _NUMBER_BYTES * (2 * num_chunks + 1 + num_threads)
 
     def note_change(self) -> None:
         """Note that the shard is about to change: what was saved ahead counts for this change alone."""
         self._epoch += 1
 
+    def begin_trial(self, update: int, chunks: Sequence[ChunkMemory]) -> bool:
+        """Note that an update is tried; False, and nothing is noted, if some of its chunks are not saved ahead."""
+        if not all(self._ahead.get(chunk.index) == (self._epoch, chunk) for chunk in chunks):
+            return False
+        self.note_change()
+        self._tried[0] = update
+        return True
+
+    def is_tried(self, update: int) -> bool:
+        """Return whether this update was begun as a trial that is not undone, perhaps by a predecessor."""
+        return self._tried[0] == update
+
+    def end_trial(self, update: int, chunks: Sequence[ChunkMemory]) -> None:
+        """Restore all chunks as they were before this update, if it was begun as a trial and is not undone yet.
+
+        The chunks are those of the trial: another cut would find other bytes in their copies.
+        """
+        if not self.is_tried(update):
+            return
+        for chunk in chunks:
+            chunk.copy_from(self._at(chunk))
+        for index in range(self._num_chunks):
+            self._done[index] = 0
+        for thread in range(len(self._notes)):
+            self._notes[thread] = 0
+        self._tried[0] = 0  # last: a successor of a process that was killed meanwhile restores them once more
+
     def undo(self, update: int, chunks: Sequence[ChunkMemory]) -> None:
         """Restore the chunks that an update has begun and not done; called before the update goes on."""
+        self.end_trial(update, chunks)
         for thread, note in enumerate(self._notes):
             number, rest = divmod(note, 2 * self._num_chunks)
             index, is_ahead = divmod(rest, 2)

@@ -6,6 +6,7 @@ bits as torch's operations on numbers of every kind (`steps_of`).
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import CDLL, c_float, c_int, c_int64, c_uint32, c_void_p
@@ -13,33 +14,40 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
 
 from paceline.errors import ProtocolBug
-from paceline.update.kernels import Kernel, Numbers, Operands, SGDKernel
+from paceline.update.kernels import AdamKernel, Kernel, Numbers, Operands, SGDKernel
 from paceline.update.rows.native_ops import load_library
 from paceline.update.summing import add_up
 
 LIBRARY: Final = Path(__file__).with_name("steps.c.so")
 
+_SUM: Final = (c_void_p, c_void_p, c_int64, c_float)  # gradients, their weights, how many, divisor
 FUNCTIONS: Final = {
-    "paceline_sgd": (c_int, (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, *(c_float,) * 5, c_int)),
+    "paceline_sgd": (c_int, (*(c_void_p,) * 2, c_int64, *_SUM, *(c_float,) * 4, c_int)),
+    "paceline_adam": (c_int, (*(c_void_p,) * 4, c_int64, *_SUM, *(c_float,) * 8, c_int)),
     "paceline_can_step": (c_int, ()),
     "paceline_source": (c_uint32, ()),
 }
 _NESTEROV, _MAXIMIZE, _FRESH = 1, 2, 4
 _MOST_GRADIENTS: Final = 1 << 16
 _ITEM_BYTES: Final = 4
-_BUFFER: Final = "momentum_buffer"
+_STEP, _DIVISOR = 7.0, 3.0  # of trials
 LANES: Final = 64  # a multiple of torch's vector length on every machine: its fused operations treat the rest otherwise
-_TRIALS: Final = (  # momentum, dampening, nesterov, weight decay, maximize, and whether the momenta are new
+_SGD_TRIALS: Final = (  # momentum, dampening, nesterov, weight decay, maximize, and whether the momenta are new
     (0.0, 0.0, False, 0.0, False, False),
     (0.9, 0.1, False, 0.01, True, False),
     (0.9, 0.0, True, 0.01, False, False),
     (0.9, 0.1, False, 0.0, False, True),
+)
+_ADAM_TRIALS: Final = (  # name, betas, amsgrad, weight decay, maximize
+    ("torch.optim.Adam", (0.9, 0.999), False, 0.0, False),
+    ("torch.optim.Adam", (0.4, 0.7), True, 0.01, True),
+    ("torch.optim.AdamW", (0.9, 0.999), True, 0.01, False),
 )
 
 
@@ -52,28 +60,26 @@ class StepMemory:
         start: first element, counted from the start of the range.
         length: number of elements.
         values: address of the first one's value.
-        buffer: address of its momentum, None without.
+        state: address of each of the rule's states of it, in their order; None for one that it does not have.
         tensors: to which the memory belongs.
     """
 
     start: int
     length: int
     values: int
-    buffer: int | None
+    state: tuple[int | None, ...]
     tensors: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)
 
     @classmethod
-    def of(cls, start: int, values: Tensor, state: dict[str, Tensor]) -> StepMemory:
+    def of(cls, start: int, values: Tensor, state: Sequence[Tensor | None]) -> StepMemory:
         """Return the place of these values and states."""
-        _require_plain(values)
-        buffer = state.get(_BUFFER)
-        if buffer is not None:
-            _require_plain(buffer)
-            if buffer.numel() != values.numel():
-                raise ProtocolBug(f"{values.numel()} values have {buffer.numel()} momenta")
-        if buffer is None:
-            return cls(start, values.numel(), values.data_ptr(), None, (values,))
-        return cls(start, values.numel(), values.data_ptr(), buffer.data_ptr(), (values, buffer))
+        tensors = tuple(tensor for tensor in (values, *state) if tensor is not None)
+        for tensor in tensors:
+            _require_plain(tensor)
+            if tensor.numel() != values.numel():
+                raise ProtocolBug(f"{values.numel()} values have {tensor.numel()} elements of a state")
+        addresses = tuple(None if tensor is None else tensor.data_ptr() for tensor in state)
+        return cls(start, values.numel(), values.data_ptr(), addresses, tensors)
 
 
 @final
@@ -117,13 +123,27 @@ class Addends:
 
 @final
 class NativeSteps:
-    """The steps of `torch.optim.SGD`, momentum and all, on float32."""
+    """The steps of `torch.optim.SGD`, and the fused ones of Adam and AdamW, on float32.
 
-    def __init__(self, library: CDLL) -> None:
-        self._sgd = library.paceline_sgd
+    Without `fused`, torch takes Adam's steps: its roots are by a library that rounds as no instruction does.
+    """
+
+    def __init__(self, library: CDLL, kernel: Kernel) -> None:
+        self._library, self._kernel = library, kernel
+
+    def takes(self, numbers: Sequence[Numbers]) -> bool:
+        """Return whether these are the steps to take with these hyperparameters of all groups."""
+        return isinstance(self._kernel, SGDKernel) or all(bool(group.get("fused")) for group in numbers)
 
     def step(
-        self, place: StepMemory, gradients: Addends, having: Sequence[int], numbers: Numbers, *, fresh: bool
+        self,
+        place: StepMemory,
+        gradients: Addends,
+        having: Sequence[int],
+        numbers: Numbers,
+        *,
+        step: float = 1.0,
+        fresh: bool = False,
     ) -> bool:
         """Take one step; return whether the gradients that it adds, and their sums, are finite.
 
@@ -132,23 +152,44 @@ class NativeSteps:
             gradients: of the range, only read.
             having: indices of those to add, at least one.
             numbers: hyperparameters.
+            step: number of this step, from 1.
             fresh: whether the state has never been written.
         """
-        addresses, weights, num = gradients.at(place, having)
-        if bool(numbers["momentum"]) != (place.buffer is not None):
-            raise ProtocolBug(f"a step with momentum {numbers['momentum']} has the momenta at {place.buffer}")
+        missing = [name for name in self._kernel.names(numbers) if place.state[self._kernel.known.index(name)] is None]
+        if missing:
+            raise ProtocolBug(f"a step of {self._kernel.name} lacks the states {missing}")
+        if isinstance(self._kernel, SGDKernel):
+            return self._step_sgd(place, gradients, having, numbers, fresh=fresh)
+        return self._step_adam(place, gradients, having, numbers, step)
+
+    def _step_sgd(
+        self, place: StepMemory, gradients: Addends, having: Sequence[int], numbers: Numbers, *, fresh: bool
+    ) -> bool:
         how = _NESTEROV * bool(numbers["nesterov"]) + _MAXIMIZE * bool(numbers["maximize"]) + _FRESH * fresh
-        is_suspect: int = self._sgd(
-            *(place.values, place.buffer, place.length, addresses, weights, num),
-            *(numbers["lr"], numbers["momentum"], 1 - numbers["dampening"], numbers["weight_decay"]),
-            *(gradients.divisor, how),
+        is_suspect: int = self._library.paceline_sgd(
+            *(place.values, *place.state, place.length, *gradients.at(place, having), gradients.divisor),
+            *(numbers["lr"], numbers["momentum"], 1 - numbers["dampening"], numbers["weight_decay"], how),
+        )
+        return not is_suspect
+
+    def _step_adam(
+        self, place: StepMemory, gradients: Addends, having: Sequence[int], numbers: Numbers, step: float
+    ) -> bool:
+        decay, (beta1, beta2), lr = numbers["weight_decay"], numbers["betas"], numbers["lr"]
+        is_decoupled = self._kernel.name.endswith("AdamW") or bool(numbers.get("decoupled_weight_decay"))
+        size, root = lr / (1 - beta1**step), math.sqrt(1 - beta2**step)
+        is_suspect: int = self._library.paceline_adam(
+            *(place.values, *place.state, place.length, *gradients.at(place, having), gradients.divisor),
+            *((0.0, 1 - lr * decay) if is_decoupled else (decay, 1.0)),
+            *(1 - beta1, beta2, 1 - beta2, size, root, numbers["eps"], _MAXIMIZE * bool(numbers["maximize"])),
         )
         return not is_suspect
 
 
 def steps_of(kernel: Kernel, values: Tensor) -> NativeSteps | None:
     """Return the native steps of a rule on these values; None where torch is to take them."""
-    return native_steps() if isinstance(kernel, SGDKernel) and values.dtype is torch.float32 else None
+    library = steps_library() if isinstance(kernel, SGDKernel | AdamKernel) and values.dtype is torch.float32 else None
+    return None if library is None else NativeSteps(library, kernel)
 
 
 def _tell(text: str) -> None:
@@ -156,8 +197,8 @@ def _tell(text: str) -> None:
 
 
 @cache
-def native_steps(tell: Callable[[str], None] = _tell) -> NativeSteps | None:
-    """Return the library's steps; None if it is not there, or would not make torch's bits, which is told once."""
+def steps_library(tell: Callable[[str], None] = _tell) -> CDLL | None:
+    """Return the library; None if it is not there, or would not make torch's bits, which is told once."""
     library = load_library(LIBRARY, FUNCTIONS) if LIBRARY.exists() else ""
     if isinstance(library, str):
         if library:
@@ -165,51 +206,60 @@ def native_steps(tell: Callable[[str], None] = _tell) -> NativeSteps | None:
         return None
     if not library.paceline_can_step():
         return None
-    steps = NativeSteps(library)
-    different = next(differences(steps), "")
+    different = next(differences(library), "")
     if different:
         tell(
             f"updates run in torch {torch.__version__}, which is slower, as it rounds otherwise than their C library: "
             f"{different}"
         )
-    return None if different else steps
+    return None if different else library
 
 
-def differences(steps: NativeSteps) -> Iterator[str]:
+def differences(library: CDLL) -> Iterator[str]:
     """Yield each setting under which steps of the library are not torch's to the last bit, on awkward numbers."""
-    kernel, divisor = SGDKernel("torch.optim.SGD"), 3.0
-    for fused, (momentum, dampening, nesterov, decay, maximize, fresh) in product((False, True), _TRIALS):
-        numbers: dict[str, float] = {"lr": 0.05, "momentum": momentum, "dampening": dampening, "weight_decay": decay}
-        numbers |= {"nesterov": nesterov, "maximize": maximize, "fused": fused}
-        ours, theirs = (_awkward(5 * LANES + (0 if fused else 13)) for _ in range(2))
-        at = StepMemory.of(0, ours[0], {_BUFFER: ours[1]} if momentum else {})
-        gradients = Addends.of(ours[2:], (), divisor)
+    for kernel, numbers, fresh in _trials():
+        ours, theirs = (_awkward(5 * LANES + (0 if numbers["fused"] else 13)) for _ in range(2))
+        names, num_states = kernel.names(numbers), len(kernel.known)
+        state = [tensor if name in names else None for name, tensor in zip(kernel.known, ours[1:], strict=False)]
+        gradients = Addends.of(ours[1 + num_states :], (), _DIVISOR)
         if gradients is None:
             raise ProtocolBug("gradients that were made for a trial do not lie as they should")
-        steps.step(at, gradients, range(len(ours) - 2), numbers, fresh=fresh)
-        _step_in_torch(kernel, theirs, numbers, divisor, fresh=fresh)
+        having, steps = range(len(gradients.tensors)), NativeSteps(library, kernel)
+        steps.step(StepMemory.of(0, ours[0], state), gradients, having, numbers, step=_STEP, fresh=fresh)
+        _step_in_torch(kernel, theirs, numbers, fresh=fresh)
         if not all(map(_same_bits, ours, theirs)):
-            yield f"SGD with {numbers}"
+            yield f"{kernel.name} with {numbers}"
 
 
-def _step_in_torch(kernel: Kernel, tensors: list[Tensor], numbers: Numbers, divisor: float, *, fresh: bool) -> None:
-    values, buffer, *gradients = tensors
-    total = add_up(torch.empty_like(values), gradients)
+def _trials() -> Iterator[tuple[Kernel, dict[str, Any], bool]]:
+    """Yield rules, hyperparameters, and whether the state is new."""
+    sgd = SGDKernel("torch.optim.SGD")
+    for fused, (momentum, dampening, nesterov, decay, maximize, fresh) in product((False, True), _SGD_TRIALS):
+        numbers: dict[str, Any] = {"lr": 0.05, "momentum": momentum, "dampening": dampening, "weight_decay": decay}
+        yield sgd, numbers | {"nesterov": nesterov, "maximize": maximize, "fused": fused}, fresh
+    for name, betas, amsgrad, decay, maximize in _ADAM_TRIALS:
+        numbers = {"lr": 0.05, "betas": betas, "eps": 1e-8, "weight_decay": decay, "fused": True}
+        yield AdamKernel(name), numbers | {"amsgrad": amsgrad, "maximize": maximize}, False
+
+
+def _step_in_torch(kernel: Kernel, tensors: list[Tensor], numbers: Numbers, *, fresh: bool) -> None:
+    values, *rest = tensors
+    names, spare = kernel.names(numbers), values.new_empty(2, values.numel())
+    state = {name: [tensor] for name, tensor in zip(kernel.known, rest, strict=False) if name in names}
+    total = add_up(torch.empty_like(values), rest[len(kernel.known) :])
     if not numbers["fused"]:
-        total.div_(divisor)
-    spare = values.new_empty(2, values.numel())
-    state = {_BUFFER: [buffer]} if numbers["momentum"] else {}
-    left = divisor if numbers["fused"] else 1.0
-    kernel.step(Operands([values], [total], state, 1.0, fresh, spare, left), numbers)
+        total.div_(_DIVISOR)
+    left = _DIVISOR if numbers["fused"] else 1.0
+    kernel.step(Operands([values], [total], state, _STEP, fresh, spare, left), numbers)
 
 
 def _awkward(length: int) -> list[Tensor]:
-    """Return values, momenta and gradients: denormal, huge, zeros of both signs, and some whose sums overflow."""
+    """Return values, states and gradients: denormal, huge, zeros of both signs, and some whose sums overflow."""
     generator = torch.Generator().manual_seed(length)
-    exponents = torch.randint(-148, 128, (5, length), generator=generator)
-    near = torch.randint(-4, 4, (5, length), generator=generator)
+    exponents = torch.randint(-148, 128, (6, length), generator=generator)
+    near = torch.randint(-4, 4, (6, length), generator=generator)
     exponents[:, length // 3 :] = near[:, length // 3 :]  # most have sizes at which roundings show
-    found = torch.ldexp(torch.rand(5, length, generator=generator, dtype=torch.float64) * 2 - 1, exponents).float()
+    found = torch.ldexp(torch.rand(6, length, generator=generator, dtype=torch.float64) * 2 - 1, exponents).float()
     found[:, ::7], found[:, 1::7] = 0.0, -0.0
     return list(found)
 

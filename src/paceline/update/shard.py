@@ -112,6 +112,7 @@ class Shard:
         >>> shard = Shard(spec, Range(0, 0, 2), rule=resolve(spec.rule, allowed=None))
         >>> shard.store(torch.tensor([1.0, 2.0]))
         >>> shard.apply([Contribution(torch.tensor([2.0, 4.0]))])
+        {}
         >>> shard.values
         tensor([0., 0.])
     """
@@ -179,8 +180,11 @@ class Shard:
         views = (piece.view(gradient).view(-1) for piece in self._pieces if piece.segment not in absent)
         return sum(num_nonfinite(view, self._threads) for view in views)
 
-    def apply(self, contributions: Sequence[Contribution]) -> None:
+    def apply(self, contributions: Sequence[Contribution]) -> dict[int, int]:
         """Update the values once: add the contributions in the order given, scale the sum, and apply the rule.
+
+        Returns how many elements are NaN or infinite in each of the unchecked contributions with some, by its index:
+        then nothing has changed.
 
         Missing samples that were expected count as zeros.
         The hyperparameters of the first contribution count, and stay until others arrive. A segment that is absent from
@@ -192,11 +196,15 @@ class Shard:
         """
         self._require_contributions(contributions)
         if self._merger is None:
-            self._update([*contributions, *self._missing(contributions)])
-            return
+            return self._update([*contributions, *self._missing(contributions)])
         self.settle()  # an update that was due before these contributions does not include them
         self._merger.keep(contributions)
         self.settle()
+        return {}
+
+    def pass_over(self) -> None:
+        """Count an update that changes nothing, as all its contributions were refused."""
+        self._commit(is_update=True, steps=False)
 
     def settle(self, *, all_kept: bool = False) -> None:
         """Make the update whose quorum is due by now, if any; or one of all kept contributions.
@@ -216,14 +224,34 @@ class Shard:
         return [Contribution(contributions[0].gradient, missing, absent=everything)] if missing else []
 
     @torch.no_grad()
-    def _update(self, contributions: Sequence[Contribution]) -> None:
-        self.hyper = contributions[0].hyper or self.hyper
-        self.num_zeroed += self._updates.apply(contributions, self.hyper)
+    def _update(self, contributions: Sequence[Contribution]) -> dict[int, int]:
+        updates, hyper = self._updates, contributions[0].hyper or self.hyper
+        unchecked = any(each.unchecked for each in contributions)
+        is_tried = unchecked and isinstance(updates, Chunked) and updates.try_to_apply(contributions, hyper)
+        if not is_tried:
+            found = self._not_finite(contributions) if unchecked else {}
+            if found:
+                return found
+            self.num_zeroed += updates.apply(contributions, hyper)
+        self.hyper = hyper
         self.version += 1
         self._commit(is_update=True)
-        save = self._updates.saving() if isinstance(self._updates, Chunked) else None
+        save = updates.saving() if isinstance(updates, Chunked) else None
         if save is not None:
             self._when_idle(save)
+        return {}
+
+    def _not_finite(self, contributions: Sequence[Contribution]) -> dict[int, int]:
+        """Return how many elements of unchecked contributions are NaN or infinite, without those that have none."""
+        found = {
+            index: self.screen(each.gradient, each.absent) for index, each in enumerate(contributions) if each.unchecked
+        }
+        return {index: num for index, num in found.items() if num}
+
+    @property
+    def checks_in_updates(self) -> bool:
+        """Whether updates look for NaN in unchecked contributions at little cost, mostly."""
+        return self._lasting is not None and isinstance(self._updates, Chunked) and self.spec.nonfinite == "reject"
 
     @property
     def can_preview(self) -> bool:
@@ -252,8 +280,8 @@ class Shard:
         self.hyper = hyper
         self._commit(has_settings=True)
 
-    def _commit(self, *, is_update: bool = False, has_settings: bool = False) -> None:
-        """Have a successor go on from here."""
+    def _commit(self, *, is_update: bool = False, has_settings: bool = False, steps: bool = True) -> None:
+        """Have a successor go on from here; `steps`: an update has counted a step of each piece that it changes."""
         lasting, updates = self._lasting, self._updates
         if lasting is None:
             return
@@ -264,7 +292,7 @@ class Shard:
                 return
         lasting.commit(
             updates.settings(self.hyper) if updates.is_changed or has_settings else None,
-            advances_steps=is_update and isinstance(updates, Chunked),
+            advances_steps=is_update and steps and isinstance(updates, Chunked),
             num_applied=self.num_applied + is_update,
             num_saves=lasting.record.numbers["num_saves"] + isinstance(updates, WholeTensors),
             version=self.version,

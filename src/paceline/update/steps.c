@@ -36,6 +36,10 @@ typedef struct {
     float lr, momentum, undamped, decay, divisor;
 } sgd_t;
 
+typedef struct {
+    float divisor, decay, kept, rest1, beta2, rest2, size, root, eps;
+} adam_t;
+
 enum { NESTEROV = 1, MAXIMIZE = 2, FRESH = 4 };
 
 /* The elements from `at` on: all of them, or those with the highest bit of their lane set. */
@@ -68,14 +72,19 @@ INLINE __m256 sum_of(sum_t of, int64_t at, const __m256i *lanes, __m256 *bad)
     return sum;
 }
 
+/* The gradient to descend, but for weight decay. */
+INLINE __m256 descended(sum_t of, int64_t at, const __m256i *lanes, float divisor, int how, __m256 *bad)
+{
+    __m256 gradient = sum_of(of, at, lanes, bad);
+    if (divisor != 1.0f)
+        gradient = _mm256_div_ps(gradient, _mm256_set1_ps(divisor));
+    return how & MAXIMIZE ? _mm256_xor_ps(gradient, _mm256_set1_ps(-0.0f)) : gradient;
+}
+
 INLINE void sgd_step(float *values, float *buffer, sum_t of, int64_t at, const __m256i *lanes, const sgd_t *by, int how,
                      __m256 *bad)
 {
-    __m256 gradient = sum_of(of, at, lanes, bad), value = load(values, at, lanes);
-    if (by->divisor != 1.0f)
-        gradient = _mm256_div_ps(gradient, _mm256_set1_ps(by->divisor));
-    if (how & MAXIMIZE)
-        gradient = _mm256_xor_ps(gradient, _mm256_set1_ps(-0.0f));
+    __m256 gradient = descended(of, at, lanes, by->divisor, how, bad), value = load(values, at, lanes);
     if (by->decay != 0.0f)
         gradient = _mm256_fmadd_ps(value, _mm256_set1_ps(by->decay), gradient);
     if (buffer) {
@@ -88,6 +97,44 @@ INLINE void sgd_step(float *values, float *buffer, sum_t of, int64_t at, const _
         gradient = how & NESTEROV ? _mm256_fmadd_ps(momentum, _mm256_set1_ps(by->momentum), gradient) : momentum;
     }
     store(values, at, lanes, _mm256_fmadd_ps(gradient, _mm256_set1_ps(-by->lr), value));
+}
+
+/* `rest1` of the way from the average to the gradient, from the end that is nearer. */
+INLINE __m256 between(__m256 average, __m256 gradient, float rest1)
+{
+    __m256 way = _mm256_sub_ps(gradient, average);
+    if (rest1 < 0.5f)
+        return _mm256_fmadd_ps(_mm256_set1_ps(rest1), way, average);
+    return _mm256_fmadd_ps(_mm256_set1_ps(rest1 - 1.0f), way, gradient);
+}
+
+/* The greater one of both, NaN if one of them is. */
+INLINE __m256 greater(__m256 one, __m256 other)
+{
+    return _mm256_or_ps(_mm256_max_ps(one, other), _mm256_cmp_ps(one, other, _CMP_UNORD_Q));
+}
+
+INLINE void adam_step(float *values, float *averages, float *squares, float *most, sum_t of, int64_t at,
+                      const __m256i *lanes, const adam_t *by, int how, __m256 *bad)
+{
+    __m256 gradient = descended(of, at, lanes, by->divisor, how, bad), value = load(values, at, lanes);
+    if (by->kept != 1.0f)
+        value = _mm256_mul_ps(value, _mm256_set1_ps(by->kept));
+    if (by->decay != 0.0f)
+        gradient = _mm256_fmadd_ps(value, _mm256_set1_ps(by->decay), gradient);
+    __m256 average = between(load(averages, at, lanes), gradient, by->rest1);
+    __m256 square = _mm256_mul_ps(load(squares, at, lanes), _mm256_set1_ps(by->beta2));
+    square = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_set1_ps(by->rest2), gradient), gradient, square);
+    store(averages, at, lanes, average);
+    store(squares, at, lanes, square);
+    if (most) {
+        square = greater(load(most, at, lanes), square);
+        store(most, at, lanes, square);
+    }
+    __m256 below = _mm256_div_ps(_mm256_sqrt_ps(square), _mm256_set1_ps(by->root));
+    below = _mm256_add_ps(below, _mm256_set1_ps(by->eps));
+    __m256 change = _mm256_div_ps(_mm256_mul_ps(_mm256_set1_ps(-by->size), average), below);
+    store(values, at, lanes, _mm256_add_ps(value, change));
 }
 
 INLINE __m256i first_lanes(int64_t num)
@@ -112,7 +159,7 @@ int paceline_can_step(void)
  * `weights` where every gradient counts once. The processor must be one that can step.
  */
 FAST int paceline_sgd(float *values, float *buffer, int64_t length, const float *const *gradients, const float *weights,
-                      int64_t num_gradients, float lr, float momentum, float undamped, float decay, float divisor,
+                      int64_t num_gradients, float divisor, float lr, float momentum, float undamped, float decay,
                       int how)
 {
     sum_t of = {gradients, weights, num_gradients};
@@ -127,6 +174,29 @@ FAST int paceline_sgd(float *values, float *buffer, int64_t length, const float 
     }
     return has_nan(bad);
 }
+
+/*
+ * One step of torch.optim.Adam or AdamW, as their fused operations make it; returns as above. `most` is NULL without
+ * amsgrad; `kept` is what decoupled weight decay leaves of a value, 1 without; `rest1` and `rest2` are 1 - beta1 and
+ * 1 - beta2; `size` and `root` are the step size and the square root, both corrected for the number of steps.
+ */
+FAST int paceline_adam(float *values, float *averages, float *squares, float *most, int64_t length,
+                       const float *const *gradients, const float *weights, int64_t num_gradients, float divisor,
+                       float decay, float kept, float rest1, float beta2, float rest2, float size, float root, float eps,
+                       int how)
+{
+    sum_t of = {gradients, weights, num_gradients};
+    adam_t by = {divisor, decay, kept, rest1, beta2, rest2, size, root, eps};
+    __m256 bad = _mm256_setzero_ps();
+    int64_t at = 0;
+    for (; at + WIDTH <= length; at += WIDTH)
+        adam_step(values, averages, squares, most, of, at, NULL, &by, how, &bad);
+    if (at < length) {
+        __m256i lanes = first_lanes(length - at);
+        adam_step(values, averages, squares, most, of, at, &lanes, &by, how, &bad);
+    }
+    return has_nan(bad);
+}
 #else
 int paceline_can_step(void)
 {
@@ -134,10 +204,20 @@ int paceline_can_step(void)
 }
 
 int paceline_sgd(float *values, float *buffer, int64_t length, const float *const *gradients, const float *weights,
-                 int64_t num_gradients, float lr, float momentum, float undamped, float decay, float divisor, int how)
+                 int64_t num_gradients, float divisor, float lr, float momentum, float undamped, float decay, int how)
 {
     (void)values, (void)buffer, (void)length, (void)gradients, (void)weights, (void)num_gradients;
     (void)lr, (void)momentum, (void)undamped, (void)decay, (void)divisor, (void)how;
+    return 1;
+}
+
+int paceline_adam(float *values, float *averages, float *squares, float *most, int64_t length,
+                  const float *const *gradients, const float *weights, int64_t num_gradients, float divisor, float decay,
+                  float kept, float rest1, float beta2, float rest2, float size, float root, float eps, int how)
+{
+    (void)values, (void)averages, (void)squares, (void)most, (void)length, (void)gradients, (void)weights;
+    (void)num_gradients, (void)divisor, (void)decay, (void)kept, (void)rest1, (void)beta2, (void)rest2;
+    (void)size, (void)root, (void)eps, (void)how;
     return 1;
 }
 #endif

@@ -84,6 +84,7 @@ class Contribution:
         worker: the rank that pushed it.
         expected: samples behind all contributions to the update if none is missing; 0 where that is not known. See
             `num_missing`.
+        unchecked: whether the update is to look for NaN and infinity in it, and to leave it out if there are any.
     """
 
     gradient: Tensor
@@ -92,6 +93,7 @@ class Contribution:
     hyper: tuple[Hyper, ...] = ()
     worker: int = 0
     expected: float = 0.0
+    unchecked: bool = False
 
 
 def num_missing(counts: Sequence[float], expected: Sequence[float], scale: Scale) -> float:

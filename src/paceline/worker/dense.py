@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Final, Self
 
@@ -249,9 +250,12 @@ class DenseClient:
         Other machines send values ahead of the end of the clock, as those who push so read the table in the next one.
         `ends_clock`: the caller finishes the clock at once, and then reads the table. So one frame can do for all.
         """
-        if self._screens and num_nonfinite(buffer.gradient):
+        screened = not (ends_clock and self._is_checked_in_updates(buffer))
+        if screened and self._screens and num_nonfinite(buffer.gradient):
             return self._not_sent(buffer)
-        return self._push(buffer, count, absent, hyper, expected, ends_clock=ends_clock, reads_next=True)
+        return self._push(
+            buffer, count, absent, hyper, expected, screened=screened, ends_clock=ends_clock, reads_next=True
+        )
 
     def _not_sent(self, buffer: PushBuffer) -> Future[PushOutcome]:
         """Refuse reserved memory with values that are not finite."""
@@ -260,6 +264,22 @@ class DenseClient:
         finally:  # the script may go on with other gradients
             self.return_buffer(buffer)
         return finished_push(PushOutcome(applied=False, reason=problem))
+
+    def _is_checked_in_updates(self, buffer: PushBuffer) -> bool:
+        """Return whether the server of a large push looks for NaN in it as it adds it, instead of this worker before.
+
+        One server alone: several must refuse the same pushes. And while all workers wait for the values: what the
+        server has added by then it takes out again.
+        """
+        cache, num_servers = self.cache, self.context.core.settings.num_servers
+        is_large = buffer.memory.nbytes > _MOST_STEP_BYTES
+        return (
+            is_large
+            and num_servers == 1
+            and cache.live
+            and cache.consistency.lockstep
+            and (cache.spec.nonfinite == "reject")
+        )
 
     def start_read(self, *, refresh: bool = True, exact: bool = False, more: bool = False) -> PendingRead:
         """Request values; the future ends when the cache is fresh enough. Does not block.
@@ -322,6 +342,7 @@ class DenseClient:
         hyper: tuple[Hyper, ...],
         expected: float = 0.0,
         *,
+        screened: bool = True,
         ends_clock: bool = False,
         reads_next: bool = False,
     ) -> Future[PushOutcome]:
@@ -332,7 +353,7 @@ class DenseClient:
                 lock.check()
             checksums = tuple(map(zlib.crc32, self.parts(buffer))) if self.checks_memory else ()
             push = context.core.next_push(self.name)
-            frame = PushFrame(push, count, absent, hyper, screened=True, checksums=checksums, expected=expected)
+            frame = PushFrame(push, count, absent, hyper, screened=screened, checksums=checksums, expected=expected)
             in_pieces = self._in_pieces(parts) if reads_next and self.distant else ()
             future = self.pushes.prepare(buffer, parts.copy(), frame, in_pieces)
             if self.cache.reads_own_writes:
@@ -399,7 +420,7 @@ class DenseClient:
 
     def release(self, effect: Release) -> None:
         """Note the answer to one part of a push; end the push when all parts are answered."""
-        outgoing = self.pushes.release(effect)
+        outgoing = self.pushes.release(effect, partial(objection, self.cache.spec, is_sent=True))
         if outgoing is None:
             return
         if outgoing.answers.refused:

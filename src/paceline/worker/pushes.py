@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
 
 from torch import Tensor
@@ -194,8 +194,8 @@ def require_fit(spec: TableSpec, gradient: Tensor) -> None:
         )
 
 
-def objection(spec: TableSpec, gradient: Tensor) -> str:
-    """Return why a gradient that fits its table is not pushed, "" if it is."""
+def objection(spec: TableSpec, gradient: Tensor, *, is_sent: bool = False) -> str:
+    """Return why a gradient that fits its table is not pushed, or not applied if it is sent; "" if it is finite."""
     if spec.nonfinite in ("zero", "ignore"):
         return ""
     num_bad = num_nonfinite(gradient)
@@ -203,7 +203,7 @@ def objection(spec: TableSpec, gradient: Tensor) -> str:
         return ""
     return (
         f"{num_bad} of {gradient.numel()} elements of the gradient for table '{spec.name}' are NaN or infinite"
-        f"{_where(spec, gradient)}; it was not sent. {NONFINITE_ADVICE}"
+        f"{_where(spec, gradient)}; it was not {'applied' if is_sent else 'sent'}. {NONFINITE_ADVICE}"
     )
 
 
@@ -298,11 +298,16 @@ class Pushes:
         """Return a push in flight; None if it is answered or abandoned."""
         return self._under_way.get(push.id)
 
-    def release(self, effect: Release) -> Outgoing | None:
-        """Note the answer of a server; once all have answered, free the buffer and return the push."""
+    def release(self, effect: Release, explain: Callable[[Tensor], str] = lambda _: "") -> Outgoing | None:
+        """Note the answer of a server; once all have answered, free the buffer and return the push.
+
+        `explain` says of a gradient that was not looked at here what may be wrong with it, if a server refuses it.
+        """
         outgoing = self._under_way.get(effect.id)
         if outgoing is None:
             return None
+        if effect.refused and not outgoing.frame.screened:  # now, as long as the gradient is there
+            effect = replace(effect, refused=explain(outgoing.buffer.gradient) or effect.refused)
         outgoing.bodies.pop(effect.server)
         outgoing.answers.note(effect)
         if outgoing.bodies:

@@ -115,7 +115,7 @@ def check_steps(dice: random.Random, steps: NativeSteps) -> None:
     given = Addends.of(gradients, weights, 3.0)
     assert given is not None
     skipped = dice.randrange(length)  # the elements before it stay as they are
-    state_there = {"momentum_buffer": buffer[skipped:]} if numbers["momentum"] else {}
+    state_there = [buffer[skipped:] if numbers["momentum"] else None]
     place = StepMemory.of(skipped, values[skipped:], state_there)
     before = values[:skipped].clone()
     assert steps.step(place, given, range(num), numbers, fresh=False)
@@ -124,7 +124,7 @@ def check_steps(dice: random.Random, steps: NativeSteps) -> None:
     assert torch.equal(buffer[skipped:], expected[1][skipped:])
     for each in memory:
         assert int(each.isnan().sum()) == len(each) - length
-    for wrong in (StepMemory(-1, 1, 0, None), StepMemory(0, length + 1, 0, None), StepMemory(length, 1, 0, None)):
+    for wrong in (StepMemory(-1, 1, 0, ()), StepMemory(0, length + 1, 0, ()), StepMemory(length, 1, 0, ())):
         try:
             given.at(wrong, [0])
         except ProtocolBug:
@@ -145,7 +145,7 @@ def main(rows_path: str, steps_path: str, num_rounds: str) -> None:
             check(dice, native.NativeOps(library))
         if stepping.paceline_can_step():
             for _ in range(20):
-                check_steps(dice, NativeSteps(stepping))
+                check_steps(dice, NativeSteps(stepping, SGDKernel("torch.optim.SGD")))
     print("sound")
 
 
