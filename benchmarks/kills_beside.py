@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Final, NamedTuple, cast
 
 import psutil
 from cyclopts import App, Parameter
@@ -127,6 +127,7 @@ def kills_beside(
     kills: int = 5,
     only: str = "",
     seed: int = 1,
+    picture: Path | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Kill, and print what it costs.
@@ -139,6 +140,8 @@ def kills_beside(
         Names of systems, with commas between them; all that are installed by default.
     seed
         Of the moments of the kills.
+    picture
+        Where to draw the stalls; by default nowhere.
     json
         Print only one line of JSON on stdout.
     """
@@ -152,6 +155,8 @@ def kills_beside(
             continue
         rows.append(measure(system, kills, seed))
         progress(describe(rows[-1]))
+    if picture is not None:
+        draw(rows, picture)
     if json:
         print_json({"name": "kills_beside", "machine": machine(), "systems": rows})
     return 0
@@ -174,6 +179,39 @@ def measure(system: System, num_kills: int, seed: int) -> dict[str, object]:
         "steps_again": statistics.mean(kill.num_again for kill in costs),
         "same_bytes": len(digests | calm) == 1,
     }
+
+
+def draw(rows: list[dict[str, object]], path: Path) -> None:
+    """Draw each stall as a point, a line for each system, on a logarithmic scale."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.4, 0.9 + 0.42 * len(rows)), dpi=140, facecolor="white", layout="constrained")
+    axes = figure.subplots()
+    for place, row in enumerate(reversed(rows)):
+        stalls = cast("list[float]", row["stalls_ms"])
+        colour = "#0072B2" if row["system"] == "paceline" else "#D55E00"
+        axes.scatter([stall / 1e3 for stall in stalls], [place] * len(stalls), s=30, color=colour, alpha=0.6)
+        kept = "same values" if row["same_bytes"] else "other values"
+        again = f"{row['steps_again']:.0f} steps again, " if row["steps_again"] else ""
+        axes.annotate(
+            f"{again}{kept}",
+            (1.01, place),
+            xycoords=("axes fraction", "data"),
+            va="center",
+            fontsize=8,
+            color="#444444",
+        )
+    axes.set_yticks(range(len(rows)), [f"{row['system']} ({row['killed']})" for row in reversed(rows)])
+    axes.set_ylim(-0.6, len(rows) - 0.4)
+    axes.set_xscale("log")
+    axes.set_xlim(0.04, 60)
+    axes.set_xticks([0.1, 1, 10], ["0.1", "1", "10"])
+    axes.grid(axis="x", color="#dddddd")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(left=False)
+    axes.set_xlabel("seconds from kill -9 to the first step that is new")
+    figure.savefig(path)
 
 
 def describe(row: dict[str, object]) -> str:
