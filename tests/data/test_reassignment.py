@@ -189,11 +189,11 @@ def test_what_comes_back_when_the_others_are_through_counts_in_their_next_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the last round of the epoch, so that their next clock is one more."""
-    ticks, finish = threading.Semaphore(0), Session.clock
+    ticks, finish = threading.Semaphore(0), Session.finish_clock
     holds_two = threading.Event()  # of its three slices: the others would take them while it sleeps
 
-    def clock(worker: Session, *, samples: float | None = None) -> int:
-        finished = finish(worker, samples=samples)
+    def clock(worker: Session, samples: float | None) -> int:
+        finished = finish(worker, samples)
         ticks.release()
         return finished
 
@@ -206,7 +206,7 @@ def test_what_comes_back_when_the_others_are_through_counts_in_their_next_clock(
                 assert ticks.acquire(timeout=WAIT_S)
             raise Death
 
-    monkeypatch.setattr(Session, "clock", clock)
+    monkeypatch.setattr(Session, "finish_clock", clock)
     training = Training(36, slices=3, before=before)
     with job(tmp_path, workers=3, servers=2) as started:
         results = run_until_death(started, training, lambda: None)
@@ -220,12 +220,12 @@ def test_each_sample_weighs_as_much_as_without_a_death(
     num_samples: int, clock: int, is_fed: bool, slices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the dead worker had counts in the next clock of the others, or in one more behind the last."""
-    ticks, finish = threading.Semaphore(0), Session.clock
+    ticks, finish = threading.Semaphore(0), Session.finish_clock
     has_taken = threading.Event()
     np.save(tmp_path / "numbers.npy", np.arange(num_samples))
 
-    def tick(worker: Session, *, samples: float | None = None) -> int:
-        finished = finish(worker, samples=samples)
+    def tick(worker: Session, samples: float | None) -> int:
+        finished = finish(worker, samples)
         ticks.release()
         return finished
 
@@ -252,7 +252,7 @@ def test_each_sample_weighs_as_much_as_without_a_death(
         with optimizer.snapshot():
             return torch.stack((weight.detach().clone(), rows(torch.arange(num_samples)).detach().view(-1)))
 
-    monkeypatch.setattr(Session, "clock", tick)
+    monkeypatch.setattr(Session, "finish_clock", tick)
     with job(tmp_path, workers=3, servers=2) as started:
         results = run_until_death(started, work, lambda: None)  # pyright: ignore[reportArgumentType]
     assert sorted(results) == [0, 1]

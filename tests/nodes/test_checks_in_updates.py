@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +88,10 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     monkeypatch.setattr("paceline.update.lasting.CHUNK", 128)
     monkeypatch.setattr("paceline.update.chunked.CHUNK", 128)
 
-    def save_at_once(memory: ShardMemory, chunks: Any) -> None:
-        memory.progress.save_ahead(chunks, memory.progress.epoch)
+    def saving_at_once(memory: ShardMemory, chunks: Any) -> Callable[[], object]:
+        return partial(memory.progress.save_ahead, chunks, memory.progress.epoch)
 
-    monkeypatch.setattr(ShardMemory, "save_ahead", save_at_once)
+    monkeypatch.setattr(ShardMemory, "saving", saving_at_once)
     ended: list[bool] = []
     begin, end = UpdateProgress.begin_trial, UpdateProgress.end_trial
 

@@ -100,7 +100,7 @@ def test_the_command_of_a_manifest_is_one_of_ours(capsys: pytest.CaptureFixture[
 
     assert command is cli.run
     assert bound.arguments["engine"] == "ray"
-    assert (bound.arguments["workers"], bound.arguments["servers"]) == (3, 2)
+    assert (bound.arguments["workers"], bound.arguments["servers"]) == ("3", 2)
     assert (str(bound.arguments["script"]), bound.arguments["args"]) == ("train.py", ("-n", "9"))
 
 
