@@ -28,7 +28,7 @@ from measuring import machine, print_json, progress
 PEERS: Final = Path(__file__).resolve().parent / "peers"
 CLOCKS_A_KILL: Final = 40
 CLOCKS_AFTER: Final = 200  # the last kill, so that whatever was killed is back before the end
-TIMEOUT_S: Final = 600.0
+TIMEOUT_S: Final = 300.0  # of a run, from its last kill on, and of what comes between two
 POLL_S: Final = 0.02
 ENVIRONMENTS: Final = Path(__file__).resolve().parent.parent / ".venv-peers"
 
@@ -153,7 +153,11 @@ def kills_beside(
         if not Path(system.python).exists():
             progress(f"{system.name}: not installed (python benchmarks/peers/setup.py {system.environment})")
             continue
-        rows.append(measure(system, kills, seed))
+        try:
+            rows.append(measure(system, kills, seed))
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            progress(f"{system.name} did not come to its end: {error}")
+            continue
         progress(describe(rows[-1]))
     if picture is not None:
         draw(rows, picture)

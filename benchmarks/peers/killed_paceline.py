@@ -16,11 +16,13 @@ def main() -> None:
         log = Log(folder, ps.rank, is_target=False)
         update = paceline.update.SGD(lr=LR, momentum=MOMENTUM)
         model = ps.table("model", shape=(WIDTH,), update=update, consistency="bsp", scale="mean")
+        values = model.pull()
         for clock in range(num_clocks):
-            model.push(model.pull() * DECAY + noise(ps.rank, clock))
+            model.push(values * DECAY + noise(ps.rank, clock))
             ps.clock()
+            values = model.pull()
             log.step(clock)
-        log.end(model.pull().numpy())
+        log.end(values.numpy())
         ps.barrier()
 
 
