@@ -1,6 +1,7 @@
 """A worker's script for tests of workers that come and go: pushes 1 in its row at every clock until a file is there.
 
-`comer.py FILE`: says how many of its pushes were applied, and worker 0 at the end what the ledger holds.
+`comer.py FILE`: says how many of its pushes were applied, and worker 0 at the end what the ledger holds. That the file
+is there is told by worker 0 in the last row, so that all stop at the same clock.
 """
 
 import os
@@ -12,8 +13,8 @@ import torch
 import paceline
 
 ps = paceline.init()
-ledger = ps.table("ledger", shape=(ps.size, 64), update=paceline.update.Add(), consistency="bsp", scale="sum")
-ones = torch.zeros(ps.size, 64)
+ledger = ps.table("ledger", shape=(ps.size + 1, 64), update=paceline.update.Add(), consistency="bsp", scale="sum")
+ones = torch.zeros(ps.size + 1, 64)
 ones[ps.rank] = 1.0
 acks = []
 
@@ -26,17 +27,17 @@ def say(*words: object) -> None:
 
 say("begin", os.getpid())
 try:
-    while not Path(sys.argv[1]).exists():
+    values = ledger.pull()
+    while not values[ps.size, 0]:
+        if ps.rank == 0 and Path(sys.argv[1]).exists():
+            ones[ps.size] = 1.0
         acks.append(ledger.push(ones))
         ps.clock()
-        counts = ledger.pull()
+        values = ledger.pull()
         if len(acks) % 20 == 0:
-            say("counts", counts[:, 0].int().tolist())
+            say("counts", values[: ps.size, 0].int().tolist())
 finally:
     say("applied", len(acks), sum(ack.result(timeout=30).applied for ack in acks))
-ps.barrier()
-ps.clock()
 if ps.rank == 0:
-    values = ledger.pull()
     assert (values == values[:, :1]).all()
-    say("ledger", *values[:, 0].int().tolist())
+    say("ledger", *values[: ps.size, 0].int().tolist())
