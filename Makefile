@@ -32,8 +32,9 @@ help:  ## Show this list.
 demo: $(STAMPS)/demo  ## Train on handwritten digits under four consistency models, and write a report with pictures.
 	$(BIN)/paceline demo
 
+# Three at a time on two cores, as tests of processes and connections wait for a third of their time.
 test: lint  ## Check everything: style, types, import contracts, tests.
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 lint: $(STAMPS)/dev  ## Check style, formatting, strict types and import contracts.
 	$(BIN)/ruff check $(SOURCES)

@@ -26,11 +26,13 @@ import work
 from cyclopts import App, Parameter
 from kills_worker import CLOCKS_TOLD
 from measuring import machine, print_json, progress
+from shaped_network import Line, ShapedNetwork
 from turns import BENCHMARKS, Stage
 
 TIMEOUT_S: Final = 3600.0
 CLOCKS_A_KILL: Final = 40
 NUM_WORKERS: Final = 2
+NUM_HOSTS: Final = 2  # each with a worker, a server and the replica of another one
 NUM_WARM_UP: Final = 3
 Consistency = Literal["bsp", "ssp:2", "asynchronous"]
 
@@ -49,6 +51,10 @@ class Outcome:
     def total(self, name: str) -> int:
         """Return the sum of a number over the workers' own views of the marks: the greatest, as all see the same."""
         return max(int(str(worker[name])) for worker in self.workers)
+
+    def median_step_s(self) -> float:
+        """Return how long a step takes that no kill falls into."""
+        return statistics.median(took for worker in self.workers for _, took in worker["steps"])  # type: ignore[union-attr]
 
     def stalls_ms(self) -> list[float]:
         """Return for each kill the longest step of any worker that ended from then to the next kill."""
@@ -74,6 +80,7 @@ def kills(
     rounds: int = 15,
     again: float = 0.2,
     seed: int = 1,
+    replicas: Annotated[bool, Parameter(negative="")] = False,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Kill servers and print what it costs.
@@ -96,27 +103,41 @@ def kills(
         Share of kills after which the process that goes on is killed, too, as it comes up.
     seed
         Of the moments of the kills.
+    replicas
+        Kill servers that have replicas, of jobs on two hosts (network namespaces, which takes root), both servers of
+        each job once, as no replica is made anew. The overhead is that of the steps of such jobs; of the other options
+        only `kills`, `consistency` and `seed` count.
     json
         Print only one line of JSON on stdout.
     """
-    options = ["-n", str(NUM_WORKERS), "-m", str(servers), "--transport", transport]
-    num_clocks = CLOCKS_A_KILL * (kills + 1)
-    progress(f"{machine()}; {kills} kills over {transport}, {consistency}, {servers} server(s)")
-    killed = run_job(options, num_clocks, consistency, kills, random.Random(seed), again)
-    calm = run_job(options, num_clocks, consistency, 0, random.Random(seed)) if consistency == "bsp" else None
-    stalls = killed.stalls_ms()
+    chance = random.Random(seed)
+    if replicas:
+        progress(f"{machine()}; {kills} kills of servers with replicas, {consistency}")
+        killed = [run_hosted(consistency, chance) for _ in range((kills + 1) // NUM_HOSTS)]
+        calm = run_hosted(consistency)
+        plain = run_hosted(consistency, replicates=False)
+        costs = calm.median_step_s() / plain.median_step_s() - 1.0
+    else:
+        options = ["-n", str(NUM_WORKERS), "-m", str(servers), "--transport", transport]
+        num_clocks = CLOCKS_A_KILL * (kills + 1)
+        progress(f"{machine()}; {kills} kills over {transport}, {consistency}, {servers} server(s)")
+        killed = [run_job(options, num_clocks, consistency, kills, chance, again)]
+        calm = run_job(options, num_clocks, consistency, 0, chance) if consistency == "bsp" else None
+        costs = overhead(parameters, rounds) if parameters else None
+    stalls = sorted(stall for job in killed for stall in job.stalls_ms())
+    compared = killed + ([calm] if calm is not None else [])
     found = {
-        "name": "warm memory",
-        "kills": killed.num_kills,
-        "lost": killed.total("lost"),
-        "doubled": killed.total("doubled"),
+        "name": "replicas" if replicas else "warm memory",
+        "kills": sum(job.num_kills for job in killed),
+        "lost": sum(job.total("lost") for job in killed),
+        "doubled": sum(job.total("doubled") for job in killed),
         "stall_p50_ms": statistics.median(stalls),
         "stall_p99_ms": percentile(stalls, 0.99),
-        "stalls_ms": sorted(stalls),
-        "same_bytes": None
-        if calm is None
-        else len({str(worker["digest"]) for worker in killed.workers + calm.workers}) == 1,
-        "overhead": overhead(parameters, rounds) if parameters else None,
+        "stalls_ms": stalls,
+        "same_bytes": len({str(worker["digest"]) for job in compared for worker in job.workers}) == 1
+        if consistency == "bsp"
+        else None,
+        "overhead": costs,
     }
     if json:
         print_json({"name": "kills", "machine": machine(), "ways": [found]})
@@ -171,6 +192,71 @@ def run_job(
             raise RuntimeError(f"the job ended with code {code}:\n" + "".join(lines[-30:]))
         told = [json_text.loads(path.read_text()) for path in sorted(Path(folder).iterdir())]
         return Outcome(told, moments, len(moments) + num_again)
+
+
+def run_hosted(consistency: str, chance: random.Random | None = None, *, replicates: bool = True) -> Outcome:
+    """Run a job of a worker and a server on each of two hosts to its end; kill each server at a moment of `chance`.
+
+    Raises RuntimeError if it fails, and CannotShapeError where there can be no hosts.
+    """
+    num_clocks = CLOCKS_A_KILL * (1 + NUM_HOSTS)
+    with (
+        tempfile.TemporaryDirectory(prefix="paceline-kills-") as folder,
+        tempfile.TemporaryDirectory(prefix="paceline-runs-") as runs,
+        ShapedNetwork([Line()] * NUM_HOSTS, network="10.231.8") as network,
+    ):
+        environment = os.environ | {
+            "MASTER_ADDR": network.address(0),
+            "MASTER_PORT": "29439",
+            "WORLD_SIZE": str(NUM_HOSTS),
+            "PACELINE_RUN_DIR": runs,
+            "PACELINE_SERVERS": "node:1+replicas:1" if replicates else "node:1",
+        }
+        script = [sys.executable, str(BENCHMARKS / "kills_worker.py"), folder, str(num_clocks), consistency]
+        jobs = [
+            subprocess.Popen(
+                network.command(host, *script),
+                env=environment | {"RANK": str(host)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for host in range(NUM_HOSTS)
+        ]
+        lines: list[str] = []
+        news = threading.Condition()
+        readers = [threading.Thread(target=_read, args=(job, lines, news), daemon=True) for job in jobs]
+        for reader in readers:
+            reader.start()
+        moments: list[float] = []
+        try:
+            for rank in () if chance is None else range(NUM_HOSTS):
+                _wait_for_clock(jobs[0], lines, news, CLOCKS_A_KILL * (rank + 1))
+                time.sleep(chance.uniform(0.0, 0.1))  # type: ignore[union-attr]
+                (victim,) = _hosted_server(rank)
+                moments.append(time.monotonic())
+                _is_killed(victim)
+            codes = [job.wait(TIMEOUT_S) for job in jobs]
+        finally:
+            for job in jobs:
+                job.kill()
+            for reader in readers:
+                reader.join(TIMEOUT_S)
+        if any(codes):
+            raise RuntimeError(f"the job ended with codes {codes}:\n" + "".join(lines[-30:]))
+        told = [json_text.loads(path.read_text()) for path in sorted(Path(folder).iterdir())]
+        return Outcome(told, moments, len(moments))
+
+
+def _hosted_server(rank: int) -> list[int]:
+    """Return the process that serves in the place of a server, of the one job that runs."""
+    found: list[int] = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        is_server = "paceline.launch.rendezvous.sidecar" in words
+        if is_server and words[-3] == str(rank) and words[-1] == "0":
+            found.append(process.pid)
+    return found
 
 
 def _read(job: "subprocess.Popen[str]", lines: list[str], news: threading.Condition) -> None:

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, Self
@@ -79,6 +80,12 @@ class ShapedNetwork:
         """Return what runs a command on a host, which is called host-0, say."""
         named = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', f"host-{host}")
         return ["ip", "netns", "exec", self._namespace(host), *named, *command]
+
+    def signal(self, host: int, number: int) -> None:
+        """Send a signal to all that runs on a host."""
+        for pid in _run("ip", "netns", "pids", self._namespace(host)).split():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), number)
 
     def cut(self, host: int) -> None:
         """Let nothing through a host's line any more; neither end is told."""

@@ -17,6 +17,7 @@ settings.load_profile("suite")
 
 # Every process that a test starts overwrites memory that becomes free: a late look at it finds NaN.
 os.environ["PACELINE_CHECK_MEMORY"] = "1"
+os.environ["PACELINE_KEEP_RUNS"] = "0"  # in the home of the user
 
 # A background shell ignores Ctrl-C, and `nohup` a hangup; so would all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -6,7 +6,7 @@ import contextvars
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -87,9 +87,18 @@ class Job:
 
 @contextmanager
 def job(
-    directory: Path, *, workers: int = 1, servers: int = 1, carrier: str = "memory", **settings: Any
+    directory: Path,
+    *,
+    workers: int = 1,
+    servers: int = 1,
+    carrier: str = "memory",
+    traces: Sequence[Trace] = (),
+    **settings: Any,
 ) -> Iterator[Job]:
-    """Start the servers of a job; afterwards they are stopped, and no thread or descriptor is left."""
+    """Start the servers of a job, with a trace for each if so.
+
+    Afterwards they are stopped, and no thread or descriptor is left.
+    """
     os.chmod(directory, 0o700)
     spec = ClusterSpec(
         job="test",
@@ -106,7 +115,12 @@ def job(
         addresses = tuple(listener.address for listener in listeners)
         nodes = [
             ServerNode(
-                server_settings(spec, rank), listener, transport, lambda: addresses, Trace(None), checks_memory=True
+                server_settings(spec, rank),
+                listener,
+                transport,
+                lambda: addresses,
+                traces[rank] if traces else Trace(None),
+                checks_memory=True,
             )
             for rank, listener in enumerate(listeners)
         ]

@@ -10,20 +10,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from kill_log import DECAY, LR, MOMENTUM, SAVE_EVERY, WIDTH, Log, noise
+from kill_log import LR, MOMENTUM, SAVE_EVERY, Log, noise
+from kill_model import Model
 from torch.nn.parallel import DistributedDataParallel
-
-
-class Model(torch.nn.Module):
-    """The parameters; its output makes the gradient that the others have as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.values = torch.nn.Parameter(torch.zeros(WIDTH))
-
-    def forward(self, offset: float) -> torch.Tensor:
-        """Return the loss whose gradient is `DECAY` times the values and the offset."""
-        return (0.5 * DECAY * self.values.square() + offset * self.values).sum()
 
 
 def main() -> None:

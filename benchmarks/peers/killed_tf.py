@@ -7,7 +7,6 @@ clocks.
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 from kill_log import DECAY, LR, MOMENTUM, NUM_WORKERS, SAVE_EVERY, WIDTH, Log, add_target, noise
+from tf_cluster import cluster_of, serve, start
 
 SERVE: Final = "serve"
 COORDINATE: Final = "coordinate"
@@ -22,16 +22,6 @@ LOST: Final = 3  # the exit code of a coordinator that has lost the server
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
 import tensorflow as tf  # noqa: E402 -- reads the variable above when it is imported
-
-
-def serve(folder: str, role: str, index: int) -> None:
-    """Be one process of the cluster."""
-    if role == "ps":
-        add_target(folder)
-    cluster = tf.train.ClusterSpec(json.loads(os.environ["TF_CONFIG"])["cluster"])
-    tf.distribute.Server(cluster, job_name=role, task_index=index, protocol="grpc")
-    sys.stdin.read()
-    os._exit(0)  # a TensorFlow server cannot be stopped
 
 
 def coordinate(folder: str, num_clocks: int) -> None:
@@ -80,20 +70,12 @@ def coordinate(folder: str, num_clocks: int) -> None:
 
 def run_once(folder: str, num_clocks: str) -> bool:
     """Start a cluster and train; return whether that came to its end."""
-    addresses = [f"localhost:{port}" for port in free_ports(NUM_WORKERS + 2)]
-    cluster = {"chief": addresses[:1], "ps": addresses[1:2], "worker": addresses[2:]}
-    environment = {**os.environ, "TF_CONFIG": json.dumps({"cluster": cluster})}
-    roles = [("ps", 0), *(("worker", index) for index in range(NUM_WORKERS))]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, folder, SERVE, role, str(index)], stdin=subprocess.PIPE, env=environment
-        )
-        for role, index in roles
-    ]
+    cluster = cluster_of(NUM_WORKERS)
+    processes = start(cluster, [__file__, folder, SERVE])
     try:
         ended = subprocess.run(
             [sys.executable, __file__, folder, COORDINATE, num_clocks],
-            env={**environment, "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "chief", "index": 0}})},
+            env={**os.environ, "TF_CONFIG": json.dumps({"cluster": cluster})},
             check=False,
         )
     finally:
@@ -101,17 +83,6 @@ def run_once(folder: str, num_clocks: str) -> bool:
             process.kill()
             process.wait()
     return ended.returncode == 0
-
-
-def free_ports(number: int) -> list[int]:
-    """Return some ports that are free now."""
-    sockets = [socket.socket() for _ in range(number)]
-    for each in sockets:
-        each.bind(("localhost", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def main() -> None:
@@ -123,7 +94,9 @@ def main() -> None:
 
 if __name__ == "__main__":
     if SERVE in sys.argv:
-        serve(sys.argv[1], sys.argv[3], int(sys.argv[4]))
+        if sys.argv[3] == "ps":
+            add_target(sys.argv[1])
+        serve(sys.argv[3], int(sys.argv[4]))
     elif COORDINATE in sys.argv:
         try:
             coordinate(sys.argv[1], int(sys.argv[3]))

@@ -11,7 +11,8 @@ from datetime import timedelta
 from typing import Final
 
 import torch
-from kill_log import DECAY, LR, MOMENTUM, NUM_WORKERS, WIDTH, Log, noise
+from kill_log import LR, MOMENTUM, NUM_WORKERS, Log, noise
+from kill_model import Model
 from torch.distributed import TCPStore
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
@@ -19,18 +20,6 @@ from torchft.coordination import LighthouseServer
 REPLICA: Final = "replica"
 POLL_S: Final = 0.01
 STORE_TIMEOUT: Final = timedelta(seconds=60)
-
-
-class Model(torch.nn.Module):
-    """The parameters; its output makes the gradient that the others have as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.values = torch.nn.Parameter(torch.zeros(WIDTH))
-
-    def forward(self, offset: float) -> torch.Tensor:
-        """Return the loss whose gradient is `DECAY` times the values and the offset."""
-        return (0.5 * DECAY * self.values.square() + offset * self.values).sum()
 
 
 def train(folder: str, num_clocks: int, rank: int) -> None:

@@ -4,10 +4,7 @@ Workers add their share of the mean to a sum on the server; when all have, one c
 every worker reads the values. Run as `python tf_strategy.py STAGE WORKERS PARAMETERS`.
 """
 
-import json
 import os
-import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -15,49 +12,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import work
+from tf_cluster import Cluster, cluster_of, serve, start
 from turns import END_TIMEOUT_S, play
 
 SERVE: Final = "serve"  # instead of a stage: be one of the cluster's servers, until standard input ends
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
 
 import tensorflow as tf  # noqa: E402 -- reads the variable above when it is imported
-
-
-def serve(role: str, index: int) -> None:
-    """Be one process of the cluster."""
-    cluster = tf.train.ClusterSpec(json.loads(os.environ["TF_CONFIG"])["cluster"])
-    tf.distribute.Server(cluster, job_name=role, task_index=index, protocol="grpc")
-    sys.stdin.read()
-    os._exit(0)  # a TensorFlow server cannot be stopped
-
-
-def start_cluster(num_workers: int) -> tuple[dict[str, list[str]], list[subprocess.Popen[bytes]]]:
-    """Start the parameter server and the workers; return their addresses and processes."""
-    addresses = [f"localhost:{port}" for port in free_ports(num_workers + 2)]
-    cluster = {"chief": addresses[:1], "ps": addresses[1:2], "worker": addresses[2:]}
-    environment = {**os.environ, "TF_CONFIG": json.dumps({"cluster": cluster})}
-    roles = [("ps", 0), *(("worker", index) for index in range(num_workers))]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, SERVE, role, str(index)],
-            stdin=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,
-        )
-        for role, index in roles
-    ]
-    return cluster, processes
-
-
-def free_ports(number: int) -> list[int]:
-    """Return some ports that are free now."""
-    sockets = [socket.socket() for _ in range(number)]
-    for each in sockets:
-        each.bind(("localhost", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def write_gradients(folder: Path, num_workers: int, num_parameters: int) -> list[list[str]]:
@@ -82,7 +43,7 @@ def held_gradients(paths: list[list[str]]) -> Callable[[], Any]:
     return dataset
 
 
-def take_turns(stage: str, cluster: dict[str, list[str]], num_parameters: int, folder: Path) -> None:
+def take_turns(stage: str, cluster: Cluster, num_parameters: int, folder: Path) -> None:
     """Be the coordinator."""
     num_workers = len(cluster["worker"])
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
@@ -148,7 +109,8 @@ def main() -> None:
         serve(sys.argv[2], int(sys.argv[3]))
         return
     stage, num_workers, num_parameters = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    cluster, processes = start_cluster(num_workers)
+    cluster = cluster_of(num_workers)
+    processes = start(cluster, [__file__, SERVE])
     try:
         with tempfile.TemporaryDirectory() as folder:
             take_turns(stage, cluster, num_parameters, Path(folder))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from paceline.api.connect import connect
     from paceline.api.embedding import Embedding, EmbeddingBag
     from paceline.api.feed import feed
+    from paceline.api.publishing import publish
     from paceline.api.script import (
         barrier,
         distributed,
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
         preempted,
         rank,
         report,
+        resumed,
         shard,
         size,
+        snapshot,
     )
     from paceline.api.session import Session
     from paceline.collective.meeting import FarAccess
@@ -44,6 +47,8 @@ if TYPE_CHECKING:
     from paceline.update import named_rules as update
     from paceline.update.rows import initializers as first
     from paceline.update.rows.spec import Lifecycle
+    from paceline.versions.gate import gate
+    from paceline.versions.subscription import subscribe
     from paceline.worker.rows.managed import managed
 
 __all__ = [
@@ -70,6 +75,7 @@ __all__ = [
     "first",
     "fsdp",
     "functions",
+    "gate",
     "init",
     "local_rank",
     "local_sgd",
@@ -77,6 +83,7 @@ __all__ = [
     "parallelize",
     "preempted",
     "prefetch",
+    "publish",
     "pull",
     "push",
     "rank",
@@ -84,11 +91,14 @@ __all__ = [
     "receive",
     "reduce",
     "report",
+    "resumed",
     "send",
     "shard",
     "size",
+    "snapshot",
     "sources",
     "ssp",
+    "subscribe",
     "tune",
     "update",
     "wait",
@@ -110,8 +120,11 @@ _HOMES = {
     "feed": "paceline.api.feed",
     "files": "paceline.data.files",
     "fsdp": "paceline.training.fsdp",
+    "gate": "paceline.versions.gate",
     "managed": "paceline.worker.rows.managed",
     "prefetch": "paceline.data.prefetching",
+    "publish": "paceline.api.publishing",
+    "subscribe": "paceline.versions.subscription",
     "tune": "paceline.tools.tune.api",
 }
 _MODULES = {

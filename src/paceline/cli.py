@@ -1,4 +1,4 @@
-"""The command line: `paceline run`, `scale`, `tune`, `serve`, `launch`, `keys`, `compare`, `demo`, `simulate`, `plan`.
+"""The command line: `paceline run`, `top`, `scale`, `snapshot`, `tune`, `serve`, and what stands beside them.
 
 A command's imports are deferred until it runs, so that `paceline --help` is fast.
 """
@@ -39,6 +39,9 @@ app = App(
 
 
 app.command(run)
+app.command("paceline.tools.top:top", name="top", help="Show what a job does, who holds it up and why.")
+app.command("paceline.tools.afterwards:report", name="report", help="Draw what runs did, or tell how one ended.")
+app.command("paceline.tools.afterwards:trace", name="trace", help="Write what a run did, for Perfetto.")
 app.command("paceline.tools.scale:scale", name="scale", help="Change the number of workers of a job that runs.")
 app.command("paceline.tools.tune.command:tune", name="tune", help="Search over the hyperparameters of a script.")
 app.command("paceline.launch.manifests.command:launch", name="launch", help="Write what Slurm or Kubernetes takes.")
@@ -47,6 +50,7 @@ app.command("paceline.job.credentials.command:app", name="keys", help="Make and 
 app.command("paceline.tools.demo.command:demo", name="demo", help="Train on handwritten digits and write a report.")
 app.command("paceline.simulate.command:simulate", name="simulate", help="Rehearse a policy on virtual time.")
 app.command("paceline.serve.command:serve", name="serve", help="Serve jobs that come and go, and keep their state.")
+app.command("paceline.snapshots.command:app", name="snapshot", help="List, check and convert snapshots of a job.")
 app.command("paceline.tools.plan.command:plan", name="plan", help="Say what fits where, and how to distribute.")
 
 

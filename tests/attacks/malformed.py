@@ -22,8 +22,17 @@ from paceline.transport.frames import WIRE_VERSION, Kind, Prefix, encode_prefix
 from paceline.update.rows.spec import FilterSpec, Lifecycle
 from paceline.wire import messages as wire
 from paceline.wire import requests
-from paceline.wire.messages import Hello, Keys, PullFrame, PushFrame, RowPullFrame, RowPushFrame, Unsubscribe, decode
-from paceline.wire.permissions import check_said
+from paceline.wire.messages import (
+    Hello,
+    Keys,
+    PullFrame,
+    PushFrame,
+    RowPullFrame,
+    RowPushFrame,
+    Unsubscribe,
+    check_said,
+    decode,
+)
 from paceline.wire.requests import TableCall
 
 RANK = 7
@@ -91,6 +100,10 @@ def seeds() -> list[tuple[object, bytes]]:
         (requests.CountRows(table_call), b""),
         (requests.ReadRows(table_call, 0, values_only=True), b""),
         (requests.WriteRows(table_call), container("I64", 32, "ids")),
+        (requests.ListTables(1), b""),
+        (requests.BeginCut(table_call), b""),
+        (requests.ReadCut(1, "w", 0), b""),
+        (requests.EndCut(1, "w"), b""),
         (requests.RequestFailed(1, "no"), b""),
     ]
     return said

@@ -157,6 +157,9 @@ class Talker:
             (requests.CountRows(table_call), b""),
             (requests.ReadRows(table_call, pick(NUMBERS), values_only=pick((True, False))), b""),
             (requests.WriteRows(table_call), rows),
+            (requests.BeginCut(table_call, values_only=pick((True, False))), b""),
+            (requests.ReadCut(table_call.number, table_call.table, pick(NUMBERS)), b""),
+            (requests.EndCut(table_call.number, table_call.table), b""),
         )
         return pick(said)
 

@@ -31,7 +31,7 @@ from paceline.update.rows import export
 from paceline.update.rows.spec import First
 from paceline.update.rules import Quorum, RuleSpec
 from paceline.update.table import Segment, TableSpec
-from paceline.wire import bounds
+from paceline.wire import requests
 from paceline.wire import send_queue as post
 from paceline.wire.messages import Keys, PushFrame, Unsubscribe
 from paceline.wire.requests import (
@@ -136,9 +136,9 @@ def test_pulls_that_wait_are_bounded_together(victim: Target) -> None:
 
 @pytest.mark.parametrize("kind", ["pull", "unsubscribe"])
 def test_lists_of_more_ids_than_a_worker_sends_end_the_connection(kind: str, victim: Target) -> None:
-    ids = bytes(8 * (bounds.MAX_IDS + 1))
+    ids = bytes(8 * (requests.MAX_IDS + 1))
     with rogue_in(victim.servers, 1) as rogue:
-        asked = rogue.row_pull(Keys(bounds.MAX_IDS + 1, b"", sent=True), "followed")
+        asked = rogue.row_pull(Keys(requests.MAX_IDS + 1, b"", sent=True), "followed")
         with suppress(PeerError):  # it is cut off in the middle of it
             rogue.say(asked if kind == "pull" else Unsubscribe(rogue.sender, "followed", 1), ids)
         assert rogue.hear() == ["cut"]
@@ -182,7 +182,7 @@ def test_a_refusal_at_the_gateway_is_short() -> None:
 
 
 def test_a_large_pull_and_a_file_travel_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "MAX_READ_NUMBERS", 5 * 2)  # five rows
+    monkeypatch.setattr(requests, "MAX_READ_NUMBERS", 5 * 2)  # five rows
     monkeypatch.setattr(export, "_CHUNK_BYTES", 1)
     monkeypatch.setattr(export, "_LEAST_ROWS", 7)
     monkeypatch.setattr("paceline.worker.rows.table.MAX_PUSH_BYTES", 200 * 16)

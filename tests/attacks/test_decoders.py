@@ -29,13 +29,13 @@ from paceline.serve.messages import EnterFrame, decode_answer, decode_enter_fram
 from paceline.serve.messages import encode as encode_words
 from paceline.serve.state import Manifest
 from paceline.transport import Frame, Limits, TcpTransport, TlsSettings
-from paceline.transport.base import receive_all
 from paceline.transport.channel import OutOfTime, SocketChannel
 from paceline.transport.deadline import Deadline
 from paceline.transport.frames import Kind, Prefix, encode_prefix
 from paceline.transport.handshake import HandshakeResult, TokenHandshake
 from paceline.transport.payloads import InlinePayloads
 from paceline.transport.peer_identity import read_revoked
+from paceline.transport.poller import receive_all
 from paceline.transport.stream import StreamConnection
 from paceline.update.table import decode_table, encode_table
 from paceline.wire.messages import decode, encode

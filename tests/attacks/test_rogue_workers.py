@@ -365,7 +365,7 @@ def test_a_leap_before_there_is_a_table_stalls_none_later() -> None:
 
 
 def test_pushes_that_are_never_due_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.core.dedup.WINDOW", 1024)
+    monkeypatch.setattr("paceline.core.exactly_once.WINDOW", 1024)
     with target(consistency="bsp") as victim, rogue_in(victim.servers, 1) as rogue:
         for seq in range(1100):
             rogue.say(PushFrame(rogue.push(seq, clock=2**60 + seq, settled=seq), 1.0, (), ()), ONES)

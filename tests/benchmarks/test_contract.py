@@ -12,7 +12,7 @@ from benchmarks.__main__ import HERE, benchmarks, rows
 
 
 def test_every_script_that_prints_json_is_found() -> None:
-    parts = ("_worker", "_server")  # processes that a benchmark starts
+    parts = ("_worker", "_server", "_reader")  # processes that a benchmark starts
     texts = {script: script.read_text() for script in HERE.glob("[!_]*.py") if not script.stem.endswith(parts)}
     printing = {script for script, text in texts.items() if "json" in text and 'if __name__ == "__main__"' in text}
     assert printing == set(benchmarks())

@@ -8,21 +8,31 @@ import sys
 
 from benchmarks.__main__ import HERE
 
-# Measured: 43 files, 249 functions, 301 calls; some more where other programs use the cores. A change that shortens the
-# way of a step lowers these.
-MAX_FILES = 47
-MAX_FUNCTIONS = 275
-MAX_CALLS = 330
+# Measured: 30 files, 263 functions, 318 calls. A change that shortens the way of a step lowers these.
+MAX_FILES = 30
+MAX_FUNCTIONS = 270
+MAX_CALLS = 325
+NUM_TURNS = 3  # a thread that comes late has looked around meanwhile: the shortest of these counts
+
+
+def counted() -> tuple[dict[str, int], str]:
+    """The numbers of one count, and all that it has printed."""
+    command = [sys.executable, str(HERE / "step_path.py"), "--steps", "15", "--list"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
+    return json.loads(done.stdout.splitlines()[-1]), done.stdout
+
+
+def is_within(path: dict[str, int]) -> bool:
+    return path["files"] <= MAX_FILES and path["functions"] <= MAX_FUNCTIONS and path["calls"] <= MAX_CALLS
 
 
 def test_the_way_of_a_step_does_not_grow() -> None:
-    command = [sys.executable, str(HERE / "step_path.py"), "--steps", "15", "--list"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
-    *listed, last = done.stdout.splitlines()
-    path = json.loads(last)
+    path, listed = counted()
+    for _ in range(NUM_TURNS - 1):
+        if is_within(path):
+            break
+        path, listed = counted()
     # Both ends are counted: the server runs in a thread of its own.
     for passed in ("training/parameter_server.py", "core/worker.py", "core/server.py", "update/shard.py"):
-        assert any(passed in line for line in listed), passed
-    assert path["files"] <= MAX_FILES, done.stdout
-    assert path["functions"] <= MAX_FUNCTIONS, done.stdout
-    assert path["calls"] <= MAX_CALLS, done.stdout
+        assert passed in listed
+    assert is_within(path), listed

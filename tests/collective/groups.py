@@ -35,11 +35,17 @@ TIMEOUT = timedelta(seconds=30)
 CREDENTIALS = Credentials(token=bytes(range(32)), job="contract")
 
 Work = Callable[[Any, int], object]
+_KEYS = threading.Lock()
+
+
+def keys() -> tempfile.TemporaryDirectory[str]:
+    """A folder with a certificate for each of some workers, of one authority for all threads."""
+    with _KEYS:
+        return _keys()
 
 
 @cache
-def keys() -> tempfile.TemporaryDirectory[str]:
-    """A folder with a certificate for each of some workers."""
+def _keys() -> tempfile.TemporaryDirectory[str]:
     folder = tempfile.TemporaryDirectory(prefix="paceline-keys-")
     authority = Authority.make(CREDENTIALS.job)
     for rank in range(4):

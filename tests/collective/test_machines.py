@@ -6,6 +6,7 @@ import struct
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import reduce
@@ -31,13 +32,12 @@ from paceline.collective import meeting, peers
 from paceline.collective.meeting import FarAccess, Offer, Told
 from paceline.collective.peers import MOST_TAG, ROUND_TAG, SEGMENT_TAG, Peers
 from paceline.collective.process_group import OwnGroup
-from paceline.collective.rounds import Call, Round, nothing
-from paceline.collective.sent_rounds import SENT_SLOT_BYTES, Arrivals, SentRounds
+from paceline.collective.rounds import SENT_SLOT_BYTES, Arrivals, Call, Round, SentRounds, nothing
 from paceline.collective.torch_backend import connect
 from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, UsageError
 from paceline.transport.base import EMPTY, Connection
 from paceline.transport.deadline import Deadline
-from paceline.transport.memory import MemoryTransport
+from paceline.transport.memory import MemoryConnection, MemoryTransport
 from paceline.wire.messages import encode
 
 WAIT_S = 30.0
@@ -236,6 +236,31 @@ def test_a_frame_that_no_worker_sends_ends_the_call_and_names_its_sender(
         rounds.run(BARRIER, Deadline.after(WAIT_S), [Round(nothing, nothing, lambda source, to: (0, 8))])
     assert words in str(error.value)
     own.end("the test is over")
+    wire.close()
+
+
+def test_a_worker_that_has_much_to_take_before_is_told_why_the_group_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, own, wire = worker_and_wire()
+    line = own._connections[1]
+    while line.has_room(EMPTY):
+        own.send(1, 7)
+    told, tried, try_send = [b""], threading.Event(), MemoryConnection.try_send
+
+    def note(connection: MemoryConnection, *frames: Any, timeout_s: float) -> bool:
+        is_sent = try_send(connection, *frames, timeout_s=timeout_s)
+        tried.set()
+        return is_sent
+
+    monkeypatch.setattr(MemoryConnection, "try_send", note)
+    ending = threading.Thread(target=own.end, args=("a call has failed", PeerError("worker 3 is gone")))
+    ending.start()
+    assert tried.wait(WAIT_S)
+    with suppress(PeerError):  # at the end of the connection
+        while b"worker 3" not in told[-1]:
+            told.append(wire.receive(timeout_s=WAIT_S).header)
+    ending.join(WAIT_S)
+    assert not ending.is_alive()
+    assert b"worker 3 is gone" in told[-1]
     wire.close()
 
 

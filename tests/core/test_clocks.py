@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.clocks import Clocks
+from paceline.core.membership import Clocks
 
 
 def clocks(*values: int) -> Clocks:

@@ -2,11 +2,11 @@
 
 from tests.core.cores import make_server, of, said, tick
 
-from paceline.core.commit import MAX_AT_ONCE, MAX_LEAD
 from paceline.core.consistency import backup, bsp
 from paceline.core.effects import Advanced, Tell
 from paceline.core.events import Timeout
 from paceline.core.messages import Closed, Follow, Ticked
+from paceline.core.tables import MAX_AT_ONCE, MAX_LEAD
 
 FAR = 3 * MAX_AT_ONCE + 1
 

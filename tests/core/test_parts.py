@@ -2,12 +2,10 @@
 
 from tests.core.cores import pull, push, push_id, sender, tick
 
-from paceline.core.commit import MAX_WITHDRAWN, ClockCommit, CommitDecision
-from paceline.core.dedup import WINDOW, DedupWindow
+from paceline.core.exactly_once import WINDOW, DedupWindow, Retransmit
 from paceline.core.membership import WorkerLives
 from paceline.core.messages import Applied, Clock, Held, Join, Pull, PushRefused
-from paceline.core.retransmit import Retransmit
-from paceline.core.tables import DenseReadQueue
+from paceline.core.tables import MAX_WITHDRAWN, ClockCommit, CommitDecision, DenseReadQueue
 
 # -- ledger ----------------------------------------------------------------------------------------------------------
 

@@ -3,12 +3,12 @@
 import pytest
 from tests.core.cores import make_server, of, pull, push, push_id, said, sender, tick
 
-from paceline.core.commit import MAX_WITHDRAWN
 from paceline.core.consistency import Consistency, asynchronous, backup, bsp, essp, ssp
-from paceline.core.dedup import WINDOW
 from paceline.core.effects import Apply, Discard, Hold, Reply, Tell
 from paceline.core.events import Declared, InvalidPush, Timeout, Unapplied
+from paceline.core.exactly_once import WINDOW
 from paceline.core.messages import Applied, Clock, Fetched, Follow, Held, PushRefused, WorkerRefused
+from paceline.core.tables import MAX_WITHDRAWN
 from paceline.errors import ProtocolBug
 
 

@@ -90,6 +90,16 @@ def test_a_resumed_server_gives_up_workers_that_do_not_come_back() -> None:
     assert [effect.worker for effect in of(effects, MembershipChanged)] == [1]
 
 
+@pytest.mark.parametrize("now", [1e-3, 1e6])
+def test_a_server_that_is_resumed_on_another_machine_waits_by_the_time_there(now: float) -> None:
+    core = make_server(bsp(), joined=False)
+    core.handle(Join(sender(0)), 500.0)
+    core.handle(Resumed(), now)
+    assert core.next_deadline() == now + core.settings.lease_s
+    core.handle(Join(sender(0)), now)
+    assert core.next_deadline() == now + core.settings.join_timeout_s
+
+
 def test_resumed_servers_ask_and_tell_again_what_may_be_lost() -> None:
     lead = make_server(bsp(), num_servers=2, workers=(0,))
     follower = make_server(bsp(), num_servers=2, workers=(0,), server=1)

@@ -4,9 +4,9 @@ import pytest
 from tests.core.cores import make_worker, of, push, push_id, said, sender, tick
 
 from paceline.core.consistency import Consistency, asynchronous, bsp, ssp
-from paceline.core.dedup import WINDOW
 from paceline.core.effects import Fail, LeaveDone, Release, Send
 from paceline.core.events import Arrived, Connected, Opened, Timeout, WantClock, WantJoin, WantLeave, WantPush
+from paceline.core.exactly_once import WINDOW
 from paceline.core.messages import (
     Applied,
     Clock,

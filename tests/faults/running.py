@@ -6,11 +6,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 from tests.launch.launching import processes_of, wait_gone
 
 import paceline
@@ -73,6 +74,16 @@ class Run:
     def family(self) -> set[int]:
         """The processes of the job; not the launcher."""
         return processes_of(self.run_dir) - {self.process.pid}
+
+    def wait_for_server(self, rank: int, but: Collection[int] = ()) -> int:
+        """Wait until a server has a process, but for these, and return it."""
+        words = [str(self.run_dir / "spec.json"), str(rank)]
+        while True:
+            for pid in self.family().difference(but):
+                with suppress(psutil.Error):  # one that helps to start others ends by itself
+                    if psutil.Process(pid).cmdline()[-2:] == words:
+                        return pid
+            assert self.process.poll() is None, self.output
 
 
 @contextmanager

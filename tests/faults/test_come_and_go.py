@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 from tests.faults.running import SCRIPTS, SOURCES, TIMEOUT_S, Run, running
 
 
@@ -22,8 +21,7 @@ def scale(run_dir: Path, num: int) -> str:
 
 
 def kill_server(run: Run) -> None:
-    [pid] = {pid for pid in run.family() if "paceline.launch.server" in " ".join(psutil.Process(pid).cmdline())}
-    os.kill(pid, signal.SIGKILL)
+    os.kill(run.wait_for_server(0), signal.SIGKILL)
 
 
 def test_every_push_counts_once_whichever_workers_are_there(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import os
 import signal
 from pathlib import Path
 
-import psutil
 from tests.faults.running import SCRIPTS, Run, run_to_end, running
 
 OUTLIVED = SCRIPTS / "outlived.py"
@@ -12,22 +11,9 @@ NUM_CLOCKS = 40
 GOES_ON = "another process goes on in its place"
 
 
-def server_of(run: Run, rank: int, but: tuple[int, ...] = ()) -> int | None:
-    """The process of a server, but for these."""
-    words = [str(run.run_dir / "spec.json"), str(rank)]
-    for pid in run.family() - set(but):
-        try:
-            if psutil.Process(pid).cmdline()[-2:] == words:
-                return pid
-        except psutil.Error:  # it ends
-            pass
-    return None
-
-
 def kill_server(run: Run, rank: int, but: tuple[int, ...] = ()) -> int:
     """Kill a server, as soon as it has a process; return that."""
-    while (pid := server_of(run, rank, but)) is None:
-        assert run.process.poll() is None, run.output
+    pid = run.wait_for_server(rank, but)
     os.kill(pid, signal.SIGKILL)
     return pid
 

@@ -5,19 +5,12 @@ import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from tests.faults.running import SCRIPTS, Run, running
 
 SAVER = SCRIPTS / "saver.py"
 TOLD_WITHIN_S = 60.0  # two, and time for a busy machine
-
-
-def server_of(run: Run, rank: int) -> int:
-    words = [str(run.run_dir / "spec.json"), str(rank)]
-    [server] = [pid for pid in run.family() if psutil.Process(pid).cmdline()[-2:] == words]
-    return server
 
 
 def assert_saved(folder: Path, run: Run) -> None:
@@ -36,7 +29,7 @@ def test_after_kill_9_of_a_server_every_worker_saves_its_model(transport: str, t
         run.wait_for("going", times=2)
 
         began_s = time.monotonic()
-        os.kill(server_of(run, 1), signal.SIGKILL)
+        os.kill(run.wait_for_server(1), signal.SIGKILL)
         caught = run.wait_for("caught ServerLost", times=2)
 
         assert time.monotonic() - began_s < TOLD_WITHIN_S
@@ -54,7 +47,7 @@ def test_workers_of_a_silent_server_save_even_though_the_first_to_end_ends_the_r
     with running(tmp_path / "run", SAVER, str(tmp_path), "1.0", options=options) as run:
         run.wait_for("going", times=2)
 
-        server = server_of(run, 0)
+        server = run.wait_for_server(0)
         os.kill(server, signal.SIGSTOP)
         try:
             run.wait_for("caught DeadlineExceeded", times=2)

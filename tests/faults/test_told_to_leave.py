@@ -40,6 +40,7 @@ def test_a_worker_and_then_all_are_told_to_leave(tmp_path: Path) -> None:
         os.kill(pids[2], signal.SIGUSR1)
         run.wait_for("[worker 2] saved")
         assert wait_gone({pids[1], pids[2]}, LEFT_WITHIN_S) == set()
+        run.wait_for("paceline: worker 1")  # the launcher hears of an end after the process has ended
 
         for pid in run.family():  # as Slurm, systemd and a container's runtime do it: every process is told
             tell(pid)

@@ -81,9 +81,13 @@ def test_a_search_runs_a_module_too(here: Path, monkeypatch: pytest.MonkeyPatch)
         started.append(words)
         raise OSError("the test has seen enough")
 
+    guard = Guard(here / "empty", temporary=False)
     monkeypatch.setattr("paceline.tools.tune.driver.subprocess.Popen", start)
-    with pytest.raises(OSError, match="seen enough"):
-        TrialProcess.start(Trial(0, {"lr": 0.1}, "running"), folder, Guard.__new__(Guard), 0, (), PROGRAM)
+    try:
+        with pytest.raises(OSError, match="seen enough"):
+            TrialProcess.start(Trial(0, {"lr": 0.1}, "running"), folder, guard, 0, (), PROGRAM)
+    finally:
+        guard.dismiss(10.0)
     assert started[0][-2:] == ["-m", "package.train"]
     assert "-P" not in started[0], "else the working folder would not be looked in"
 

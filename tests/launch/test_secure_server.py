@@ -24,8 +24,8 @@ from paceline.job.credentials.holders import KEYS_NAME, Holder, tls_settings
 from paceline.job.credentials.key_store import expire_previous_token, revoke, rotate_token
 from paceline.job.spec import ClusterSpec, write_token
 from paceline.transport import Credentials, TcpTransport
-from paceline.worker.lock import WorkerOptions
 from paceline.worker.node import WorkerNode
+from paceline.worker.waits import WorkerOptions
 
 DEADLINE_S = 200.0
 

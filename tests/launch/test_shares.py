@@ -69,9 +69,8 @@ def test_servers_say_what_they_did(tmp_path: Path) -> None:
             session.clock()
             table.pull()
 
-    with job(tmp_path, workers=2, servers=2, carrier="tcp", shares=(2, 1)) as started:
-        for rank, server in enumerate(started.servers):
-            server.trace = Trace(trace_path(tmp_path, "server", rank))
+    traces = [Trace(trace_path(tmp_path, "server", rank)) for rank in range(2)]
+    with job(tmp_path, workers=2, servers=2, carrier="tcp", shares=(2, 1), traces=traces) as started:
         started.run(work)
         ClusterSpec.write(started.spec, tmp_path / SPEC_NAME)
 

@@ -15,8 +15,8 @@ from paceline.server.node import ServerNode
 from paceline.transport.base import Frame
 from paceline.transport.buffer_pool import Buffer, BufferPool
 from paceline.wire.messages import PushFrame
-from paceline.worker.lock import WorkerOptions
 from paceline.worker.node import WorkerNode
+from paceline.worker.waits import WorkerOptions
 
 NEVER_S = 1e6
 POLICIES = ("asynchronous", "ssp:1", "essp:1", "bsp", "bound=1,visible=on_clock,deliver=on_clock")

@@ -47,9 +47,8 @@ def run(choice: Choice, directory: Path, seed: int = 0) -> None:
         plan=FAULTS.get(fault),
         seed=seed,
         retry_s=cell.retry_s,
+        traces=counting,
     ) as servers:
-        for server, trace in zip(servers.servers, counting, strict=True):
-            server.trace = trace
         servers.run(NUM_WORKERS, ledger.work)
         ledger.check(servers, counting)
         assert not fault or getattr(counts_of(servers.transport), fault) > 0

@@ -107,10 +107,10 @@ def look_at(values: Tensor, num_made: int, policy: Consistency) -> None:
 
 def run(choice: Choice, directory: Path) -> None:
     num_servers = int(choice["num_servers"])
-    with job(directory, workers=NUM_WORKERS, servers=num_servers, carrier=str(choice["carrier"])) as started:
-        counting = [Counting() for _ in started.servers]
-        for server, trace in zip(started.servers, counting, strict=True):
-            server.trace = trace
+    counting = [Counting() for _ in range(num_servers)]
+    with job(
+        directory, workers=NUM_WORKERS, servers=num_servers, carrier=str(choice["carrier"]), traces=counting
+    ) as started:
         num_refused = sum(started.run(lambda ps: train(ps, choice)))
         tables = sorted(started.servers[0]._tables)
         for trace in counting:

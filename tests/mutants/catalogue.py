@@ -15,10 +15,10 @@ class Mutant:
     new: str
 
 
-WORKER, SERVER, DEDUP, TABLES = "core/worker.py", "core/server.py", "core/dedup.py", "core/tables.py"
+WORKER, SERVER, DEDUP, TABLES = "core/worker.py", "core/server.py", "core/exactly_once.py", "core/tables.py"
 READS = "core/table_reads.py"
-READERS, COMMIT, MEMBERSHIP = "core/tables.py", "core/commit.py", "core/membership.py"
-CLOCKS, RETRANSMIT, CONSISTENCY = "core/clocks.py", "core/retransmit.py", "core/consistency.py"
+READERS, COMMIT, MEMBERSHIP = "core/tables.py", "core/tables.py", "core/membership.py"
+CLOCKS, RETRANSMIT, CONSISTENCY = "core/membership.py", "core/exactly_once.py", "core/consistency.py"
 
 MUTANTS: tuple[Mutant, ...] = (
     # -- the bound ---------------------------------------------------------------------------------------------------

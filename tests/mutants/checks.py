@@ -7,7 +7,6 @@ from collections.abc import Callable
 from tests.core.cores import make_server, make_worker, of, pull, push, push_id, said, sender, tick
 
 from paceline.core.consistency import Consistency, asynchronous, backup, bsp, essp, ssp
-from paceline.core.dedup import WINDOW
 from paceline.core.effects import Apply, Fail, Serve
 from paceline.core.events import (
     Arrived,
@@ -21,6 +20,7 @@ from paceline.core.events import (
     WantPush,
     WantRead,
 )
+from paceline.core.exactly_once import WINDOW
 from paceline.core.messages import (
     Clock,
     Closed,

@@ -12,10 +12,11 @@ SERVER, LINKS, DENSE_TABLE, PUSHES = (
     "server/dense_table.py",
     "worker/pushes.py",
 )
-CONNECTIONS, PERMISSIONS = "server/connections.py", "wire/permissions.py"
+CONNECTIONS, PERMISSIONS = "server/connections.py", "wire/messages.py"
 CACHE, DENSE = "worker/cache.py", "worker/dense.py"
 CLIENT, ROWS, SILENCE = "worker/rows/client.py", "server/row_table.py", "transport/channel.py"
 SECURITY = "transport/handshake.py"
+REPLICA = "server/replica.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,94 @@ def _of(name: str, file: str, old: str, new: str, tests: str, word: str = "") ->
 
 
 NODE_MUTANTS: tuple[NodeMutant, ...] = (
+    # -- replicas of servers -----------------------------------------------------------------------------------------
+    _of(
+        "an answer leaves before the replica has what it rests on",
+        REPLICA,
+        "while self._connection is not None and self._num_received < self._num_sent:",
+        "while False:",
+        "server/test_replica",
+        "serves",
+    ),
+    _of(
+        "a head that was cut off goes on",
+        REPLICA,
+        "        if not is_head:\n",
+        "        if False:\n",
+        "server/test_replica",
+        "serves",
+    ),
+    _of(
+        "a replica serves although its head goes on",
+        REPLICA,
+        "        if not serves:\n",
+        "        if False:\n",
+        "server/test_replica",
+        "alone",
+    ),
+    _of(
+        "values lie in the cache though older ones are stored there after them",
+        "worker/node.py",
+        "        if is_first and isinstance(message, Fetched):\n",
+        "        if isinstance(message, Fetched):\n",
+        "worker/test_node",
+        "come_again",
+    ),
+    _of(
+        "an old state is told without asking",
+        REPLICA,
+        "            self._send(Checked())\n",
+        "            pass\n",
+        "server/test_replica",
+        "checked",
+    ),
+    _of(
+        "a view counts that another process was first to write",
+        "job/views.py",
+        "return unfinished.stat().st_nlink > 1",
+        "return True",
+        "job/test_views",
+    ),
+    _of(
+        "a replica is not told of first values",
+        REPLICA,
+        "            self._send(Happened(time.monotonic(), encode_written(Asked(*life, encode(request)))), body)\n",
+        "            pass\n",
+        "nodes/test_replicas",
+        "knows",
+    ),
+    _of(
+        "a replica is made anew while pushes wait",
+        REPLICA,
+        "not any(table.num_waiting or not table.has_values",
+        "not any(not table.has_values",
+        "nodes/test_replicas",
+        "again",
+    ),
+    _of(
+        "a process that was stopped takes another machine for gone",
+        REPLICA,
+        "is_late = self._looked_s - looked_s > 3 * _LOOK_S",
+        "is_late = not looked_s",
+        "server/test_replica",
+        "stopped",
+    ),
+    _of(
+        "a machine whose processes say nothing is taken for gone",
+        REPLICA,
+        "return self.connection.silent_s() >= _SILENCE_S",
+        "return True",
+        "server/test_replica",
+        "confirms",
+    ),
+    _of(
+        "a replica drops what its core holds",
+        REPLICA,
+        "if table is not None and push.id not in held:",
+        "if table is not None:",
+        "nodes/test_replicas",
+        "bsp",
+    ),
     # -- successors of servers ---------------------------------------------------------------------------------------
     _of(
         "what happens is not written down",
@@ -43,7 +132,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     ),
     _of(
         "a successor makes an update with the pushes that were refused",
-        SERVER,
+        "server/recovery.py",
         "made = effect.without(refused) if isinstance(effect, Apply) else effect",
         "made = effect",
         "nodes/test_checks_in_updates",
@@ -66,9 +155,9 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     ),
     _of(
         "an update that is not made is taken for made",
-        SERVER,
-        "if num_applies[table] < self._tables[table].num_applied",
-        "if num_applies[table] <= self._tables[table].num_applied",
+        "server/recovery.py",
+        "if num_applies[table] < self.tables[table].num_applied",
+        "if num_applies[table] <= self.tables[table].num_applied",
         "nodes/test_successors",
         "asynchronous",
     ),
@@ -97,8 +186,8 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     _of(
         "a successor waits for ever for workers that do not come back",
         "core/server.py",
-        "            self._on_disconnected(Disconnected(worker, life.incarnation), now)\n",
-        "            del life\n",
+        "            life.lease_until = now + (",
+        "            _ = now + (",
         "core/test_state",
     ),
     _of(
@@ -112,7 +201,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     _of(
         "an update changes values that are on their way",
         DENSE_TABLE,
-        "        self._lent.take_back()\n        if not pushes:",
+        "        if self._lent is not None:\n            self._lent.take_back()\n        if not pushes:",
         "        if not pushes:",
         "server/test_served_table",
         "on_their_way",
@@ -120,7 +209,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     _of(
         "a function changes values that are on their way",
         DENSE_TABLE,
-        "        self._lent.take_back()\n        if self._early is not None:",
+        "        if self._lent is not None:\n            self._lent.take_back()\n        if self._early is not None:",
         "        if self._early is not None:",
         "server/test_served_table",
         "on_their_way",
@@ -167,21 +256,21 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     ),
     _of(
         "early values of which some are lost count",
-        "worker/early_values.py",
+        "worker/dense.py",
         "(clock, at) == (self.clock, self.num_bytes)",
         "clock == self.clock",
         "worker/test_early_values",
     ),
     _of(
         "early values of a connection that has ended count",
-        "worker/early_values.py",
+        "worker/dense.py",
         "self.num_bytes = -1",
         "pass",
         "worker/test_early_values",
     ),
     _of(
         "small parts of a push delay the large ones",
-        "wire/send_order.py",
+        "wire/send_queue.py",
         "start > min(self._left.values()) + _AHEAD",
         "start > 1 + _AHEAD",
         "wire/test_send_order",

@@ -7,7 +7,7 @@ from tests.mutants.catalogue import READERS, SERVER, Mutant
 ROW_READS, TABLES = "core/table_reads.py", "core/tables.py"
 CACHE, CLIENT, READS = "worker/rows/cache.py", "worker/rows/client.py", "worker/rows/in_flight.py"
 ROW_TABLE, STATE = "server/row_table.py", "worker/rows/state.py"
-KEYS, DEDUP = "update/filters/key_cache.py", "core/dedup.py"
+KEYS, DEDUP = "update/filters/key_cache.py", "core/exactly_once.py"
 ACTOR = "simulate/actor.py"
 
 # Found without torch, by the cores with rows in plain Python around them.

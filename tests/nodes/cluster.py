@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,8 +35,8 @@ from paceline.update.rules import RuleSpec
 from paceline.update.table import Scale, Segment, TableSpec
 from paceline.wire.requests import AwaitValues, Initialise
 from paceline.worker.dense import DenseClient, ReadOutcome
-from paceline.worker.lock import WorkerOptions
 from paceline.worker.node import WorkerNode
+from paceline.worker.waits import WorkerOptions
 
 CARRIERS = ("memory", "tcp", "shm")  # and "tls"
 CREDENTIALS = Credentials(bytes(range(32)), "nodes")
@@ -118,8 +118,9 @@ def cluster(
     lease_s: float = 5.0,
     shares: tuple[float, ...] = (),
     retry_s: float = RETRY_S,
+    traces: Sequence[Trace] = (),
 ) -> Iterator[Cluster]:
-    """Run servers that expect these workers; everything has ended afterwards."""
+    """Run servers that expect these workers, with a trace for each if so; everything has ended afterwards."""
     transport = make_transport(kind, directory)
     if plan is not None:
         transport = FaultyTransport(transport, plan, seed)
@@ -138,7 +139,7 @@ def cluster(
             listener,
             transport,
             lambda: addresses,
-            Trace(None),
+            traces[rank] if traces else Trace(None),
             checks_memory=True,
         )
         for rank, listener in enumerate(listeners)

@@ -25,7 +25,7 @@ from paceline.transport.buffer_pool import BufferPool
 from paceline.transport.buffers import destination, flat
 from paceline.update.shard import Shard
 from paceline.wire.send_queue import SendQueue
-from paceline.worker.lock import WorkerLock
+from paceline.worker.waits import WorkerLock
 
 HANG_S = 20.0
 NUM_STEPS = 20_000
@@ -311,6 +311,7 @@ def staged(seed: int) -> Iterator[Stage]:
     threads = SimpleNamespace(
         Thread=lambda target, name, args=(), daemon=True: Actor(stage, target, name, args, daemon),
         current_thread=threading.current_thread,
+        Lock=threading.Lock,  # of what does not wait while it holds one
     )
 
     def get(acceptor: Acceptor, timeout_s: float | None) -> object | None:

@@ -37,12 +37,12 @@ from paceline.update.torch_rule import torch_optim
 from paceline.wire.messages import encode
 from paceline.wire.requests import Barrier, ClaimWork, Declare
 from paceline.worker.dense import DenseClient
-from paceline.worker.lock import WorkerOptions
 from paceline.worker.metrics import StepMetrics
 from paceline.worker.node import WorkerNode
 from paceline.worker.rows.client import RowClient
 from paceline.worker.rows.state import CacheOptions
 from paceline.worker.rows.table import RowTable
+from paceline.worker.waits import WorkerOptions
 
 PATIENCE_S = 60.0
 IDS = torch.arange(9) * 7919 - 20000

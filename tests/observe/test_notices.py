@@ -1,40 +1,15 @@
-"""What is told of refused pushes: the first at once, then ever more rarely, and all at the end."""
+"""What is told: in one line each, also of losses that are not finite."""
 
 import io
 from pathlib import Path
 
 import pytest
 
-from paceline.observe.notices import Refusals, tell
+from paceline.observe.notices import tell
 from paceline.observe.progress import TraceDisplay
 from paceline.observe.runs import read_run
 from paceline.observe.summary import summarize
 from paceline.observe.trace import NO_SERVER, Refusal, Reported, Step, Trace, trace_path
-
-
-def test_the_first_is_told_in_full_then_powers_of_ten_and_all_at_the_end() -> None:
-    told: list[str] = []
-    refusals = Refusals(1, told.append)
-    for clock in range(400):
-        refusals.note_made("push", "model")
-        if clock >= 3:
-            refusals.note_refused("push", "model", clock, "it has NaN")
-    refusals.tell_all()
-    assert told == [
-        "worker 1, clock 3: a push of 'model' was refused: it has NaN",
-        "worker 1, clock 12: 10 of 13 pushes of 'model' were refused by now",
-        "worker 1, clock 102: 100 of 103 pushes of 'model' were refused by now",
-        "worker 1: 397 of 400 pushes of 'model' were refused and had no effect, from clock 3 to clock 399",
-    ]
-
-
-def test_each_table_is_told_of_by_itself_and_one_refusal_only_once() -> None:
-    told: list[str] = []
-    refusals = Refusals(0, told.append)
-    for table in ("a", "b"):
-        refusals.note_refused("step", table, 2, "why")
-    refusals.tell_all()
-    assert told == [f"worker 0, clock 2: a step of '{table}' was refused: why" for table in ("a", "b")]
 
 
 def test_a_notice_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.observe.progress import TraceDisplay, WorkerRow, plain_line
+from paceline.observe.progress import TraceDisplay, plain_line
+from paceline.observe.screen import WorkerRow
 from paceline.observe.trace import Step, Trace, trace_path
 
 
@@ -77,7 +78,7 @@ def test_a_line_for_many_workers_says_the_range() -> None:
     )
 
 
-def test_on_a_terminal_a_table_with_every_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_lines_with_every_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     two_workers(tmp_path)
@@ -87,7 +88,7 @@ def test_on_a_terminal_a_table_with_every_worker(tmp_path: Path, monkeypatch: py
     board.refresh(12.0)
     board.close()
     assert sys.stdout is stdout
-    for text in ("communication", "waiting", "slowest", "+1", "0.4000", "0.6000", "128", "50%      25%  ██", "2 s"):
+    for text in ("samples/s", "wait", "wire", "+1", "0.4000", "0.6000", "128", "1.0 s  50%", "2 s", "starting"):
         assert text in out.getvalue()
 
 
@@ -101,7 +102,7 @@ def test_a_terminal_that_cannot_redraw_gets_plain_lines(tmp_path: Path, monkeypa
     assert out.getvalue().startswith("0 s  |  clock 3 2  |")
 
 
-def test_the_table_names_states_in_the_place_of_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_stand_in_the_place_of_the_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     two_workers(tmp_path)
@@ -112,5 +113,5 @@ def test_the_table_names_states_in_the_place_of_a_bar(tmp_path: Path, monkeypatc
     board.refresh(20.0)
     board.close()
     last = out.getvalue().rpartition("20 s")[2]
-    for text in ("hung for 10 s", "slowest  0.4000          0", "-  0.6000          0", "dead since", "14:03:22"):
+    for text in ("+0  0.4000         0 hung for 10 s", "-  0.6000         0 dead since 14:03:22"):
         assert text in last, last

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import CheckpointError, PacelineError, UsageError
-from paceline.serve.state import Manifest, ManifestEntry, NamespaceFolder, StateFolder, digest_of
+from paceline.serve.state import Manifest, ManifestEntry, NamespaceFolder, StateFolder
+from paceline.snapshots.files import digest_of
 
 
 def writing(text: str) -> Callable[[Path], Manifest]:

@@ -15,6 +15,7 @@ from paceline.transport.base import EMPTY, Connection, Transport
 from paceline.transport.deadline import Deadline
 from paceline.transport.frames import Kind, Prefix, encode_prefix
 from paceline.transport.stream import StreamConnection
+from paceline.wire.connection import SMALL_IN_A_ROW
 
 PATIENCE_S = 30.0
 LARGE = 1 << 20
@@ -76,6 +77,52 @@ def test_a_large_body_is_received_by_a_thread(kind: str, tmp_path: Path) -> None
             assert heard(made) == (b"worker 3", header)
             sending.join(PATIENCE_S)
         assert len(reader_threads()) == 1
+
+
+def enter_large_bodies(made: Acceptor, worker: Connection) -> threading.Thread:
+    """Have a large body received; return the thread that reads from then on."""
+    sending = threading.Thread(target=lambda: worker.send(b"push", memoryview(bytes(LARGE)), timeout_s=PATIENCE_S))
+    sending.start()
+    heard(made)
+    sending.join(PATIENCE_S)
+    [reader] = [thread for thread in threading.enumerate() if thread.name.startswith("paceline-read-")]
+    return reader
+
+
+@pytest.mark.parametrize("kind", ["memory", "tcp", "shm"])
+def test_the_thread_ends_once_bodies_are_small_again(kind: str, tmp_path: Path) -> None:
+    with acceptor(kind, tmp_path) as (made, transport), client(made, transport, b"worker 3") as worker:
+        for _ in range(2):
+            reader = enter_large_bodies(made, worker)
+            # The thread may have ended before all of these are sent: they are heard in order even so.
+            headers = [b"%d" % number for number in range(SMALL_IN_A_ROW + 5)]
+            for header in headers:
+                worker.send(header, timeout_s=PATIENCE_S)
+            assert [heard(made)[1] for _ in headers] == headers
+            for _ in range(2 * SMALL_IN_A_ROW):  # frames that come many at a time are not counted
+                worker.send(b"clock", timeout_s=PATIENCE_S)
+                assert heard(made)[1] == b"clock"
+            reader.join(PATIENCE_S)
+            assert not reader.is_alive()
+        assert made.get(0.0) is None
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_connection_that_is_dropped_as_its_thread_ends_is_said_to_have_ended_once(when: str, tmp_path: Path) -> None:
+    with acceptor("tcp", tmp_path) as (made, transport), client(made, transport, b"worker 3") as worker:
+        reader = enter_large_bodies(made, worker)
+        for _ in range(SMALL_IN_A_ROW):  # one by one: each is received by itself
+            worker.send(b"clock", timeout_s=PATIENCE_S)
+            heard(made)
+        reader.join(PATIENCE_S)
+        if when == "after":
+            assert made.get(0.0) is None
+        [connection] = made.connections()
+        made.drop(connection)
+        end = made.get(PATIENCE_S)
+        assert isinstance(end, Incoming)
+        assert end.frame is None
+        assert made.get(0.0) is None
 
 
 @pytest.mark.parametrize("body_bytes", [0, 100, LARGE])

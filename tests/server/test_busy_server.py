@@ -13,9 +13,9 @@ from tests.data.service.feeders import until
 from tests.nodes.client import client, member, serve_table
 from tests.nodes.cluster import cluster
 
-from paceline.core.commit import MAX_AT_ONCE
 from paceline.core.messages import Clock, Join, Joined, Sender, Ticked
 from paceline.core.server import ServerCore
+from paceline.core.tables import MAX_AT_ONCE
 from paceline.server.connections import Acceptor
 from paceline.server.node import ServerNode
 from paceline.server.tables import ServerCall, ServerState

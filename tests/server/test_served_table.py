@@ -27,9 +27,8 @@ from paceline.transport.buffers import fresh_buffer
 from paceline.update.named_rules import Add
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.table import Segment, TableSpec
-from paceline.wire.bounds import SMALL_BYTES
 from paceline.wire.messages import Keys, PullFrame, PushFrame, RowPullFrame, RowPushFrame, RowsUsed, Unsubscribe
-from paceline.wire.requests import Barrier, CallFunction, TableCall, WriteRows
+from paceline.wire.requests import SMALL_BYTES, Barrier, CallFunction, TableCall, WriteRows
 
 NUMEL = 8  # of the dense table; the other has four rows of two
 LIFE = (1, 0)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from paceline.core.messages import PushId
 from paceline.core.work_queue import Life, WorkAnswer, WorkRound
 from paceline.errors import UsageError
 from paceline.server.work_queue import MAX_WORKS, WorkQueueEntry, WorkQueueHost, read_answer
@@ -51,7 +52,7 @@ def test_a_wait_for_the_end_ends_when_the_last_update_is_applied() -> None:
     table = Table()
     assert [table.ask(OTHER, number) for number in (1, 2, 3)] == [piece(1, 0, 2), piece(1, 1, 1), piece(0, 0)]
     assert [table.ask(ONE, 1), table.ask(ONE, 2, 1, ())] == [WorkAnswer("rest", WorkRound(0, 0)), None]
-    table.work_host.settle(OTHER)
+    table.work_host.settle([PushId(0, *OTHER, 0)])
     assert table.sent[-1] == (ONE, WorkAnswer("over", WorkRound(0, 1)))
     assert table.ask(ONE, 2, 1, ()) == WorkAnswer("over", WorkRound(0, 1)), "a copy"
 
@@ -153,7 +154,7 @@ def test_an_older_copy_takes_nothing_from_the_request_that_waits() -> None:
     assert table.ask(OTHER, 1, sizes=(0, 1)) == piece(1, 0)
     assert [table.ask(ONE, 1, sizes=(0, 1)), table.ask(ONE, 2, 1, ())] == [WorkAnswer("rest", WorkRound(0, 0)), None]
     assert table.ask(ONE, 1, sizes=(0, 1)) == WorkAnswer("rest", WorkRound(0, 0)), "a copy, late"
-    table.work_host.settle(OTHER)
+    table.work_host.settle([PushId(0, *OTHER, 0)])
     assert table.sent[-1] == (ONE, WorkAnswer("over", WorkRound(0, 1)))
 
 

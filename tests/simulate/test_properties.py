@@ -101,7 +101,7 @@ def test_whatever_happens_no_rule_is_broken_and_all_workers_finish(scenario: Sce
 def test_where_servers_keep_few_answers_workers_wait_and_none_is_refused(
     window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for place in ("paceline.core.dedup.WINDOW", "paceline.core.worker.WINDOW"):
+    for place in ("paceline.core.exactly_once.WINDOW", "paceline.core.worker.WINDOW"):
         monkeypatch.setattr(place, window)
     for seed in range(60):
         world = World(replace(draw(seed), num_pushes=3))

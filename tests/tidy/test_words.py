@@ -13,6 +13,8 @@ from tests.tidy.tree import SOURCE, imported, mentioned, parsed, place, python_f
 CODE_FROM_BYTES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 CODE_FROM_BYTES |= {"multiprocessing", "torch.multiprocessing", "torch.distributed.rpc"}
 CODE_FROM_TEXT = {"eval", "exec", "compile", "torch.load", "torch.save", "builtins.eval", "builtins.exec"}
+# Written for torch, at the user's word, and never read.
+WRITTEN_FOR_OTHERS = ("src/paceline/snapshots/converting.py", "torch.save")
 
 VAGUE = re.compile(r"(^|_)(utils?|common|helpers?|misc|managers?)($|_)|Manager|Helper", re.ASCII)
 UNFINISHED = re.compile(r"\b(?:TO(?:DO)|FIX(?:ME)|XX(?:X))\b")
@@ -33,7 +35,7 @@ def test_no_bytes_from_elsewhere_can_become_code() -> None:
         for path in python_files("src")
         for names, refused in ((imported, CODE_FROM_BYTES), (mentioned, CODE_FROM_TEXT))
         for name, line in uses(names(parsed(path)), refused)
-        if name != "re.compile"
+        if name != "re.compile" and (place(path), name) != WRITTEN_FOR_OTHERS
     ]
     assert found == []
 

@@ -17,8 +17,7 @@ import paceline
 from paceline.api.session import Session
 from paceline.server.node import ServerNode
 from paceline.wire.messages import PushPiece
-from paceline.worker.dense import DenseClient, PendingRead
-from paceline.worker.early_values import EarlyPart
+from paceline.worker.dense import DenseClient, EarlyPart, PendingRead
 from paceline.worker.node import FrameHandler
 from paceline.worker.pushes import Outgoing
 

@@ -18,8 +18,7 @@ from torch.nn import functional
 import paceline
 from paceline.api.session import Session
 from paceline.core.partition import Range
-from paceline.training.flat import FlatParameters
-from paceline.training.gradients import Gradients
+from paceline.training.flat import FlatParameters, Gradients
 from paceline.update.named_rules import Add
 from paceline.update.table import Segment, TableSpec
 from paceline.worker.cache import TableCache

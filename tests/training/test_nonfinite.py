@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import paceline
 from paceline.api.session import Session
-from paceline.core.commit import closed_before, completed_without
+from paceline.core.tables import closed_before, completed_without
 from paceline.errors import UsageError
 from paceline.observe.runs import read_run
 from paceline.observe.trace import NO_SERVER, Trace

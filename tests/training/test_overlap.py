@@ -27,8 +27,7 @@ from torch.nn import functional
 import paceline
 from paceline.api.session import Session
 from paceline.errors import UsageError
-from paceline.training.bucket import bucket_ranges
-from paceline.training.parameter_server import DistributedOptimizer
+from paceline.training.parameter_server import DistributedOptimizer, bucket_ranges
 
 
 @pytest.fixture(autouse=True)

@@ -28,9 +28,8 @@ import paceline
 from paceline.api.session import Session
 from paceline.core.consistency import Consistency
 from paceline.core.partition import Range
-from paceline.training.flat import FlatParameters
+from paceline.training.flat import FlatParameters, Weights
 from paceline.training.parameter_server import DistributedOptimizer
-from paceline.training.weights import Weights
 from paceline.update.named_rules import Add
 from paceline.update.table import Segment, TableSpec
 from paceline.worker.cache import TableCache

@@ -13,7 +13,8 @@ from tests.transport.carriers import Carrier, Pair, connect_pair, make_carrier
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
 from paceline.transport import EMPTY, Frame, Limits, Listener
-from paceline.transport.base import MAX_TOGETHER, HandsOver, SocketListener, receive_all
+from paceline.transport.base import MAX_TOGETHER, HandsOver, SocketListener
+from paceline.transport.poller import receive_all
 
 TIMEOUT_S = 60.0
 

@@ -9,7 +9,7 @@ from tests.transport.carriers import Carrier, connect_pair
 
 from paceline.errors import ConnectionLost, DeadlineExceeded
 from paceline.transport.base import Connection
-from paceline.transport.lent_body import LentMemory, SendsLent
+from paceline.transport.buffers import LentMemory, SendsLent
 
 SIZE = 48 << 20  # more than kernels keep on the way
 PATIENCE_S = 60.0

@@ -9,8 +9,8 @@ import pytest
 from tests.transport.carriers import Pair, connect_pair, make_carrier
 
 from paceline.errors import ConnectionLost, DeadlineExceeded
-from paceline.transport.base import EMPTY, Connection, receive_all
-from paceline.transport.poller import Poller
+from paceline.transport.base import EMPTY, Connection
+from paceline.transport.poller import Poller, receive_all
 
 PATIENCE_S = 30.0
 POLLABLE = ["memory", "tcp", "shm", "faulty-tcp"]

@@ -17,11 +17,10 @@ import torch
 from paceline.errors import UsageError
 from paceline.transport.lasting_memory import LastingMemory, MemoryHolder
 from paceline.update.kernels import Kernel, Operands
-from paceline.update.lasting import ChunkMemory, Record, UpdateProgress
+from paceline.update.lasting import ChunkMemory, Record, SavedTensors, UpdateProgress
 from paceline.update.native_steps import NativeSteps, StepMemory
 from paceline.update.rows.index import RowIndex
 from paceline.update.rows.memory import RowMemory
-from paceline.update.saved_tensors import SavedTensors
 from paceline.update.torch_rule import TorchRule
 
 from .own_rules import Decaying

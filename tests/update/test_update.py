@@ -7,10 +7,11 @@ from torch import nn
 
 from paceline.core.partition import Range
 from paceline.errors import UsageError
+from paceline.training.parameter_server import PushedHyper
 from paceline.update.named_rules import SGD, Add, granularity, resolve, rule, torch_optim
 from paceline.update.rules import RuleSpec
 from paceline.update.shard import Shard
-from paceline.update.torch_rule import PushedHyper, from_optimizer, pushed_hyper
+from paceline.update.torch_rule import from_optimizer, pushed_hyper
 
 HERE = "tests.update.test_update"
 

@@ -26,12 +26,21 @@ from paceline.server.node import ServerNode
 from paceline.transport import Credentials, TcpTransport
 from paceline.transport.frames import Kind, Prefix, encode_prefix
 from paceline.wire import messages as wire
-from paceline.wire.bounds import SMALL_BYTES
-from paceline.wire.messages import Hello, Keys, PullFrame, PushFrame, RowPullFrame, RowPushFrame, StepFrame, encode
-from paceline.wire.permissions import SPEAKERS, check_said
-from paceline.wire.requests import Barrier, Declare, Initialise, LoadState, RequestDone
-from paceline.worker.lock import WorkerOptions
+from paceline.wire.messages import (
+    SPEAKERS,
+    Hello,
+    Keys,
+    PullFrame,
+    PushFrame,
+    RowPullFrame,
+    RowPushFrame,
+    StepFrame,
+    check_said,
+    encode,
+)
+from paceline.wire.requests import SMALL_BYTES, Barrier, Declare, Initialise, LoadState, RequestDone
 from paceline.worker.node import WorkerNode
+from paceline.worker.waits import WorkerOptions
 
 CREDENTIALS = Credentials(bytes(range(32)), "nodes")
 HOLDERS = tuple(Holder("worker", rank) for rank in range(3)) + tuple(Holder("server", rank) for rank in range(2))
@@ -135,6 +144,8 @@ def test_a_peer_with_another_name_than_its_certificate_is_cut_off_and_changes_no
             (Hello("worker", 0, 0, 1, 5), push(7, worker=0)),
             (Hello("worker", 2, 0, 1), Join(Sender(1, 2, 0))),
             (Hello("server", 0, 0, 1), Closed(1, "w", 0, ())),
+            (Hello("reader", 0, 0, 1), push(7, worker=0)),
+            (Hello("reader", 1, 0, 1), Join(Sender(1, 1, 0))),
         ):
             with client(seen_by(servers, keys, 1), hello) as rogue:
                 rogue.say(say, ONES)

@@ -7,8 +7,7 @@ import pytest
 
 from paceline.errors import ConnectionLost
 from paceline.transport.base import EMPTY, Frame, Place
-from paceline.wire.send_order import OrderedPiece, SendOrder
-from paceline.wire.send_queue import SendQueue
+from paceline.wire.send_queue import OrderedPiece, SendOrder, SendQueue
 
 PATIENCE_S = 30.0
 LARGE, SMALL = 0, 1

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from tests.transport.carriers import connect_pair, make_carrier
 
 from paceline.errors import ConnectionLost
-from paceline.transport.base import EMPTY, MAX_TOGETHER, Frame, Place, receive_all
-from paceline.transport.lent_body import LentBody, LentMemory
+from paceline.transport.base import EMPTY, MAX_TOGETHER, Frame, Place
+from paceline.transport.buffers import LentBody, LentMemory
+from paceline.transport.poller import receive_all
 from paceline.wire.send_queue import SendHold, SendQueue
 
 LARGE = 1 << 20

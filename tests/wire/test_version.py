@@ -19,6 +19,7 @@ from paceline.transport import handshake as security
 from paceline.update.filters.encoding import codec_of
 from paceline.update.rows.spec import FilterSpec
 from paceline.wire import messages as wire
+from paceline.wire import versions
 from paceline.wire.row_codec import RowBodyLayout
 
 STORED = Path(__file__).with_name("wire_schema.json")
@@ -80,6 +81,7 @@ def schema() -> dict[str, Any]:
         "version": frames.WIRE_VERSION,
         "node": of_kinds(wire._CODEC.kinds),
         "feeding": of_kinds(feeding._CODEC.kinds),
+        "versions": of_kinds([*versions._CODEC.kinds, versions.VersionLayout]),
         "serve": of_kinds([serve.EnterFrame, serve.EnterAccepted, serve.EnterRefused]),
         "structs": [struct.format for struct in structs],
         "samples": samples(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.worker.early_values import EarlyPart
+from paceline.worker.dense import EarlyPart
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What a worker counts of each clock, on a clock of the test's own."""
+"""What a worker counts of each clock, on a clock of the test's own, and tells of refused pushes."""
 
 import json
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import pytest
 from paceline.observe.runs import read_run
 from paceline.observe.trace import Trace, trace_path
 from paceline.worker.dense import ReadOutcome
-from paceline.worker.metrics import StepMetrics
+from paceline.worker.metrics import Refusals, StepMetrics
 
 
 class Watch:
@@ -155,3 +155,28 @@ def test_a_worker_says_what_it_does_when_it_has_done_it_for_a_while(metered: Met
         (0, "computing", 2.0),
         (1, "communicating", 3.0),
     ]
+
+
+def test_the_first_is_told_in_full_then_powers_of_ten_and_all_at_the_end() -> None:
+    told: list[str] = []
+    refusals = Refusals(1, told.append)
+    for clock in range(400):
+        refusals.note_made("push", "model")
+        if clock >= 3:
+            refusals.note_refused("push", "model", clock, "it has NaN")
+    refusals.tell_all()
+    assert told == [
+        "worker 1, clock 3: a push of 'model' was refused: it has NaN",
+        "worker 1, clock 12: 10 of 13 pushes of 'model' were refused by now",
+        "worker 1, clock 102: 100 of 103 pushes of 'model' were refused by now",
+        "worker 1: 397 of 400 pushes of 'model' were refused and had no effect, from clock 3 to clock 399",
+    ]
+
+
+def test_each_table_is_told_of_by_itself_and_one_refusal_only_once() -> None:
+    told: list[str] = []
+    refusals = Refusals(0, told.append)
+    for table in ("a", "b"):
+        refusals.note_refused("step", table, 2, "why")
+    refusals.tell_all()
+    assert told == [f"worker 0, clock 2: a step of '{table}' was refused: why" for table in ("a", "b")]

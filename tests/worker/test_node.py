@@ -11,10 +11,11 @@ import torch
 from tests.nodes.cluster import CARRIERS, cluster, counts_of, open_table, read_values, table
 
 from paceline.core.effects import ServerEffect
-from paceline.core.messages import Push, Sender
+from paceline.core.messages import Fetched, Push, Sender
 from paceline.core.server import ServerCore, ServerEvent
 from paceline.core.settings import WorkerSettings
 from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, ServerLost, UsageError
+from paceline.server.connections import Connections
 from paceline.transport import Credentials, FaultPlan, TcpTransport
 from paceline.transport.base import Frame
 from paceline.transport.handshake import TokenHandshake
@@ -23,8 +24,8 @@ from paceline.transport.stream import StreamConnection
 from paceline.wire.messages import is_push
 from paceline.wire.requests import Barrier
 from paceline.worker.dense import DenseClient
-from paceline.worker.lock import WorkerOptions
 from paceline.worker.node import WorkerNode
+from paceline.worker.waits import WorkerOptions
 
 
 def test_a_worker_that_cannot_reach_all_servers_says_so_and_leaves_nothing(tmp_path: Path) -> None:
@@ -122,8 +123,35 @@ def test_many_pushes_in_one_clock_do_not_wait_for_the_clock_that_comes_after_the
         node.leave()
 
 
+@pytest.mark.parametrize("deliver", ["on_pull", "on_clock"])
+def test_values_that_come_again_together_with_newer_ones_do_not_replace_these(
+    deliver: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a server sends them that answers repeated pulls, or goes on in the place of another."""
+    send, last = Connections.send_worker, list[tuple[object, memoryview]]()
+
+    def send_after_the_last(self: Connections, *to: Any) -> None:
+        worker, incarnation, message, *rest = to
+        if isinstance(message, Fetched):
+            for again, body in last:
+                send(self, worker, incarnation, again, body)
+            last[:] = [(message, memoryview(bytes(rest[0])))]
+        send(self, *to)
+
+    monkeypatch.setattr(Connections, "send_worker", send_after_the_last)
+    with cluster("tcp", tmp_path, num_workers=1) as servers, servers.joined(0) as node:
+        open_table(node, table("w", 4, f"bound=0,visible=on_clock,deliver={deliver}"))
+        values = torch.empty(4)
+        for clock in range(1, 20):
+            node.client("w").push(torch.ones(4), count=1.0)
+            node.tick()
+            read_values(node, "w", values)
+            assert values.tolist() == [clock] * 4
+        node.leave()
+
+
 def test_a_held_push_holds_up_no_push_of_another_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in ("paceline.core.dedup.WINDOW", "paceline.core.worker.WINDOW"):
+    for place in ("paceline.core.exactly_once.WINDOW", "paceline.core.worker.WINDOW"):
         monkeypatch.setattr(place, 20)
     with cluster("memory", tmp_path, num_workers=1) as servers, servers.joined(0) as node:
         open_table(node, table("held", 4, "bsp"))

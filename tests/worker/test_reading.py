@@ -15,12 +15,12 @@ from tests.data.service.feeders import until
 from tests.nodes.cluster import Cluster, cluster, open_table, read_values, run_threads, table
 
 from paceline.errors import DeadlineExceeded, PeerError
-from paceline.transport.base import Connection, Frame, receive_all
+from paceline.transport.base import Connection, Frame
 from paceline.transport.memory import MemoryTransport
-from paceline.wire.connection import ReadTurns
-from paceline.worker.lock import WorkerLock
+from paceline.transport.poller import receive_all
+from paceline.wire.connection import LARGE_BYTES, ReadTurns
 from paceline.worker.node import FrameHandler, WorkerNode
-from paceline.worker.waits import Waits
+from paceline.worker.waits import Waits, WorkerLock
 
 PATIENCE_S = 30.0
 
@@ -237,6 +237,25 @@ def test_what_comes_while_no_thread_waits_is_read_as_well(kind: str, readers: li
         assert pushed.result(timeout=PATIENCE_S).applied
         assert set(readers) == {f"paceline-link-{servers.addresses[0]}"}
         step(node)
+
+
+def test_after_large_values_the_waiting_thread_reads_again(
+    readers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.wire.connection.ASIDE_S", PATIENCE_S)
+    with bsp_worker("tcp", tmp_path) as (servers, node):
+        open_table(node, table("v", LARGE_BYTES, "bsp"))
+        read_values(node, "v", torch.empty(LARGE_BYTES))
+        reader, waiting = f"paceline-link-{servers.addresses[0]}", threading.current_thread().name
+        readers.clear()
+        step(node)
+        assert set(readers) == {reader}
+        for _ in range(1000):  # no thread may wait when the last frame has come that the thread of the connection reads
+            readers.clear()
+            step(node)
+            if set(readers) == {waiting}:
+                return
+        pytest.fail("the thread of the connection goes on to read")
 
 
 def test_where_others_wait_for_what_comes_it_is_read_at_once(readers: list[str], tmp_path: Path) -> None:

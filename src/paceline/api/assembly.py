@@ -17,11 +17,13 @@ from paceline.launch.script_exit import when_script_ends
 from paceline.launch.signals import PreemptionNotice
 from paceline.model_parallel.arrangement import Arrangement
 from paceline.observe.trace import Trace
+from paceline.snapshots.folder import Snapshot
+from paceline.snapshots.taking import SavedJob, SnapshotPlan
 from paceline.transport.base import Transport
 from paceline.update.table import Scale
-from paceline.worker.lock import WorkerOptions
 from paceline.worker.metrics import StepMetrics
 from paceline.worker.node import WorkerNode
+from paceline.worker.waits import WorkerOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,9 @@ class SessionConfig:
         uses_gloo: whether collective calls go over Gloo on one machine, too.
         apart: why workers can make no collective calls, and what to do; empty where they can.
         is_elastic: whether workers come and go while the job runs.
+        publish_every: clocks, after which the models are published; 0 for never.
+        snapshots: where and how often the job keeps snapshots.
+        resume: the snapshot that it goes on from.
     """
 
     settings: WorkerSettings
@@ -63,6 +68,9 @@ class SessionConfig:
     uses_gloo: bool = False
     apart: str = ""
     is_elastic: bool = False
+    publish_every: int = 0
+    snapshots: SnapshotPlan | None = None
+    resume: Path | None = None
 
 
 def assemble_session(config: SessionConfig, notice: PreemptionNotice | None = None) -> Session:
@@ -105,6 +113,9 @@ def assemble_session(config: SessionConfig, notice: PreemptionNotice | None = No
             Arrangement(rank, size, config.distribution),
             notice=notice or PreemptionNotice(),
             is_elastic=config.is_elastic,
+            publish_every=config.publish_every,
+            snapshot_plan=config.snapshots,
+            saved=None if config.resume is None else SavedJob(Snapshot.read(config.resume)),
         )
         if config.trace_path is not None:
             metrics.start_states()

@@ -16,8 +16,8 @@ from paceline.serve.client import enter_namespace
 from paceline.serve.messages import MAX_WORKERS
 from paceline.serve.namespace import LEASE_S
 from paceline.transport.base import Transport
-from paceline.worker.lock import WorkerOptions
 from paceline.worker.validation import brief
+from paceline.worker.waits import WorkerOptions
 
 
 @checked_late

@@ -83,4 +83,6 @@ def feed(
     session = current()
     sharding = session.sharding(seed)
     reader = session.readers.open(BatchRecipe(source, transform, on_error, seed), prefetch)
-    return FedLoader(reader, plan, sharding, session.slicing, session.metrics.trace)
+    loader = FedLoader(reader, plan, sharding, session.slicing, session.metrics.trace)
+    session.sources.note(loader)
+    return loader

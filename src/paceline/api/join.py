@@ -7,7 +7,6 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -18,7 +17,7 @@ from paceline.core.messages import Sender
 from paceline.core.settings import WorkerSettings
 from paceline.data.sources.reader import SessionReaders
 from paceline.errors import PacelineError, UsageError
-from paceline.job.addresses import data_addresses, how_server_ended
+from paceline.job.addresses import data_addresses
 from paceline.job.carriers import make_transport, tell_user
 from paceline.job.credentials.holders import Holder
 from paceline.job.environment import (
@@ -36,15 +35,16 @@ from paceline.job.environment import (
 )
 from paceline.job.spec import ClusterSpec, wait_spec
 from paceline.job.strategy import Distribution
+from paceline.job.views import Views
 from paceline.launch.limits import explain, is_shortage
 from paceline.launch.rendezvous.detect import detect
 from paceline.launch.signals import ABORT_MARKER_NAME, PreemptionNotice
 from paceline.observe.trace import trace_path
+from paceline.snapshots.taking import SnapshotPlan
 from paceline.transport.base import Transport
 from paceline.transport.memory import MemoryTransport
 from paceline.wire.messages import Hello
-from paceline.worker.lock import WorkerOptions
-from paceline.worker.waits import Waits
+from paceline.worker.waits import Waits, WorkerOptions
 
 if TYPE_CHECKING:
     from paceline.data.sources.declared import BatchRecipe
@@ -178,6 +178,7 @@ def join(spec: ClusterSpec, place: Place, transport: Transport, notice: Preempti
     `notice` is given where several workers share a process, and only one notice can listen for signals.
     """
     run_dir = Path(spec.run_dir)
+    views = [Views(run_dir, server) for server in range(spec.num_servers)]
     config = SessionConfig(
         settings=WorkerSettings(
             Sender(spec.generation, place.rank, place.incarnation), spec.num_servers, shares=spec.shares
@@ -187,7 +188,8 @@ def join(spec: ClusterSpec, place: Place, transport: Transport, notice: Preempti
         options=WorkerOptions(
             spec.wait_timeout_s,
             checks_memory=checks_memory(),
-            how_ended=partial(how_server_ended, run_dir),
+            how_ended=lambda server: views[server].how_ended(),
+            where=(lambda server: views[server].address()) if spec.has_replicas else (lambda _: ""),
             joins_late=spec.is_elastic and place.incarnation > 0,
         ),
         size=spec.num_workers,
@@ -202,11 +204,20 @@ def join(spec: ClusterSpec, place: Place, transport: Transport, notice: Preempti
         uses_gloo=asks_for_gloo(),
         apart=_COME_AND_GO if spec.is_elastic else "",
         is_elastic=spec.is_elastic,
+        publish_every=spec.publish_every,
+        snapshots=_snapshot_plan(spec),
+        resume=Path(spec.resume) if spec.resume else None,
     )
     session = assemble_session(config, notice or PreemptionNotice(run_dir / ABORT_MARKER_NAME))
     session.readers = _readers(spec, place, transport, session.node.waits)
     close_with_script(session)
     return session
+
+
+def _snapshot_plan(spec: ClusterSpec) -> SnapshotPlan | None:
+    if not spec.snapshots:
+        return None
+    return SnapshotPlan(Path(spec.snapshots), spec.snapshot_every_s or None, spec.snapshots_kept)
 
 
 def _readers(spec: ClusterSpec, place: Place, transport: Transport, waits: Waits) -> SessionReaders:

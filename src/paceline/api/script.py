@@ -6,7 +6,9 @@ What only one of these calls needs is imported by that call.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from paceline.api.join import open_session, start, thread_session
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from paceline.model_parallel.losses import Loss, Reduction
     from paceline.model_parallel.parallelize import Parallel
     from paceline.model_parallel.pipeline import Schedule
+    from paceline.snapshots.taking import ResumedFrom
     from paceline.training.arguments import Policy
     from paceline.training.strategy import Distributed
     from paceline.update.table import NonFinite, Scale
@@ -293,8 +296,60 @@ def shard(
     session, cut = current(), DataCut(partition, shuffle, key)
     sharding = session.sharding(seed)
     if slices != 1 or session.is_elastic:
-        return slice_source(source, sharding, slices, session.slicing, cut)
-    return shard_source(source, sharding, cut)
+        found = slice_source(source, sharding, slices, session.slicing, cut)
+    else:
+        found = shard_source(source, sharding, cut)
+    session.sources.note(found)
+    return found
+
+
+@checked
+def snapshot(folder: str | Path, *, keep: int = 3, state: object = None) -> Future[Path] | None:
+    """Begin a snapshot of all tables, as they are at this worker's clock, and go on; worker 0 writes it.
+
+    Every worker may call it, at the same clock; on the others it does nothing and returns None. Blocks for one round
+    trip to the servers. The result is a future of the folder of the snapshot, in `folder`: it ends once all of it is on
+    disk, and has the error if that fails; then the snapshot before counts. `paceline run --resume` goes on from it, and
+    `paceline snapshot` looks into it.
+
+    Args:
+        folder: of the snapshots of this job, and of no other.
+        keep: how many of the newest stay.
+        state: what else a job that resumes needs: numbers, texts, lists and dicts, such as the `state_dict()` of a
+            scheduler. `paceline.resumed().state` returns it.
+
+    Raises:
+        UsageError: an argument is not valid.
+
+    Example:
+        >>> import tempfile, paceline
+        >>> _ = paceline.init()
+        >>> written = paceline.snapshot(tempfile.mkdtemp(), state={"note": "before the change"})
+        >>> written.result(60).name
+        'snapshot-1'
+    """
+    if not isinstance(folder, str | Path):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+        raise UsageError(f"snapshot: the folder is {brief(folder)}, expected a path.")
+    if not isinstance(keep, int) or keep < 1:  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+        raise UsageError(f"snapshot: keep is {brief(keep)}, expected 1 or more.")
+    session = current()
+    if session.rank:
+        return None
+    return session.snapshots.take(Path(folder).absolute(), keep, session.sources.positions(), state)
+
+
+@checked_late
+def resumed() -> ResumedFrom | None:
+    """Return the snapshot that this job goes on from, with its clock and state; None for a job that begins anew.
+
+    Example:
+        >>> import paceline
+        >>> _ = paceline.init()
+        >>> paceline.resumed() is None
+        True
+    """
+    saved = current().saved
+    return None if saved is None else saved.resumed
 
 
 @checked

@@ -25,9 +25,11 @@ from paceline.launch.signals import PreemptionNotice
 from paceline.model_parallel.arrangement import Arrangement
 from paceline.observe.notices import CLOCK_ADVICE
 from paceline.observe.trace import BARRIER
+from paceline.snapshots.taking import SavedJob, SnapshotPlan, SnapshotTaker, Sources
 from paceline.training.embedding_gradients import EmbeddingLookups
+from paceline.training.flat import Weights
+from paceline.training.publishing import ModelPublisher
 from paceline.training.strategy import Distributed, Settings, Strategy, distribute, optimizers_of_loop
-from paceline.training.weights import Weights
 from paceline.update.rows.spec import FilterSpec, First, Lifecycle
 from paceline.update.rules import RuleSpec
 from paceline.update.table import DType, NonFinite, Scale
@@ -37,6 +39,7 @@ from paceline.worker.metrics import StepMetrics
 from paceline.worker.named_tensors import NamedTensors
 from paceline.worker.node import WorkerNode
 from paceline.worker.parts import PartedTable, join_parts
+from paceline.worker.publishing import Publisher
 from paceline.worker.rows.managed import Managed
 from paceline.worker.rows.state import CacheOptions
 from paceline.worker.rows.table import RowTable
@@ -93,19 +96,30 @@ class Session:
     _has_overlap: bool = False  # an optimizer sends gradients while backward runs
     _weights: WeakSet[Weights] = field(default_factory=WeakSet)
     tables: TableOpener = field(init=False)
+    models: ModelPublisher = field(init=False)
     named: NamedTensors = field(init=False)
     lookups: EmbeddingLookups = field(default_factory=EmbeddingLookups)
     unpushed_steps: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])  # by optimizer
     slicing: Slicing = field(init=False)
     readers: SessionReaders = field(default_factory=SessionReaders)
     is_elastic: bool = False  # workers come and go while the job runs
+    publish_every: int = 0  # clocks, after which worker 0 publishes the models; 0 for never
     notice: PreemptionNotice = field(default_factory=PreemptionNotice)
+    snapshot_plan: SnapshotPlan | None = None
+    saved: SavedJob | None = None  # what this job goes on with
+    snapshots: SnapshotTaker = field(init=False)
+    sources: Sources = field(init=False)
     closed: bool = False
 
     def __post_init__(self) -> None:
         """Create the parts that need the node."""
         self.tables = TableOpener(self.rank, self.node, self.metrics)
         self.named = NamedTensors(self.tables)
+        self.models = ModelPublisher(Publisher(self.node, self.metrics.tell), self._optimizers)
+        self.tables.saved = self.saved
+        self.sources = Sources(self.saved)
+        plan = None if self.rank else self.snapshot_plan
+        self.snapshots = SnapshotTaker(self.node, self.size, self.metrics.tell, plan)
         self.slicing = Slicing(
             self.size, self.node.rpc, self._optimizers, lambda: self.node.clock, is_elastic=self.is_elastic
         )
@@ -328,6 +342,10 @@ class Session:
             for optimizer in self._optimizers if self._has_overlap else ():
                 optimizer.freeze_values()
             clock = node.tick()
+        if self.publish_every and clock % self.publish_every == 0 and self.rank == 0:
+            self.models.publish_all()
+        if self.snapshots.plan is not None and self.snapshots.is_due:
+            self.snapshots.take_planned(self.sources.positions())
         if self.notice.told_at_s is not None:
             self.exit_if_preempted()
         return clock
@@ -404,9 +422,12 @@ class Session:
             self._settle_parameters(politely=politely)
             if politely:
                 self._tell_unfinished()
+                self.models.publisher.settle()
             self.metrics.note_end(self.node.clock)
             if politely:
                 self.exchange.close(politely=True)
+            self.snapshots.close(politely=politely)
+            if politely:
                 self.node.leave()
 
     def _tell_unfinished(self) -> None:
@@ -492,6 +513,7 @@ class Session:
             on_samples=self._count_samples,
             on_missing=self._skip_batch,
             is_elastic=self.is_elastic,
+            on_loaded=self.metrics.note_loaded,
         )
 
     def _count_samples(self, num_samples: int) -> None:

@@ -23,14 +23,12 @@ from paceline.collective.exchange import Exchange, RoundsExchange
 from paceline.collective.failures import names
 from paceline.collective.machines import Layout, MachinesExchange
 from paceline.collective.peers import Peers
-from paceline.collective.rounds import SEGMENT_BYTES, share_segments
-from paceline.collective.sent_rounds import Arrivals, SentRounds
+from paceline.collective.rounds import SEGMENT_BYTES, Arrivals, SentRounds, share_segments
 from paceline.errors import AuthenticationFailed, DeadlineExceeded, PacelineError, PeerError
 from paceline.transport.base import EMPTY, Connection, Limits, Listener, Transport
 from paceline.transport.deadline import Deadline
 from paceline.transport.shm import ShmTransport
-from paceline.wire.messages import Hello, decode, encode
-from paceline.wire.permissions import check_caller, check_server
+from paceline.wire.messages import Hello, check_caller, check_server, decode, encode
 
 # Rounds need stores of one processor to be seen in their order by the others, as on these.
 _ORDERED: Final = ("x86_64", "AMD64")

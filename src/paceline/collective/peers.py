@@ -223,11 +223,17 @@ class Peers:
         return PeerError(f"{where}: {names([teller])} gave up: {report.text}")
 
     def _tell(self, report: _GaveUp) -> None:
-        """Tell all others why this worker ends the group, without waiting for any of them."""
-        header = _TAG.pack(_GAVE_UP_TAG) + _REPORTS.encode(report)
-        for connection in self._connections.values():
+        """Tell all others why this worker ends the group; wait only for those that live and have more to take first."""
+        header, busy = _TAG.pack(_GAVE_UP_TAG) + _REPORTS.encode(report), list[Connection]()
+        for rank, connection in self._connections.items():
             with suppress(PeerError):
-                connection.try_send([(header, EMPTY)], timeout_s=_TELL_S)
+                is_told = connection.try_send([(header, EMPTY)], timeout_s=_TELL_S)
+                if not is_told and rank not in report.culprits:
+                    busy.append(connection)
+        deadline = Deadline.after(_LAST_WORDS_S)
+        for connection in busy:
+            with suppress(PeerError):
+                connection.send(header, timeout_s=deadline.remaining_s())
 
     def _receive(self, rank: int, connection: Connection) -> None:
         """Take what another worker sends, until its connection ends."""

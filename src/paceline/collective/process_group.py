@@ -51,6 +51,7 @@ class OwnGroup(ProcessGroup):
         self._at_once = at_once
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._ending: threading.Thread | None = None  # the one before, which ends after the calls that are queued
         self._calling = threading.RLock()
         self._counting = threading.Lock()
         self._num_queued = 0
@@ -257,9 +258,7 @@ class OwnGroup(ProcessGroup):
     def abort(self) -> None:
         """End all connections: waits of this worker and those of the others for it fail at once."""
         self.peers.end("its process group has been ended")
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._queue.put(None)
+        self._end_thread()
         if self._calling.acquire(blocking=False):  # else a thread is in a call, which uses the memory of the group
             try:
                 self._exchange.close()
@@ -268,13 +267,18 @@ class OwnGroup(ProcessGroup):
 
     def shutdown(self) -> None:
         """End the group, after all calls that are queued."""
-        thread, self._thread = self._thread, None
-        if thread is not None and thread is not threading.current_thread():
-            self._queue.put(None)
-            thread.join(self._timeout_s)
+        self._end_thread()
+        if self._ending is not None and self._ending is not threading.current_thread():
+            self._ending.join(self._timeout_s)
         self.abort()
         with self._calling:
             self._exchange.close()
+
+    def _end_thread(self) -> None:
+        """Let the thread of calls end after those that are queued."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread, self._ending = None, self._thread
 
     # What older versions of torch call them.
     _allgather_base = all_gather_single

@@ -10,8 +10,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal, cast, get_args
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal, cast, get_args
 
 from paceline.core.calls import checked, shown
 from paceline.errors import UsageError
@@ -19,7 +20,6 @@ from paceline.errors import UsageError
 Visible = Literal["on_arrival", "on_clock"]
 Deliver = Literal["on_pull", "on_clock"]
 
-_NAMES = "bsp, ssp:S, essp:S, asynchronous, backup:B"
 _AXES = "bound=S|none,visible=on_arrival|on_clock,deliver=on_pull|on_clock,backups=B"
 
 
@@ -64,17 +64,11 @@ class Consistency:
 
     def __str__(self) -> str:
         """Return the shortest text that `parse` turns back into this value."""
-        s = self.bound
-        for name, point in (
-            ("bsp", bsp()),
-            ("asynchronous", asynchronous()),
-            (f"ssp:{s}", None if s is None else ssp(s)),
-            (f"essp:{s}", None if s is None else essp(s)),
-            (f"backup:{self.backups}", backup(self.backups) if self.backups else None),
-        ):
-            if point == self:
-                return name
-        bound = "none" if s is None else s
+        for name, point in POINTS.items():
+            number = getattr(self, point.axis) if point.axis else 0
+            if number is not None and (number or point.axis != "backups") and point.of(number) == self:
+                return f"{name}:{number}" if point.axis else name
+        bound = "none" if self.bound is None else self.bound
         return f"bound={bound},visible={self.visible},deliver={self.deliver},backups={self.backups}"
 
     @staticmethod
@@ -90,13 +84,11 @@ class Consistency:
         if "=" in stripped:
             return _parse_axes(stripped)
         name, colon, argument = stripped.partition(":")
-        if name in ("bsp", "asynchronous", "async") and not colon:
-            return bsp() if name == "bsp" else asynchronous()
-        if name in ("ssp", "essp", "backup") and colon:
-            number = _integer(argument, text)
-            return {"ssp": ssp, "essp": essp, "backup": backup}[name](number)
-        if name in ("ssp", "essp", "backup"):
+        point = POINTS.get(_SHORT.get(name, name))
+        if point is not None and point.axis and not colon:
             raise UsageError(f"consistency '{text}' lacks its number: write {name}:3, for example.")
+        if point is not None and bool(colon) == bool(point.axis):
+            return point.of(_integer(argument, text) if colon else 0)
         raise UsageError(f"unknown consistency '{text}'. Expected one of {_NAMES}, or {_AXES}.")
 
     @property
@@ -171,6 +163,41 @@ def backup(backups: int) -> Consistency:
     return Consistency(bound=0, visible="on_clock", backups=backups)
 
 
+@dataclass(frozen=True, slots=True)
+class NamedPoint:
+    """A point of the axes that has a name.
+
+    Args:
+        make: returns it, given its number, if it has one.
+        axis: what its number is; "" without one.
+    """
+
+    make: Callable[..., Consistency]
+    axis: Literal["", "bound", "backups"] = ""
+
+    def of(self, number: int) -> Consistency:
+        """Return the point of this number."""
+        return self.make(number) if self.axis else self.make()
+
+
+# By name, in the order in which messages list them.
+POINTS: Final[Mapping[str, NamedPoint]] = {
+    "bsp": NamedPoint(bsp),
+    "ssp": NamedPoint(ssp, "bound"),
+    "essp": NamedPoint(essp, "bound"),
+    "asynchronous": NamedPoint(asynchronous),
+    "backup": NamedPoint(backup, "backups"),
+}
+_SHORT: Final = {"async": "asynchronous"}
+FORMS: Final = tuple(name + {"": "", "bound": ":S", "backups": ":B"}[point.axis] for name, point in POINTS.items())
+_NAMES: Final = ", ".join(FORMS)
+
+
+def is_named(name: str) -> bool:
+    """Return whether this is the name of a point, without its number."""
+    return name in POINTS or name in _SHORT
+
+
 def _parse_axes(text: str) -> Consistency:
     """Parse `bound=2,visible=on_clock,deliver=on_pull,backups=0`; only `bound` is required."""
     given: dict[str, str] = {}
@@ -221,10 +248,17 @@ class Deferral:
 
     consistency: Consistency
     hold: int = 0
+    _of_values: Consistency = field(init=False, repr=False)  # what values keep, so that reads keep `consistency`
+
+    def __post_init__(self) -> None:
+        """Tighten the bound by what is held."""
+        consistency, bound = self.consistency, self.consistency.bound
+        of_values = replace(consistency, bound=bound - self.hold) if self.hold and bound is not None else consistency
+        object.__setattr__(self, "_of_values", of_values)
 
     def needs(self, clock: int) -> int:
         """Return the lowest value clock that a read at `clock` may have."""
-        return self._tighter.needs(clock)
+        return self._of_values.needs(clock)
 
     def contained(self, value_clock: int) -> int:
         """Return the clock below which values of `value_clock` contain every update."""
@@ -233,8 +267,3 @@ class Deferral:
     def due(self, clock: int) -> int:
         """Return the latest clock whose updates must be sent before `clock` is finished."""
         return clock - self.hold
-
-    @property
-    def _tighter(self) -> Consistency:
-        bound = self.consistency.bound
-        return self.consistency if bound is None else replace(self.consistency, bound=bound - self.hold)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from paceline.core.messages import BetweenServers, Delivered, Fetched, FromServer, FromWorker, PushId
-from paceline.core.value_classes import value_class
+from paceline.core.messages import BetweenServers, Delivered, Fetched, FromServer, FromWorker, PushId, value_class
 
 # -- of a server -----------------------------------------------------------------------------------------------------
 

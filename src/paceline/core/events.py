@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from paceline.core.consistency import Consistency
-from paceline.core.messages import Push, PushId
-from paceline.core.value_classes import value_class
+from paceline.core.messages import Push, PushId, value_class
 
 # -- to a server -----------------------------------------------------------------------------------------------------
 

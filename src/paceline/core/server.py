@@ -14,16 +14,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from paceline.core.clocks import Clocks
-from paceline.core.commit import (
-    MAX_AT_ONCE,
-    MAX_WITHDRAWN,
-    ClockCommit,
-    CommitDecision,
-    closed_before,
-    completed_without,
-)
-from paceline.core.dedup import WINDOW
 from paceline.core.effects import Advanced, Apply, Discard, Hold, MembershipChanged, Reply, Serve, ServerEffect, Tell
 from paceline.core.events import (
     Changed,
@@ -38,7 +28,8 @@ from paceline.core.events import (
     Unapplied,
     Woke,
 )
-from paceline.core.membership import Incarnation, WorkerLives
+from paceline.core.exactly_once import WINDOW
+from paceline.core.membership import Clocks, Incarnation, WorkerLives
 from paceline.core.messages import (
     Applied,
     Clock,
@@ -61,7 +52,15 @@ from paceline.core.messages import (
     WorkerRefused,
 )
 from paceline.core.settings import ServerSettings
-from paceline.core.tables import TableCore
+from paceline.core.tables import (
+    MAX_AT_ONCE,
+    MAX_WITHDRAWN,
+    ClockCommit,
+    CommitDecision,
+    TableCore,
+    closed_before,
+    completed_without,
+)
 from paceline.errors import ProtocolBug
 
 ServerEvent = ServerHappening | Join | Leave | Push | Clock | Pull | WholeStep | Taken | Follow | Closed
@@ -499,10 +498,10 @@ class ServerCore:
             life.lease_until = now + self.settings.lease_s
 
     def _on_resumed(self, now: float, effects: list[ServerEffect]) -> None:
-        """Start the leases of all that had joined, and say again what other servers may wait for."""
-        for worker in self.members:
+        """Start the leases of all workers, and say again what other servers may wait for."""
+        for worker in self.members:  # also of those that have not joined: on another machine time counts otherwise
             life = self._living(worker)
-            self._on_disconnected(Disconnected(worker, life.incarnation), now)
+            life.lease_until = now + (self.settings.join_timeout_s if life.joined_at is None else self.settings.lease_s)
         for name, table in self.tables.items():
             if table.closes_clocks and self._follows:
                 self._ask_lead(name, table, now, effects)

@@ -34,7 +34,7 @@ class StateCodec(Generic[T]):
         leaves_out: fields of the root that are no state.
 
     Example:
-        >>> from paceline.core.clocks import Clocks
+        >>> from paceline.core.membership import Clocks
         >>> codec = StateCodec(Clocks)
         >>> clocks = Clocks()
         >>> clocks.add(3)

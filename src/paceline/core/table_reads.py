@@ -23,8 +23,8 @@ from typing import ClassVar, Protocol
 from paceline.core.consistency import Consistency
 from paceline.core.effects import Fail, Forget, Install, ReadDone, Send, WorkerEffect
 from paceline.core.events import Opened, WantRead, WantRows
+from paceline.core.exactly_once import Key, Retransmit
 from paceline.core.messages import Delivered, Fetched, Pull, Sender, Taken
-from paceline.core.retransmit import Key, Retransmit
 from paceline.errors import ProtocolBug
 
 

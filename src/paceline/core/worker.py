@@ -13,7 +13,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from paceline.core.consistency import Consistency
-from paceline.core.dedup import WINDOW
 from paceline.core.effects import Fail, JoinDone, LeaveDone, ReadDone, Release, Send, WorkerEffect
 from paceline.core.events import (
     Arrived,
@@ -27,6 +26,7 @@ from paceline.core.events import (
     WantRead,
     WantRows,
 )
+from paceline.core.exactly_once import WINDOW, Key, Retransmit
 from paceline.core.messages import (
     Applied,
     Clock,
@@ -47,7 +47,6 @@ from paceline.core.messages import (
     WholeStep,
     WorkerRefused,
 )
-from paceline.core.retransmit import Key, Retransmit
 from paceline.core.settings import WorkerSettings
 from paceline.core.table_reads import TableReads, reads_of
 from paceline.errors import ProtocolBug

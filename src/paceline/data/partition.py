@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from paceline.data.order import MAX_SEED, shuffle
 from paceline.errors import UsageError
@@ -14,6 +15,7 @@ from paceline.errors import UsageError
 Key = int | str | bytes | tuple["Key", ...]
 
 _NUM_BYTES = 8
+_Batch = TypeVar("_Batch")
 
 
 def fixed_hash(key: Key) -> int:
@@ -67,6 +69,7 @@ class Sharding:
         on_missing: called at the end of an epoch of training in which other workers have one more batch.
         tell: writes a line for the user.
         is_elastic: whether workers come and go, so that a part may have no worker.
+        on_loaded: called with the seconds that the training loop has waited for each batch.
 
     Raises:
         UsageError: the seed is not a whole number, or too large.
@@ -79,6 +82,7 @@ class Sharding:
     on_missing: Callable[[], None]
     tell: Callable[[str], None] = tell
     is_elastic: bool = False
+    on_loaded: Callable[[float], None] = lambda _: None
 
     def __post_init__(self) -> None:
         """Validate the seed."""
@@ -88,6 +92,18 @@ class Sharding:
     def evaluation(self) -> Sharding:
         """Return the share of this worker in an evaluation: everything, where a part may have no worker."""
         return replace(self, rank=0, size=1) if self.is_elastic else self
+
+    def timed(self, batches: Iterable[_Batch]) -> Iterator[_Batch]:
+        """Yield batches, and tell how long each took to come."""
+        coming = iter(batches)
+        while True:
+            began_s = time.monotonic()
+            try:
+                batch = next(coming)
+            except StopIteration:
+                return
+            self.on_loaded(time.monotonic() - began_s)
+            yield batch
 
     def note_size(self, num: int, of: str) -> None:
         """Warn, on worker 0 alone, if there are fewer things than workers."""

@@ -109,7 +109,7 @@ class ShardedLoader:
         sharding, batches, is_training = self._sharding, self.batches(), torch.is_grad_enabled()
         start = self.tracker.start_pass().num_done if is_training else 0
         own = self._own(batches, start, sharding if is_training else sharding.evaluation())
-        for number, (indices, batch) in enumerate(zip(own, stage(self.load(own)), strict=True), 1):
+        for number, (indices, batch) in enumerate(sharding.timed(zip(own, stage(self.load(own)), strict=True)), 1):
             if is_training:
                 self.tracker.reach(start + number * sharding.size)
                 sharding.on_samples(len(indices))

@@ -303,7 +303,7 @@ class SlicedLoader:
         walk, tracker = self._begin(), self._whole.tracker
         self._walk = walk
         try:
-            for batch in self._whole.load(walk):
+            for batch in self._sharding.timed(self._whole.load(walk)):
                 self._sharding.on_samples(walk.num_samples)
                 yield batch
         except BaseException:  # also GeneratorExit, after a break

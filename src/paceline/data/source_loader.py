@@ -275,7 +275,7 @@ class FedLoader:
         num_rounds = -(-(self._order.num_batches - self._tracker.start_pass().num_done) // size)
         waiting: deque[Batch] = deque()  # read, and not yielded yet
         try:
-            for content in stage(_contents(self._read_all(epoch, own), waiting)):
+            for content in self._sharding.timed(stage(_contents(self._read_all(epoch, own), waiting))):
                 while not self._settle(waiting.popleft(), tally):
                     pass
                 yield content
@@ -320,7 +320,7 @@ class FedLoader:
         batches = self._begin(tally)
         self._walk = batches.walk
         try:
-            for batch in batches:
+            for batch in self._sharding.timed(batches):
                 self._sharding.on_samples(batch.num_samples)
                 yield batch.content
         except BaseException:  # also GeneratorExit, after a break

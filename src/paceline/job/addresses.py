@@ -78,22 +78,31 @@ class AddressBook:
         return tuple(path.read_text().strip() for path in paths)
 
 
-def record_server_ended(run_dir: Path, rank: int, how: str) -> None:
-    """Record that a server has ended, and how, for the workers of this job.
+def record_server_ended(run_dir: Path, rank: int, how: str, process: int = 0) -> None:
+    """Record that a server has ended, and how, for the workers of this job; `process`: which one of those in its place.
 
     If the file cannot be written, because the disk is full for example, workers find out seconds later by themselves.
     """
     with suppress(OSError):
-        _path(run_dir, rank).write_text(how, encoding="utf-8")
+        _path(run_dir, rank, process).write_text(how, encoding="utf-8")
 
 
-def how_server_ended(run_dir: Path, rank: int) -> str:
+def how_server_ended(run_dir: Path, rank: int, process: int = 0) -> str:
     """Return how a server of this job has ended, or nothing where it is not known to have ended."""
     try:
-        return _path(run_dir, rank).read_text(encoding="utf-8")
+        return _path(run_dir, rank, process).read_text(encoding="utf-8")
     except OSError:
         return ""
 
 
-def _path(run_dir: Path, rank: int) -> Path:
-    return run_dir / f"server-{rank}.ended"
+def process_name(rank: int, process: int) -> str:
+    """Return the name of a process in the place of a server, as files of it begin.
+
+    >>> process_name(2, 0), process_name(2, 1)
+    ('server-2', 'server-2.1')
+    """
+    return f"server-{rank}.{process}" if process else f"server-{rank}"
+
+
+def _path(run_dir: Path, rank: int, process: int) -> Path:
+    return run_dir / f"{process_name(rank, process)}.ended"

@@ -26,6 +26,7 @@ TIMEOUT: Final = "PACELINE_TIMEOUT_S"
 PLAIN_COLLECTIVES: Final = "PACELINE_PLAIN_COLLECTIVES"
 COLLECTIVES: Final = "PACELINE_COLLECTIVES"
 CHECK_MEMORY: Final = "PACELINE_CHECK_MEMORY"
+KEEP_RUNS: Final = "PACELINE_KEEP_RUNS"
 TRACEBACK: Final = "PACELINE_TRACEBACK"
 NUM_THREADS: Final = "OMP_NUM_THREADS"
 IMPORT_PATH: Final = "PYTHONPATH"
@@ -147,6 +148,19 @@ def asks_for_gloo(variables: Mapping[str, str] = os.environ) -> bool:
     if asked not in ("", "gloo", "shm"):
         raise UsageError(f"the environment variable {COLLECTIVES} is {asked!r}, expected 'shm' or 'gloo'")
     return asked == "gloo"
+
+
+def kept_runs_folder(variables: Mapping[str, str] = os.environ) -> Path | None:
+    """Return where records of runs without a folder of their own are kept; None if they are not, or there is no home.
+
+    >>> kept_runs_folder({"XDG_STATE_HOME": "/state"}), kept_runs_folder({"HOME": "/root", "PACELINE_KEEP_RUNS": "0"})
+    (PosixPath('/state/paceline/runs'), None)
+    """
+    if variables.get(KEEP_RUNS) == "0":
+        return None
+    home = variables.get("HOME", "")
+    state = variables.get("XDG_STATE_HOME") or (f"{home}/.local/state" if home else "")
+    return Path(state) / "paceline" / "runs" if state.startswith("/") else None
 
 
 def cache_folder(variables: Mapping[str, str] = os.environ) -> Path:

@@ -58,6 +58,13 @@ class ClusterSpec:
     data_addresses: tuple[str, ...] = ()
     trace_bytes: int = 0  # that bound the trace of each process, see `TraceFile`; 0 keeps all of it
     num_at_start: int = 0
+    has_replicas: bool = False  # of its servers, each on another machine than its server
+    publish_every: int = 0  # clocks, after which worker 0 publishes the models; 0 for never
+    clock: int = 0  # the first one: those below were finished by the job that this one goes on from
+    resume: str = ""  # folder of the snapshot that it goes on from
+    snapshots: str = ""  # folder that snapshots go to; empty for none
+    snapshot_every_s: float = 0.0  # 0 chooses by what a snapshot takes
+    snapshots_kept: int = 3
 
     @property
     def is_elastic(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from paceline.core.consistency import Consistency
+from paceline.core.consistency import FORMS, Consistency, is_named
 from paceline.errors import UsageError
 
 ALL_REDUCE: Final = "all-reduce"
@@ -21,9 +21,8 @@ SEPARATOR: Final = "+"
 _STEPS: Final[Mapping[str, int]] = {LOCAL_SGD: 10, DILOCO: 50, DOWNPOUR: 1}
 _PLAIN: Final = (PARAMETER_SERVER, ALL_REDUCE, FSDP)
 _AXES: Final = ("pipeline", "tensor")
-_POLICIES: Final = ("bsp", "ssp", "essp", "asynchronous", "async", "backup")
 _NAMES: Final = (
-    "parameter-server, bsp, ssp:S, essp:S, asynchronous, backup:B, all-reduce, fsdp, local-sgd:STEPS, diloco:STEPS or "
+    f"parameter-server, {', '.join(FORMS)}, all-reduce, fsdp, local-sgd:STEPS, diloco:STEPS or "
     "downpour:STEPS; pipeline:STAGES; tensor:RANKS; or these joined by +"
 )
 
@@ -105,7 +104,7 @@ class Distribution:
 
 def _meaning(text: str, word: str, name: str, number: str) -> dict[str, int | str]:
     """Return the fields that a word of the text sets."""
-    if name in _POLICIES:
+    if is_named(name):
         return {"data": PARAMETER_SERVER, "consistency": str(Consistency.parse(word))}
     if name in _PLAIN and not number:
         return {"data": name}

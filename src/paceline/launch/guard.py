@@ -12,20 +12,21 @@ that were killed, and the guard of a job that was started within this one.
 
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 # Names of ours alone: in a folder that is kept a script may keep its own, a tokenizer.json for example.
 SECRETS: Final = ("token", "token.previous", "keys/*.pem", "keys/*.key", "keys/revoked")
-LEFTOVERS: Final = (*SECRETS, "*.address", "*.sock", "*.store", "*.life", "called.off")
+LEFTOVERS: Final = (*SECRETS, "*.address", "*.sock", "*.store", "*.life", "*.view-*", "called.off")
 PREFIX: Final = "paceline-"  # of the names of temporary folders
 LIFE: Final = "guard.life"
 NUM_ATTEMPTS: Final = 50
@@ -34,23 +35,28 @@ MARK: Final = "PACELINE_JOB"  # the marks of all jobs that a process belongs to,
 CLEANERS: Final = (b"from multiprocessing.resource_tracker import main", b"paceline/launch/guard.py\0")
 CLEANING_TIMEOUT_S: Final = 3.0
 PROC: Final = Path("/proc")
+RECORDS: Final = "trace"  # folder of what the processes of a run write down
+NUM_KEPT: Final = 20  # runs whose records are kept; those of a process are 16 MiB at most
+KEPT_NAME: Final = re.compile(r"\.?\d{4}-\d\d-\d\d-\d{6}-\w+")
 
 
 class Guard:
     """The launcher's end of the pipe."""
 
-    def __init__(self, run_dir: Path, *, temporary: bool, orphan: bool = False) -> None:
+    def __init__(self, run_dir: Path, *, temporary: bool, orphan: bool = False, keep_in: Path | None = None) -> None:
         """Start the guard; it clears `run_dir` at the end, and removes it when it is `temporary`.
+
+        With `keep_in` the records of a run whose folder is removed are moved there first; see `keep_records`.
 
         As an `orphan` it has no parent here, for a process whose master kills its children with it. Then `pid` is not
         the guard's.
         """
         self.mark = secrets.token_hex(8)
-        keep = "temporary" if temporary else "kept"
+        keep, orphaned = "temporary" if temporary else "kept", ["orphan"] if orphan else []
         life = _begin_life(run_dir) if temporary else None
         # No inherited output: the guard must not hold a pipe open whose reader waits for the end of the launcher.
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, str(run_dir), keep, self.mark, *(("orphan",) if orphan else ())],
+            [sys.executable, "-I", "-S", __file__, str(run_dir), keep, self.mark, str(keep_in or ""), *orphaned],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE if orphan else subprocess.DEVNULL,  # its end is the guard's
             stderr=subprocess.DEVNULL,
@@ -63,6 +69,11 @@ class Guard:
         self.pid = self._process.pid
         if orphan:
             self._process.wait()  # it has started the guard
+
+    def marked(self, variables: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of a process that is to carry the mark of this guard, and those that it has."""
+        before = filter(None, (variables.get(MARK),))
+        return {**variables, MARK: ":".join((*before, self.mark))}
 
     def watch(self, group: int) -> None:
         """Watch over a process group from now on."""
@@ -126,6 +137,29 @@ def remove_abandoned(place: Path) -> None:
             continue
         finally:
             os.close(descriptor)
+
+
+def keep_records(run_dir: Path, kept: Path, now_s: float | None = None) -> Path | None:
+    """Move the records of a run to a folder of their own in `kept`, and remove the oldest there; return that folder.
+
+    There are `NUM_KEPT` at most. Returns None without records, and where they cannot be kept: no run fails of that.
+    """
+    records = run_dir / RECORDS
+    name = time.strftime("%Y-%m-%d-%H%M%S", time.localtime(now_s)) + f"-{run_dir.name.removeprefix(PREFIX)}"
+    unfinished, done = kept / f".{name}", kept / name
+    try:
+        if not any(path.stat().st_size for path in records.glob("worker-*.jsonl")):
+            return None
+        kept.mkdir(mode=0o700, parents=True, exist_ok=True)
+        unfinished.mkdir(mode=0o700)
+        shutil.move(records, unfinished / RECORDS)
+        unfinished.rename(done)
+        for old in sorted(path for path in kept.iterdir() if KEPT_NAME.match(path.name))[:-NUM_KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
+    except OSError:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        return None
+    return done
 
 
 def clear(run_dir: Path, *, temporary: bool) -> None:
@@ -236,7 +270,7 @@ def follow_orders(orders: Iterable[str]) -> tuple[set[int], set[int]]:
     return groups, processes
 
 
-def main(run_dir: Path, mark: str, *, temporary: bool) -> None:
+def main(run_dir: Path, mark: str, *, temporary: bool, keep_in: Path | None = None) -> None:
     """Watch, and clean up once the launcher is gone, even if the same signal was sent to all of its processes."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -246,6 +280,8 @@ def main(run_dir: Path, mark: str, *, temporary: bool) -> None:
         kill_group(group)
     kill_marked(mark)
     kill_each(wait_cleaned(lambda: _marked(mark).union(*map(_members, groups))))
+    if temporary and keep_in is not None:
+        keep_records(run_dir, keep_in)
     for _ in range(NUM_ATTEMPTS):  # a process may still write into the directory until the kill has reached it
         clear(run_dir, temporary=temporary)
         if not (temporary and run_dir.exists()):
@@ -262,6 +298,7 @@ def wait_cleaned(find: Callable[[], set[int]]) -> set[int]:
 
 
 if __name__ == "__main__":
-    if sys.argv[4:] and os.fork():
+    if sys.argv[5:] and os.fork():
         os._exit(0)
-    main(Path(sys.argv[1]), sys.argv[3], temporary=sys.argv[2] == "temporary")
+    folder = Path(sys.argv[4]) if sys.argv[4] else None
+    main(Path(sys.argv[1]), sys.argv[3], temporary=sys.argv[2] == "temporary", keep_in=folder)

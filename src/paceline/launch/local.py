@@ -21,6 +21,7 @@ from paceline.job.environment import (
     chose_num_threads,
     fork_server_environment,
     inherited,
+    kept_runs_folder,
     wait_timeout_s,
 )
 from paceline.job.folders import require_own, require_text
@@ -40,6 +41,7 @@ from paceline.launch.signals import Signals
 from paceline.launch.successors import LEAST_FILES, Successors
 from paceline.launch.supervise import Exits, Member, ProgressDisplay, SupervisionConfig, Supervisor
 from paceline.observe.trace import UNNAMED_TRACE_BYTES
+from paceline.snapshots.folder import newest
 
 GUARD_TIMEOUT_S: Final = 5.0
 TRACE_NAME: Final = "trace"
@@ -155,7 +157,7 @@ def guarded_folder(wanted: Path | None) -> Generator[tuple[Path, Guard]]:
     run_dir, temporary = prepare_run_dir(wanted), wanted is None
     try:
         (run_dir / TRACE_NAME).mkdir()  # of two launchers that begin at once, one can
-        guard = Guard(run_dir, temporary=temporary)
+        guard = Guard(run_dir, temporary=temporary, keep_in=kept_runs_folder())
     except FileExistsError as error:  # nothing is cleared: it is the other's
         raise UsageError(IN_USE.format(run_dir)) from error
     except OSError:
@@ -234,11 +236,32 @@ def make_spec(run: LocalRun, run_dir: Path) -> ClusterSpec:
         shares=run.shares,
         server_threads=run.server_threads,
         num_data_servers=run.num_data_servers,
+        publish_every=run.publish_every,
         trace_bytes=UNNAMED_TRACE_BYTES if run.run_dir is None else 0,
     )
+    spec = with_snapshots(spec, run)
     if run.debug is None:
         return spec
     return replace(spec, join_timeout_s=DEBUG_PATIENCE_S, wait_timeout_s=DEBUG_PATIENCE_S)
+
+
+def with_snapshots(spec: ClusterSpec, run: LocalRun) -> ClusterSpec:
+    """Return the spec of a job that keeps snapshots, or goes on from one, whose files are read once to check them.
+
+    Raises:
+        UsageError: there is no snapshot to go on from.
+        CheckpointError: the one that is there is damaged.
+    """
+    asked = run.snapshots
+    if asked.snapshots is not None:
+        folder = str(asked.snapshots.absolute())
+        spec = replace(spec, snapshots=folder, snapshot_every_s=asked.every_s, snapshots_kept=asked.keep)
+    if asked.resume is None:
+        return spec
+    found = newest(asked.resume.absolute())
+    found.verify()
+    manifest = found.manifest
+    return replace(spec, resume=str(found.folder), clock=manifest.clock, generation=manifest.generation + 1)
 
 
 def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -> int:
@@ -275,6 +298,8 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
                     f"{run.num_at_start} of up to {run.num_workers} workers begin; for another number of them: "
                     f"paceline scale {run_dir} --workers NUMBER"
                 )
+            if spec.resume and not run.quiet:
+                console.announce(f"goes on from {spec.resume}, at clock {spec.clock}")
             starting = [each for each in launches if each.role != "worker" or each.rank in run.first_workers]
             vacant = None if run.num_at_start is None else [each for each in launches if each not in starting]
             supervisor = Supervisor(

@@ -17,6 +17,7 @@ from paceline.job.strategy import PARAMETER_SERVER, Distribution
 from paceline.launch.child import Launch
 from paceline.launch.policy import Policy
 from paceline.launch.script import OPTION, sets_variables
+from paceline.snapshots.options import SnapshotOptions
 
 # These modules have to run before torch is imported, and so in no process that was forked.
 _BEFORE_TORCH: Final = ("coverage",)
@@ -77,6 +78,8 @@ class LocalRun:
     traceback: bool = False  # show where the errors of workers and servers come from
     debug: int | None = None  # the worker that has the terminal, for a debugger
     defaults: tuple[tuple[str, str], ...] = ()  # variables of all processes, where the user has not set them
+    publish_every: int = 0  # clocks, after which the models are published; 0 for never
+    snapshots: SnapshotOptions = field(default_factory=SnapshotOptions)
     num_data_servers: int = 0  # that `paceline.feed` gets its batches from; without any, workers read them themselves
 
     @property
@@ -106,11 +109,13 @@ class LocalRun:
             ("workers", self.num_workers, 1),
             ("servers", self.num_servers, 1),
             ("data-servers", self.num_data_servers, 0),
+            ("publish", self.publish_every, 0),
             ("server-threads", 1 if self.server_threads is None else self.server_threads, 1),
             ("max-restarts", self.policy.max_restarts, 0),
         ):
             if number < least:
                 raise UsageError(f"--{what} must be at least {least}, got {number}")
+        self.snapshots.validate()
         if self.debug is not None and self.debug not in self.first_workers:
             raise UsageError(f"--debug is {self.debug}, expected a worker from 0 to {self.first_workers[-1]}")
         if not self.grace_s > 0:

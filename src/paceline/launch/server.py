@@ -14,17 +14,20 @@ from pathlib import Path
 
 from paceline.core.consistency import Consistency
 from paceline.core.settings import ServerSettings
-from paceline.job.addresses import CLUSTER_NAME, address_path
+from paceline.job.addresses import CLUSTER_NAME
 from paceline.job.carriers import listen_address, make_transport, tell_user
 from paceline.job.credentials.holders import Holder
 from paceline.job.credentials.revocation import revoked_path, watching_revoked
 from paceline.job.environment import checks_memory, memory_descriptor
+from paceline.job.folders import INTERVAL_SHARED_S, wait_for
 from paceline.job.machines import LOOPBACK, cores_here, server_threads
 from paceline.job.spec import ClusterSpec, wait_spec, write_private
+from paceline.job.views import FIRST, Views
 from paceline.launch.entry import read_orders, report_unknown_order, run_program
 from paceline.observe.trace import Trace, trace_path
 from paceline.server.journal import LISTENER
 from paceline.server.node import ServerNode
+from paceline.server.replica import Follower, ReplicaLink, ReplicaPlace
 from paceline.transport.base import HandsOver, Listener, SocketListener, Transport
 from paceline.transport.lasting_memory import LastingMemory
 
@@ -38,6 +41,7 @@ def server_settings(spec: ClusterSpec, rank: int) -> ServerSettings:
         workers=tuple(spec.first_workers),
         join_timeout_s=spec.join_timeout_s,
         shares=spec.shares,
+        clock=spec.clock,
     )
 
 
@@ -68,22 +72,67 @@ def open_listener(transport: Transport, memory: LastingMemory | None, published:
     return listener
 
 
-def serve(spec: ClusterSpec, rank: int, obey: Callable[[ServerNode], None], host: str = LOOPBACK) -> None:
+def replica_link(spec: ClusterSpec, rank: int, views: Views, transport: Transport, *, begins: bool) -> ReplicaLink:
+    """Return how a server reaches its replica, where the job has replicas; the one that `begins` has one at once."""
+    if not spec.has_replicas:
+        return ReplicaLink()
+
+    def place(view: int, address: Callable[[], str], process: int) -> ReplicaPlace:
+        return ReplicaPlace(rank, view, views, address, transport, tell_user, spec.generation, process)
+
+    def find() -> list[ReplicaPlace]:
+        view = views.newest()
+        come = [] if view is None else views.candidates()
+        return [place(view.number + 1, views.published(one).read_text, one) for one in come if view is not None]
+
+    if not begins:
+        return ReplicaLink(find=find)
+
+    def address() -> str:
+        path = views.published(FIRST.replica)
+        return wait_for(
+            lambda: path.read_text() if path.exists() else None,
+            spec.join_timeout_s,
+            lambda: (
+                f"the replica of server {rank} did not come within {spec.join_timeout_s:g} s: look at what the first "
+                "worker of the next machine wrote"
+            ),
+            INTERVAL_SHARED_S,
+        )
+
+    return ReplicaLink(place(FIRST.number, address, FIRST.replica), find)
+
+
+def serve(
+    spec: ClusterSpec,
+    rank: int,
+    obey: Callable[[ServerNode], None],
+    host: str = LOOPBACK,
+    *,
+    process: int = FIRST.head,
+) -> None:
     """Serve one shard of the job; blocks until told to stop by `obey`, which runs in a thread of its own.
 
-    By TCP it listens at `host`, an address of this machine.
+    By TCP it listens at `host`, an address of this machine. `process`: which one it is of those of its server.
     """
     run_dir = Path(spec.run_dir)
     memory = lasting_memory()
     transport = make_transport(spec, Holder("server", rank), lambda text: print(text, file=sys.stderr))
-    published = address_path(run_dir, "server", rank)
+    views, is_replica = Views(run_dir, rank), process != FIRST.head
+    published = views.published(process)
     listener = open_listener(transport, memory, published, listen_address(spec, rank, host))
 
     @cache
-    def addresses() -> tuple[str, ...]:
+    def first_addresses() -> tuple[str, ...]:
         return wait_spec(run_dir / CLUSTER_NAME, spec.join_timeout_s).addresses
 
-    trace = Trace(trace_path(run_dir, "server", rank), spec.trace_bytes)
+    def addresses() -> tuple[str, ...]:
+        if not spec.has_replicas:
+            return first_addresses()
+        return tuple(Views(run_dir, other).address() or first for other, first in enumerate(first_addresses()))
+
+    # A replica writes none: it would say the same as that of its server once more.
+    trace = Trace(None if is_replica else trace_path(run_dir, "server", rank), spec.trace_bytes)
     settings = server_settings(spec, rank)
     node = ServerNode(
         settings,
@@ -96,6 +145,8 @@ def serve(spec: ClusterSpec, rank: int, obey: Callable[[ServerNode], None], host
         num_threads=lambda consistency: spec.server_threads or threads_here(consistency, spec),
         memory=memory,
         tell=tell_user,
+        replica=replica_link(spec, rank, views, transport, begins=not is_replica),
+        follows=Follower(rank, views, listener, spec.join_timeout_s, tell_user) if is_replica else None,
     )
     threading.Thread(target=obey, args=(node,), name="paceline-orders", daemon=True).start()
     write_private(published, listener.address.encode())

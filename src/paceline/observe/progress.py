@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
 
 from paceline.errors import UsageError
-from paceline.observe.runs import TraceFollower
+from paceline.observe.resources import look_at
+from paceline.observe.runs import ALL_TRACES, TraceFollower
+from paceline.observe.screen import WorkerRow, event_line, picture, screen_lines
 from paceline.observe.trace import (
     BARRIER,
     NO_SERVER,
+    Exit,
+    MembershipRecord,
     ReadRecord,
     Refusal,
     Reported,
@@ -21,18 +28,24 @@ from paceline.observe.trace import (
     Step,
     tell_on_stderr,
 )
+from paceline.observe.trace import (
+    ENDED as TRACES_ENDED,
+)
+from paceline.observe.verdict import SILENT_S, Surroundings, judge
+from paceline.observe.window import Window
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from rich.console import Console
-    from rich.table import Table
 
+    from paceline.observe.screen import RunPicture
     from paceline.observe.trace import Record
+    from paceline.observe.verdict import ProcessState, RunVerdict
 
 # A worker that finishes no clock reports every 2 s. After this time without a report it counts as hung.
-HUNG_S = 10.0
+HUNG_S = SILENT_S
 # Seconds in one state before a line reports it.
 NOTABLE_S = 5.0
 
@@ -129,26 +142,7 @@ DEAD = "dead"
 ENDED = "ended"
 # A plain line lists each worker up to this number, and beyond it their range.
 MAX_LISTED_WORKERS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerRow:
-    """One worker as displayed. `clock` is the number of finished clocks, `lead` is counted from the slowest that runs.
-
-    `num_refused` is the number of its pushes and steps that were not applied. `state` is empty while it computes. A
-    dead worker has no lead.
-    """
-
-    worker: int
-    clock: int
-    loss: float | None
-    samples_per_s: float
-    lead: int | None
-    comm_share: float  # contains the waiting
-    wait_share: float
-    num_refused: int = 0
-    state: str = ""
-    counts_samples: bool = True  # or its script has none that are counted
+NUM_EVENTS = 20  # that are kept
 
 
 @dataclass(slots=True)
@@ -219,7 +213,7 @@ class TraceDisplay:
     """Shows the progress of every worker, from the trace files in `trace_folder`.
 
     Call `refresh` about four times a second and `close` at the end. Neither blocks, and there is no thread. A terminal
-    gets a table that is redrawn in place, below all that `sys.stdout` and `sys.stderr` print. Other streams get a line
+    gets lines that are redrawn in place, below all that `sys.stdout` and `sys.stderr` print. Other streams get a line
     for all workers every 2 s, and a last one on close.
 
         display = TraceDisplay(run_folder / "trace", num_workers=4)
@@ -228,30 +222,118 @@ class TraceDisplay:
         display.close()
     """
 
-    def __init__(self, trace_folder: Path, num_workers: int, stream: TextIO | None = None) -> None:
-        self._tail: TraceFollower | None = TraceFollower(trace_folder)  # None when the traces cannot be read
-        self._paces = {worker: _Pace() for worker in range(num_workers)}
+    def __init__(
+        self, trace_folder: Path, num_workers: int, stream: TextIO | None = None, *, last_bytes: int = 0
+    ) -> None:
+        """Show nothing yet. `last_bytes`: leave out what is further from the end of each trace, unless it is 0."""
+        self.view = RunView(trace_folder, num_workers, last_bytes)
         self._display = _open_display(sys.stderr if stream is None else stream)
+
+    def note(self, worker: int, state: str) -> None:
+        """Record why a worker has ended, or with an empty state, that it was started."""
+        self.view.note(worker, state)
+
+    def refresh(self, now: float) -> None:
+        """Read new records and show them; `now` is in seconds on the caller's steady clock."""
+        self.view.refresh(now)
+        self._display.show(self.view)
+
+    def close(self) -> None:
+        """Show the final state and release the terminal; call it once, also after a failed run."""
+        self.view.refresh()
+        self._display.close(self.view)
+
+    def rows(self) -> list[WorkerRow]:
+        """Return the displayed rows, by rank."""
+        return self.view.rows()
+
+
+class RunView:
+    """A run, from the records in `trace_folder`: its workers and servers, and the verdict on it.
+
+    view = RunView(run_folder / "trace")
+    view.refresh(time.monotonic())
+    view.picture().verdict.text
+    """
+
+    def __init__(self, trace_folder: Path, num_workers: int = 0, last_bytes: int = 0) -> None:
+        """Know nothing yet; see `TraceDisplay`."""
+        self._tail: TraceFollower | None = TraceFollower(trace_folder, ALL_TRACES, last_bytes)  # None: cannot be read
+        self._paces = {worker: _Pace() for worker in range(num_workers)}
+        self._folder = trace_folder
+        self._window = Window()
+        self._events: deque[str] = deque(maxlen=NUM_EVENTS)
         self._start_t: float | None = None
-        self._elapsed_s = 0.0
         self._now = 0.0
+        self._began_t = self._latest_t = 0.0  # of the records
+        self._latest_now = 0.0  # on the caller's clock, when the latest record was read
+        self.elapsed_s = 0.0
+
+    @property
+    def records_t(self) -> float:
+        """The time now, on the clock of the records."""
+        here_t = time.monotonic()
+        if any(samples[-1].host == os.uname().nodename for samples in self._window.sampled.values() if samples):
+            return max(here_t, self._latest_t)
+        return self._latest_t + self._now - self._latest_now
 
     def note(self, worker: int, state: str) -> None:
         """Record why a worker has ended, or with an empty state, that it was started."""
         self._paces.setdefault(worker, _Pace()).life.note(state, self._now)
 
-    def refresh(self, now: float) -> None:
-        """Read new records and show them; `now` is in seconds on the caller's steady clock."""
-        if self._start_t is None:
-            self._start_t = now
-        self._elapsed_s, self._now = now - self._start_t, now
+    def refresh(self, now: float | None = None) -> None:
+        """Read new records; `now` is in seconds on the caller's steady clock, by default as before."""
+        if now is not None:
+            self._start_t = now if self._start_t is None else self._start_t
+            self.elapsed_s, self._now = now - self._start_t, now
         self._take_in()
-        self._display.show(self.rows(), self._elapsed_s)
 
-    def close(self) -> None:
-        """Show the final state and release the terminal; call it once, also after a failed run."""
-        self._take_in()
-        self._display.close(self.rows(), self._elapsed_s)
+    def picture(self) -> RunPicture:
+        """Return what the run does now."""
+        processes = self._processes()
+        verdict = judge(self._window, self._around(processes))
+        elapsed_s = max(self.elapsed_s, self._latest_t - self._began_t)
+        return picture(elapsed_s, verdict, self.rows(), self._window, processes, list(self._events))
+
+    def verdict(self) -> RunVerdict:
+        """Return what holds up the run now."""
+        return judge(self._window, self._around(self._processes()))
+
+    def has_ended(self) -> bool:
+        """Return whether no worker of the run is left on this machine, or its folder; False where that is not known."""
+        if not self._folder.exists():
+            return True
+        workers = [state for (role, _), state in self._processes().items() if role == "worker"]
+        return bool(workers) and not any(state.state for state in workers)
+
+    def pids(self) -> dict[tuple[str, int], int]:
+        """Return the numbers of its processes, by role and rank."""
+        return {key: samples[-1].pid for key, samples in self._window.sampled.items() if samples}
+
+    def _processes(self) -> dict[tuple[str, int], ProcessState]:
+        here = os.uname().nodename
+        return {
+            key: look_at(samples[-1].pid, samples[-1].t)
+            for key, samples in self._window.sampled.items()
+            if samples and samples[-1].host == here
+        }
+
+    def _around(self, processes: dict[tuple[str, int], ProcessState]) -> Surroundings:
+        is_over = bool(processes) and not any(
+            process.state for (role, _), process in processes.items() if role == "worker"
+        )
+        free_bytes = None
+        records_end = (self._folder / TRACES_ENDED).exists()
+        if records_end:
+            free_bytes = shutil.disk_usage(self._folder).free
+        return Surroundings(
+            now=0.0 if is_over else self.records_t,
+            ends={worker: pace.life.end for worker, pace in self._paces.items()},
+            processes={key: state for key, state in processes.items() if state.state} if is_over else processes,
+            records_end=records_end,
+            free_bytes=free_bytes,
+            has_ended=is_over,
+        )
 
     def rows(self) -> list[WorkerRow]:
         """Return the displayed rows, by rank."""
@@ -275,26 +357,40 @@ class TraceDisplay:
             self._tail = None
             tell_on_stderr(f"the live display stands still from here on: {error}. The run goes on")
             return
+        if records:
+            self._latest_now = self._now
         for record in records:
-            if isinstance(record, Reported) and record.loss is None:
-                self._paces.setdefault(record.worker, _Pace()).add_bad_loss(record)
-            elif isinstance(record, Refusal) and record.server == NO_SERVER:
-                self._paces.setdefault(record.worker, _Pace()).num_refused += 1
-            if not isinstance(record, Step | State | Resources | ReadRecord | RowRead):
-                continue
+            self._add(record)
+
+    def _add(self, record: Record) -> None:
+        self._began_t = min(self._began_t, record.t) if self._began_t else record.t
+        self._latest_t = max(self._latest_t, record.t)
+        self._window.add(record)
+        if line := event_line(record, self._began_t):
+            self._events.append(line)
+        if isinstance(record, Reported) and record.loss is None:
+            self._paces.setdefault(record.worker, _Pace()).add_bad_loss(record)
+        elif isinstance(record, Refusal) and record.server == NO_SERVER:
+            self._paces.setdefault(record.worker, _Pace()).num_refused += 1
+        elif isinstance(record, Exit) and record.role == "worker":
+            ended = time.strftime("%H:%M:%S", time.localtime(record.unix_s))
+            self._paces.setdefault(record.rank, _Pace()).life.note(f"{DEAD} since {ended}", self._now)
+        elif isinstance(record, MembershipRecord) and record.event == "joined" and record.incarnation:
+            self._paces.setdefault(record.worker, _Pace()).life.note("", self._now)
+        if isinstance(record, Step | State | Resources | ReadRecord | RowRead):
             pace = self._paces.setdefault(record.worker, _Pace())
             pace.life.update(record, self._now)
             if isinstance(record, Step):
                 pace.add(record, self._now)
 
 
-def _open_display(stream: TextIO) -> _Lines | _Table:
+def _open_display(stream: TextIO) -> _Lines | _Screen:
     if not stream.isatty():
         return _Lines(stream)
     from rich.console import Console
 
     console = Console(file=stream)
-    return _Lines(stream) if console.is_dumb_terminal else _Table(console)
+    return _Lines(stream) if console.is_dumb_terminal else _Screen(console)
 
 
 class _Lines:
@@ -305,38 +401,50 @@ class _Lines:
         self._shown_s = 0.0
         self._shown: Sequence[WorkerRow] = ()
 
-    def show(self, rows: Sequence[WorkerRow], elapsed_s: float) -> None:
-        if elapsed_s - self._shown_s >= PLAIN_INTERVAL_S:
-            self._print(rows, elapsed_s)
+    def show(self, view: RunView) -> None:
+        if view.elapsed_s - self._shown_s >= PLAIN_INTERVAL_S:
+            self._print(view, view.rows())
 
-    def close(self, rows: Sequence[WorkerRow], elapsed_s: float) -> None:
+    def close(self, view: RunView) -> None:
+        rows = view.rows()
         # As text, because NaN does not equal itself.
         if [f"{row.clock} {row.loss} {row.state} {row.num_refused}" for row in rows] != [
             f"{row.clock} {row.loss} {row.state} {row.num_refused}" for row in self._shown
         ]:
-            self._print(rows, elapsed_s)
+            self._print(view, rows)
 
-    def _print(self, rows: Sequence[WorkerRow], elapsed_s: float) -> None:
-        self._shown_s, self._shown = elapsed_s, rows
+    def _print(self, view: RunView, rows: Sequence[WorkerRow]) -> None:
+        self._shown_s, self._shown = view.elapsed_s, rows
         if any(row.clock for row in rows):
-            print(plain_line(rows, elapsed_s), file=self._stream, flush=True)
+            verdict = view.verdict()
+            line = plain_line(rows, view.elapsed_s)
+            shown = line if verdict.is_healthy else f"{line}  |  {verdict.text}"
+            print(shown, file=self._stream, flush=True)
 
 
-class _Table:
-    """A table that is redrawn in place, for terminals."""
+class _Screen:
+    """Lines that are redrawn in place, for terminals; see `screen_lines`."""
 
     def __init__(self, console: Console) -> None:
         from rich.live import Live
 
-        # Only output to a terminal is moved above the table; files and pipes keep theirs.
+        self._console = console
+        # Only output to a terminal is moved above the lines; files and pipes keep theirs.
         self._live = Live(console=console, auto_refresh=False, redirect_stdout=sys.stdout.isatty())
         self._live.start()
 
-    def show(self, rows: Sequence[WorkerRow], elapsed_s: float) -> None:
-        self._live.update(_table(rows, elapsed_s), refresh=True)
+    def show(self, view: RunView) -> None:
+        from rich.text import Text
 
-    def close(self, rows: Sequence[WorkerRow], elapsed_s: float) -> None:
-        self.show(rows, elapsed_s)
+        shown = view.picture()
+        size = self._console.size
+        first, *rest = screen_lines(shown, size.width, size.height - 1)
+        text = Text(first, style="bold" if shown.verdict.is_healthy else "bold red", no_wrap=True, end="")
+        text.append("\n" + "\n".join(rest), style="not bold default")
+        self._live.update(text, refresh=True)
+
+    def close(self, view: RunView) -> None:
+        self.show(view)
         self._live.stop()
 
 
@@ -377,34 +485,3 @@ def _listed(texts: Sequence[str], values: Sequence[float | None]) -> str:
         return " ".join(texts)
     known = [value for value in values if value is not None]
     return f"{texts[values.index(min(known))]} .. {texts[values.index(max(known))]}" if known else "-"
-
-
-def _table(rows: Sequence[WorkerRow], elapsed_s: float) -> Table:
-    from rich.table import Table
-
-    # Two columns apart, so that the table fits into a terminal of 80.
-    table = Table(title=f"{elapsed_s:.0f} s", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("worker", "clock", "lead", "loss", "samples/s", "communication", "waiting"):
-        table.add_column(heading, justify="right", header_style="dim", no_wrap=True)
-    table.add_column("")  # long words are broken
-    shows_refused = any(row.num_refused for row in rows)
-    if shows_refused:
-        table.add_column("refused", justify="right", header_style="red")
-    for row in rows:
-        table.add_row(
-            f"{row.worker}",
-            f"{row.clock}",
-            "-" if row.lead is None else f"+{row.lead}" if row.lead else "slowest",
-            "-" if row.loss is None else f"{row.loss:.4f}",
-            f"{row.samples_per_s:,.0f}" if row.counts_samples else "-",
-            f"{row.comm_share:.0%}",
-            f"{row.wait_share:.0%}",
-            row.state or _bar(row.wait_share),
-            *([f"{row.num_refused}"] if shows_refused else []),
-        )
-    return table
-
-
-def _bar(share: float, width: int = 10) -> str:
-    filled = round(min(share, 1.0) * width)
-    return "█" * filled + "░" * (width - filled)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, Final, TypeVar
 
 import msgspec
 
 from paceline.errors import UsageError
 from paceline.observe.trace import (
     AppliedRecord,
+    ArrivedRecord,
     Epoch,
     Evaluated,
     Exit,
@@ -26,11 +27,13 @@ from paceline.observe.trace import (
     Reported,
     Resources,
     RowRead,
+    Sampled,
+    Serving,
     Step,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
 _decoder = msgspec.json.Decoder(Record)
@@ -47,6 +50,9 @@ _R = TypeVar(
     Epoch,
     MinClock,
     AppliedRecord,
+    ArrivedRecord,
+    Serving,
+    Sampled,
     Refusal,
     MembershipRecord,
     Exit,
@@ -69,6 +75,9 @@ class Run:
     epochs: tuple[Epoch, ...] = ()
     min_clocks: tuple[MinClock, ...] = ()
     applied: tuple[AppliedRecord, ...] = ()
+    arrived: tuple[ArrivedRecord, ...] = ()
+    serving: tuple[Serving, ...] = ()
+    sampled: tuple[Sampled, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     memberships: tuple[MembershipRecord, ...] = ()
     exits: tuple[Exit, ...] = ()
@@ -104,6 +113,9 @@ def gather(records: Iterable[Record]) -> Run:
         epochs=_of_kind(ordered, Epoch),
         min_clocks=_of_kind(ordered, MinClock),
         applied=_of_kind(ordered, AppliedRecord),
+        arrived=_of_kind(ordered, ArrivedRecord),
+        serving=_of_kind(ordered, Serving),
+        sampled=_of_kind(ordered, Sampled),
         refusals=_of_kind(ordered, Refusal),
         memberships=_of_kind(ordered, MembershipRecord),
         exits=_of_kind(ordered, Exit),
@@ -127,32 +139,50 @@ def decode_lines(content: bytes, path: Path) -> list[Record]:
         ) from error
 
 
+ALL_TRACES: Final = ("worker-*.jsonl", "server-*.jsonl", "launcher-*.jsonl")
+
+
 class TraceFollower:
-    """Follows the worker traces of a live run.
+    """Follows the traces of a live run: those of its workers, or what `patterns` name.
+
+    With `last_bytes` it begins so far from the end of a file that is there at the first look.
 
     tail = Tail(run_folder / "trace")
     for record in tail.poll(): ...
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, patterns: Sequence[str] = ALL_TRACES[:1], last_bytes: int = 0) -> None:
         self._folder = folder
+        self._patterns = patterns
+        self._last_bytes = last_bytes
         # Invariant: every offset is just behind a newline of the file of this number; a bounded trace begins new
         # files.
         self._places: dict[Path, tuple[int, int]] = {}
 
     def poll(self) -> list[Record]:
         """Return the records since the last call; never blocks; none for a missing folder."""
-        return [record for path in sorted(self._folder.glob("worker-*.jsonl")) for record in self._news(path)]
+        paths = [path for pattern in self._patterns for path in sorted(self._folder.glob(pattern))]
+        return [record for path in paths for record in self._news(path)]
 
     def _news(self, path: Path) -> list[Record]:
         number, offset = self._places.get(path, (0, 0))
         try:
             with path.open("rb") as file:
-                found = os.fstat(file.fileno()).st_ino
-                offset = offset if found == number else 0
+                found = os.fstat(file.fileno())
+                if found.st_ino != number:
+                    offset = _newline_before(file, found.st_size - self._last_bytes) if self._last_bytes else 0
                 file.seek(offset)
                 content = file.read()
         except FileNotFoundError:  # between two files of a bounded trace
             return []
-        self._places[path] = found, offset + content.rfind(b"\n") + 1
+        self._places[path] = found.st_ino, offset + content.rfind(b"\n") + 1
         return decode_lines(content, path)
+
+
+def _newline_before(file: BinaryIO, at: int) -> int:
+    """Return where the first whole line behind this place begins; 0 for a place before the file."""
+    if at <= 0:
+        return 0
+    file.seek(at)
+    file.readline()
+    return file.tell()

@@ -173,7 +173,8 @@ class Step(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
 
     `t` is taken before the clock message is sent, so that no other worker can be recorded as acting on it earlier.
     `step_s` is the time since the previous clock was finished, `comm_s` the part of it in push, clock and pull of the
-    training loop, and `wait_s` the part of that in waiting for values. `comm_s` is 0 in traces of older versions.
+    training loop, and `wait_s` the part of that in waiting for values; `load_s` is the part in which the loop waited
+    for batches of a sharded loader. `comm_s` and `load_s` are 0 in traces of older versions.
     """
 
     t: float
@@ -184,6 +185,12 @@ class Step(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
     wait_s: float
     step_s: float
     comm_s: float = 0.0
+    load_s: float = 0.0
+
+    @property
+    def own_s(self) -> float:
+        """Return the time in which the script computed."""
+        return max(0.0, self.step_s - self.comm_s - self.load_s)
 
 
 class Evaluated(msgspec.Struct, frozen=True, tag_field="kind", tag="evaluated"):
@@ -274,13 +281,67 @@ class MinClock(msgspec.Struct, frozen=True, tag_field="kind", tag="min_clock"):
 
 
 class AppliedRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="applied"):
-    """A server applied the updates of these workers, in this order."""
+    """A server applied the updates of these workers, in this order; `took_s` is how long it took until `t`."""
 
     t: float
     server: int
     table: str
     workers: tuple[int, ...]
     clock: int
+    took_s: float = 0.0
+
+
+class ArrivedRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="arrived"):
+    """The end of a worker's `clock` has come to a server, and with it, or before it, what that worker pushed."""
+
+    t: float
+    server: int
+    worker: int
+    clock: int
+
+
+class Serving(msgspec.Struct, frozen=True, tag_field="kind", tag="serving"):
+    """A server works: its totals so far, as in `Load`, and the number of frames that wait for its thread.
+
+    `hot_rows` are the rows that its sample of pushes has most often, as (table, id, share of the pushes).
+    """
+
+    t: float
+    server: int
+    in_use_s: float
+    busy_s: float
+    received_bytes: int
+    sent_bytes: int
+    num_waiting: int
+    hot_rows: tuple[tuple[str, int, float], ...] = ()
+
+
+class Sampled(msgspec.Struct, frozen=True, tag_field="kind", tag="sampled"):
+    """A process runs: its totals so far.
+
+    Args:
+        t: time.
+        role: what it is, worker or server.
+        rank: its rank.
+        pid: its number on its machine.
+        cpu_s: processor time of all of its threads.
+        delayed_s: time in which its training or serving thread could have run, and had no core.
+        gc_s: time in which the garbage collector of Python stopped that thread.
+        num_faults: pages that had to be read from a disk.
+        num_resent: segments that its TCP connections have sent again.
+        host: name of its machine.
+    """
+
+    t: float
+    role: Literal["worker", "server"]
+    rank: int
+    pid: int
+    cpu_s: float
+    delayed_s: float
+    gc_s: float
+    num_faults: int
+    num_resent: int = 0
+    host: str = ""
 
 
 class Refusal(msgspec.Struct, frozen=True, tag_field="kind", tag="refusal"):
@@ -357,6 +418,9 @@ Record = (
     | Epoch
     | MinClock
     | AppliedRecord
+    | ArrivedRecord
+    | Serving
+    | Sampled
     | Refusal
     | MembershipRecord
     | Exit

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from paceline.errors import UsageError
 from paceline.job.carriers import tell_user
@@ -21,6 +21,7 @@ from paceline.transport.tls import TlsSettings
 JOB: Final = "paceline serve"  # name in the proof of the token
 
 PathLike = Path | str
+ClientRole = Literal["worker", "reader"]
 SCHEME: Final = "paceline"
 DEFAULT_NAMESPACE: Final = "default"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -90,8 +91,8 @@ class ClientCredentials:
     certificate: PathLike | None = None
     key: PathLike | None = None
 
-    def access(self, location: ServeUrl, rank: int | None) -> ServerCredentials:
-        """Return the credentials for this address and worker, or for any worker.
+    def access(self, location: ServeUrl, rank: int | None, role: ClientRole = "worker") -> ServerCredentials:
+        """Return the credentials for this address and worker, or for any worker; or for a reader.
 
         Raises:
             UsageError: an argument is missing or not needed.
@@ -108,7 +109,7 @@ class ClientCredentials:
             )
         secret = self._secret(location)
         if self.keys is not None:
-            return ServerCredentials(secret, tls_settings(Path(self.keys), find_holder(Path(self.keys), rank)))
+            return ServerCredentials(secret, tls_settings(Path(self.keys), find_holder(Path(self.keys), rank, role)))
         if self.ca is not None and self.certificate is not None and self.key is not None:
             return ServerCredentials(secret, TlsSettings(Path(self.certificate), Path(self.key), Path(self.ca)))
         return ServerCredentials(secret)
@@ -132,25 +133,25 @@ class ClientCredentials:
         return Credentials(token, JOB)
 
 
-def find_holder(keys: Path, rank: int | None) -> Holder:
+def find_holder(keys: Path, rank: int | None, role: ClientRole = "worker") -> Holder:
     """Return the holder of the certificate to use: this worker's, else one for any process, else the only one.
 
     Raises:
         UsageError: there are several and `rank` does not select one, or the only one names no holder.
     """
-    names = sorted(path.stem for path in keys.glob("worker-*.pem"))
-    wanted = Holder("any") if rank is None else Holder("worker", rank)
+    names = sorted(path.stem for path in keys.glob(f"{role}-*.pem"))
+    wanted = Holder("any") if rank is None else Holder(role, rank)
     if (keys / f"{Holder('any')}.pem").exists() or str(wanted) in names:
         return wanted
     if rank is not None or not names:
-        found = f"only for {', '.join(names)}" if names else "nor for any worker"
-        issue = f"paceline keys issue KEYS {Holder('worker', rank or 0)} --out FOLDER"
+        found = f"only for {', '.join(names)}" if names else f"nor for any {role}"
+        issue = f"paceline keys issue KEYS {Holder(role, rank or 0)} --out FOLDER"
         raise UsageError(
             f"{keys} has no certificate for {wanted}, {found}: give the rank that a certificate is for, or have one "
             f"made where the keys were made: `{issue}`"
         )
     if len(names) > 1:
-        raise UsageError(f"{keys} has certificates of {', '.join(names)}: which worker is this? Give rank=...")
+        raise UsageError(f"{keys} has certificates of {', '.join(names)}: which {role} is this? Give rank=...")
     return Holder.parse(names[0])
 
 

@@ -104,7 +104,7 @@ def enter_namespace(location: ServeUrl, access: ServerCredentials, rank: int | N
         PeerError: the server does not answer, or refuses this client; the message says what to do.
     """
     _wait_known(location.host)
-    transport = NamespaceTransport(location, access.transport(), partial(_addresses, location))
+    transport = NamespaceTransport(location, access.transport(), partial(addresses_of, location))
     try:
         connection = transport.open_connection(
             EnterFrame(location.namespace, ask=EnterRequest(rank, workers, __version__)), CONNECT_TIMEOUT_S
@@ -140,7 +140,8 @@ def _wait_known(host: str) -> None:
             return
 
 
-def _addresses(location: ServeUrl) -> tuple[str, ...]:
+def addresses_of(location: ServeUrl) -> tuple[str, ...]:
+    """Return the addresses of the host now; raises UsageError where none is known."""
     return tuple(f"tcp://{format_host_port(address, location.port)}" for address in look_up(location.host))
 
 

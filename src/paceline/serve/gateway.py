@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, final
 
-from paceline.errors import DeadlineExceeded, PacelineError, PeerError, Refused
+from paceline.errors import DeadlineExceeded, PacelineError, PeerError, Refused, UsageError
 from paceline.serve.access import check_name
 from paceline.serve.messages import EnterAccepted, EnterRefused, EnterRequest, decode_enter_frame, encode
 from paceline.serve.namespace import (
@@ -25,6 +25,7 @@ from paceline.serve.namespace import (
     NamespaceEnded,
     NamespaceMemory,
 )
+from paceline.server.readers import ReaderService, is_reader
 from paceline.wire.malformed import describe_error
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Namespaces:
         self._config = config
         self._lock = threading.Lock()
         self._open: dict[str, Namespace] = {}
+        self._readers: dict[str, ReaderService] = {}  # by namespace; what is published stays when its workers have left
         self._expelled: frozenset[str] = frozenset()
         self._lost: list[str] = []  # what namespaces that have ended could not save
         self._ending = threading.Event()
@@ -95,6 +97,10 @@ class Namespaces:
         check_name(name)
         if self._is_expelled(peer_identity):
             raise Refused(f"its certificate ({peer_identity.holder}, {peer_identity.serial}) was revoked")
+        if peer_identity.holder.startswith("reader-"):
+            raise Refused(
+                f"its certificate is for {peer_identity.holder}, which may read what is published and no more"
+            )
         holder_rank = _holder_rank(peer_identity)
         give_up, patient_until = time.monotonic() + ANSWER_TIMEOUT_S, time.monotonic() + _TAKEN_PATIENCE_S
         while time.monotonic() < give_up:
@@ -120,10 +126,36 @@ class Namespaces:
         else:
             namespace.hand_over(admitted)
 
+    def take_reader(self, name: str, connection: NamespaceConnection) -> bool:
+        """Serve a client that only reads what is published in a namespace; return whether it is one."""
+        if not is_reader(connection):
+            return False
+        try:
+            check_name(name)
+            with self._lock:
+                if name not in self._readers and len(self._readers) >= MAX_NAMESPACES:
+                    raise UsageError(f"readers wait for {MAX_NAMESPACES} namespaces already")
+                readers = self._readers_of(name)
+        except UsageError:
+            connection.close()
+        else:
+            readers.take(connection)
+        return True
+
+    def _readers_of(self, name: str) -> ReaderService:
+        """Return the readers of a namespace."""
+        readers = self._readers.get(name)
+        if readers is None:
+            readers = self._readers[name] = ReaderService()
+            readers.expel(self._expelled)
+        return readers
+
     def expel(self, names: Collection[str]) -> None:
         """End the clients whose certificate has such a holder or serial number, and let no more of them in."""
         with self._lock:
             self._expelled = frozenset(names)
+            for readers in self._readers.values():
+                readers.expel(names)
             for namespace in self._open.values():
                 namespace.expel(names)
 
@@ -144,6 +176,8 @@ class Namespaces:
         for namespace in namespaces:
             namespace.close()
             self._forget(namespace)
+        for readers in self._readers.values():
+            readers.close()
         return self._lost
 
     def _forget(self, namespace: Namespace) -> None:
@@ -176,7 +210,8 @@ class Namespaces:
             return self._begin(name, workers, self._memory_of(name))
 
     def _begin(self, name: str, workers: int | None, memory: NamespaceMemory | None) -> Namespace:
-        begun = Namespace(name, self._state.folder(name), self._transport, self._config, workers, memory)
+        versions = self._readers_of(name).versions
+        begun = Namespace(name, self._state.folder(name), self._transport, self._config, workers, memory, versions)
         begun.expel(self._expelled)
         self._open[name] = begun
         return begun
@@ -230,7 +265,9 @@ class Gateway:
             connection.close()
             return
         if frame.hello:
-            self.namespaces.hand_over(frame.namespace, NamespaceConnection(connection, frame))
+            entering = NamespaceConnection(connection, frame)
+            if not self.namespaces.take_reader(frame.namespace, entering):
+                self.namespaces.hand_over(frame.namespace, entering)
         elif frame.ask is not None:
             answering = answers.submit(self._answer, connection, frame.namespace, frame.ask)
             answering.add_done_callback(_show_fault)

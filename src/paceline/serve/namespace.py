@@ -33,10 +33,11 @@ from paceline.job.environment import checks_memory
 from paceline.job.machines import cores_here, server_threads
 from paceline.observe.trace import Trace
 from paceline.serve.messages import MAX_WORKERS, EnterAccepted, EnterRequest
-from paceline.serve.state import Manifest, ManifestEntry, digest_of, sync
+from paceline.serve.state import Manifest, ManifestEntry
 from paceline.server.journal import COLD, COLD_BYTES
 from paceline.server.node import ServerNode
 from paceline.server.recovery import CannotGoOn
+from paceline.snapshots.files import digest_of, sync
 from paceline.transport.base import EMPTY, Connection, Frame, PeerIdentity, Place
 from paceline.transport.deadline import seconds
 from paceline.update.lasting import Record
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from paceline.serve.messages import EnterFrame
     from paceline.serve.state import NamespaceFolder, Save
     from paceline.server.tables import ServerState
+    from paceline.server.versions import PublishedVersions
     from paceline.transport.base import Transport
     from paceline.transport.lasting_memory import LastingMemory
 
@@ -270,8 +272,12 @@ class Namespace:
         config: NamespaceConfig,
         workers: int | None,
         memory: NamespaceMemory | None = None,
+        versions: PublishedVersions | None = None,
     ) -> None:
-        """Start its thread; see `EnterRequest` for `workers`. What was opened in `memory` goes on, and is not read."""
+        """Start its thread; see `EnterRequest` for `workers`. What was opened in `memory` goes on, and is not read.
+
+        What is published goes to `versions`, which last longer than the namespace is served.
+        """
         self.name: Final = name
         self.failure = ""
         self.unsaved = ""  # why the last save failed
@@ -279,6 +285,7 @@ class Namespace:
         self._transport = transport
         self._config = config
         self._memory = memory
+        self._versions = versions
         self._workers = workers
         self._handoffs = HandoffQueue(f"namespace '{name}'")
         self._changed = threading.Condition()
@@ -488,6 +495,7 @@ class Namespace:
             memory=None if self._memory is None else self._memory.memory,
             tell=self._config.tell,
             without=without,
+            versions=self._versions,
         )
 
     def _admit(self, held: ServerState, ask: EnterRequest, holder_rank: int | None) -> EnterAccepted:

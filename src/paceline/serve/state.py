@@ -15,7 +15,6 @@ Names of namespaces are encoded as names of files.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import secrets
 import shutil
@@ -30,6 +29,7 @@ import msgspec
 from paceline.errors import CheckpointError, UsageError
 from paceline.job.folders import make_private
 from paceline.job.spec import naming
+from paceline.snapshots.files import digest_of, sync
 from paceline.version import __version__
 
 FORMAT: Final = "paceline state 1"
@@ -66,21 +66,6 @@ def note_holder(lock: int) -> None:
     """Note that this process is the one to stop before another server uses the folder."""
     os.ftruncate(lock, 0)
     os.pwrite(lock, str(os.getpid()).encode(), 0)
-
-
-def sync(path: Path) -> None:
-    """Sync a file, or the names in a folder, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def digest_of(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class ManifestEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

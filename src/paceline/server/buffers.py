@@ -11,7 +11,6 @@ from paceline.server.served_table import ServedTable
 from paceline.transport.base import Connection
 from paceline.transport.buffer_pool import Buffer, BufferPool, ExactAllocator
 from paceline.transport.buffers import MIN_MAPPED_BYTES, fresh_buffer
-from paceline.wire.bounds import MAX_IDS, MAX_JOINED_BYTES, SMALL_BYTES
 from paceline.wire.messages import (
     PushFrame,
     PushPiece,
@@ -23,7 +22,7 @@ from paceline.wire.messages import (
     decode,
     is_push,
 )
-from paceline.wire.requests import Initialise, LoadState, WriteRows
+from paceline.wire.requests import MAX_IDS, MAX_JOINED_BYTES, SMALL_BYTES, Initialise, LoadState, WriteRows
 from paceline.wire.row_codec import ID_BYTES
 
 Purpose = Literal["read", "delivery"]

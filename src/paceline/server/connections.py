@@ -11,24 +11,25 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 
-from paceline.core.messages import Delivered, Held, Ticked
-from paceline.core.value_classes import value_class
+from paceline.core.messages import Clock, Delivered, Held, Ticked, value_class
 from paceline.errors import DeadlineExceeded, PeerError
-from paceline.observe.resources import ResourceUsage
-from paceline.observe.trace import Load, Trace
-from paceline.transport.base import EMPTY, Connection, Frame, Listener, Place, Transport, receive_all
+from paceline.observe.resources import SAMPLE_INTERVAL_S, ProcessSamples, ResourceUsage
+from paceline.observe.row_counts import RowCounts
+from paceline.observe.trace import ArrivedRecord, Load, Serving, Trace
+from paceline.server.readers import ReaderService
+from paceline.transport.base import EMPTY, Connection, Frame, Listener, Place, Transport
 from paceline.transport.buffer_pool import Buffer
+from paceline.transport.buffers import LentBody
 from paceline.transport.deadline import Deadline
-from paceline.transport.lent_body import LentBody
-from paceline.transport.poller import Poller
-from paceline.wire.messages import Hello, encode
-from paceline.wire.permissions import check_server
+from paceline.transport.poller import Poller, receive_all
+from paceline.wire.connection import SMALL_IN_A_ROW, LargeBodies
+from paceline.wire.messages import Hello, RowPushFrame, StepFrame, check_server, encode
 from paceline.wire.send_queue import SendHold, SendQueue
 
 _POLL_S = 0.5  # between two looks at all connections: whether a peer is silent
-_LARGE_BYTES = 256 << 10  # of a body that the transport copies: it is received beside other work, by a thread
 _NO_MEMORY = "this machine has no memory for a frame"
 
 
@@ -53,17 +54,25 @@ class Stop:
     """End the server's loop: an item of the queue."""
 
 
+@dataclass(frozen=True, slots=True)
+class _OnlySmall:
+    """A reader thread has ended, as bodies are small again: an item of the queue, after the frames that it has read."""
+
+    connection: Connection
+
+
 @dataclass(slots=True)
 class Acceptor:
     """Accepts connections and gives their frames to one thread, the one that calls `get`.
 
     That thread reads the connections itself while it has nothing else to do, so no thread has to wake it. A connection
-    that has brought a large body, or cannot be waited for together with others, gets a reader thread. `close` ends all
-    threads and connections.
+    that brings large bodies, or cannot be waited for together with others, gets a reader thread. `readers` serves those
+    that only read what is published. `close` ends all threads and connections.
     """
 
     listener: Listener
     place: Place | None = None  # allocates memory for bodies that the transport copies
+    readers: ReaderService | None = None
     # Bounded by how many messages workers may have unanswered, not by the queue: with a full queue a reader could wait
     # for the very thread that waits for it.
     _queue: SimpleQueue[object] = field(default_factory=SimpleQueue[object])
@@ -73,9 +82,9 @@ class Acceptor:
     _polled: tuple[Connection, ...] = ()  # the connections without a reader thread; replaced when they change
     _poller: Poller = field(default_factory=Poller)
     _looked_s: float = 0.0
-    _is_large: bool = False  # the frame that is being received
+    _large: LargeBodies = field(default_factory=LargeBodies)  # of what is being received here
     _expelled: Collection[str] = frozenset()
-    _accepting: threading.Thread = field(init=False)
+    _accepting: threading.Thread | None = None
     _threads: list[threading.Thread] = field(default_factory=list[threading.Thread])
     _closing: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -96,7 +105,11 @@ class Acceptor:
         while not self._received:
             if not self._queue.empty() and self._has_looked:
                 self._has_looked = False
-                return self._queue.get_nowait()
+                item = self._queue.get_nowait()
+                if not isinstance(item, _OnlySmall):
+                    return item
+                self._read_here(item.connection)
+                continue
             # Frames that have arrived come before the next item, such as the death of their sender.
             left_s = _POLL_S if deadline is None else deadline.remaining_s()
             self._receive_ready(0.0 if not self._queue.empty() else min(left_s, _POLL_S))
@@ -114,7 +127,10 @@ class Acceptor:
         """Stop listening, end all connections, join the threads and drop what is left in the queue."""
         self._closing.set()
         self.listener.close()
-        self._accepting.join(timeout=5.0)  # first: it may hold a connection that is not registered yet
+        if self._accepting is not None:
+            self._accepting.join(timeout=5.0)  # first: it may hold a connection that is not registered yet
+        if self.readers is not None:
+            self.readers.close()
         with self._lock:
             connections, threads = list(self._connections.values()), list(self._threads)
         for connection in connections:
@@ -135,6 +151,8 @@ class Acceptor:
 
         `names` are all revoked ones, and replace earlier ones.
         """
+        if self.readers is not None:
+            self.readers.expel(names)
         with self._lock:
             self._expelled = names
             return [
@@ -157,6 +175,8 @@ class Acceptor:
             return len(self._polled) < len(before)
 
     def _admit(self, connection: Connection) -> None:
+        if self.readers is not None and self.readers.take(connection):
+            return
         is_polled = connection.fileno() is not None
         with self._lock:
             revoked = connection.peer_identity.are_among(self._expelled)  # since its handshake
@@ -205,9 +225,9 @@ class Acceptor:
 
     def _receive(self, connection: Connection) -> None:
         """Take the frames that a connection has; give it to a reader thread if it brings a large body."""
-        self._is_large = False
+        self._large.num_left = 0
         try:
-            for frame in receive_all(connection, timeout_s=0.0, place=self._place):
+            for frame in receive_all(connection, timeout_s=0.0, place=partial(self._place, self._large)):
                 self._received.append(Incoming(connection, frame))
         except DeadlineExceeded:
             pass
@@ -215,22 +235,37 @@ class Acceptor:
             self._end(connection, str(error))
         except MemoryError:  # the connection ends, and the peer repeats the frame over a new one
             self._end(connection, _NO_MEMORY)
-        if self._is_large and self._unpoll(connection):
+        if self._large.num_left and self._unpoll(connection):
             self._start_reader(connection)
 
     def _end(self, connection: Connection, problem: str) -> None:
         if self._unpoll(connection):
             self._received.append(Incoming(connection, None, problem))
 
-    def _place(self, header: bytes, size_bytes: int) -> Buffer | memoryview | None:
-        self._is_large = self._is_large or size_bytes > _LARGE_BYTES
+    def _read_here(self, connection: Connection) -> None:
+        """Have the thread that calls `get` read a connection again, unless that was dropped meanwhile."""
+        with self._lock:
+            is_open = id(connection) in self._connections
+            if is_open:
+                self._polled = (*self._polled, connection)
+        if not is_open:
+            self._received.append(Incoming(connection, None, "it was closed here"))
+
+    def _place(self, large: LargeBodies, header: bytes, size_bytes: int) -> Buffer | memoryview | None:
+        large.note_body(size_bytes)
         return None if self.place is None else self.place(header, size_bytes)
 
     def _read(self, connection: Connection) -> None:
+        large = LargeBodies(SMALL_IN_A_ROW)
         while not self._closing.is_set():
             try:
-                for frame in receive_all(connection, timeout_s=_POLL_S, place=self.place):
+                frames = receive_all(connection, timeout_s=_POLL_S, place=partial(self._place, large))
+                for frame in frames:
                     self.put(Incoming(connection, frame))
+                large.note_frames(len(frames))
+                if not large.num_left and connection.fileno() is not None:
+                    self.put(_OnlySmall(connection))
+                    return
             except DeadlineExceeded:
                 continue
             except PeerError as error:
@@ -250,6 +285,7 @@ class Connections:
     """Connections by peer.
 
     A message to a peer that is not connected is dropped: the process that needs an answer repeats its message.
+    `may_send`, if there is one, is called before each, and may block; False drops it.
     """
 
     server: int
@@ -257,6 +293,7 @@ class Connections:
     transport: Transport
     addresses: Callable[[], tuple[str, ...]]
     drop: Callable[[Connection], None]
+    may_send: Callable[[], bool] | None = None
     hold: SendHold = field(default_factory=SendHold)  # gathers small frames that are sent while it is entered
     sent_bytes: int = 0  # in bodies, to workers
     # By (rank, incarnation): the number of the newest connection, and its send queue.
@@ -308,13 +345,15 @@ class Connections:
         the transport maps may not.
         """
         _, queue = self._workers.get((worker, incarnation), (0, None))
-        if queue is not None:
+        if queue is not None and (self.may_send is None or self.may_send()):
             self.sent_bytes += len(body)
             urgent, owed = isinstance(message, _URGENT), message.table if isinstance(message, Delivered) else ""
             queue.send(encode(message), body, urgent=urgent, owed=owed, lent=lent)
 
     def send_server(self, server: int, message: object) -> None:
         """Queue a message for another server; connects when first needed. Dropped if the server cannot be reached."""
+        if self.may_send is not None and not self.may_send():
+            return
         queue = self._servers.get(server)
         if queue is None or queue.is_over:
             try:
@@ -356,16 +395,34 @@ class Connections:
 
 @dataclass(slots=True)
 class LoadMeter:
-    """Counts the time in which the server's thread does not wait, and the bytes that arrive."""
+    """Counts the time in which the server's thread does not wait, and the bytes that arrive, and records both.
+
+    Args:
+        server: its rank.
+        trace: gets the totals while the server works, and at its end.
+        peers: count the bytes that are sent.
+        acceptor: has the frames that wait for the server's thread.
+        now: a monotonic clock.
+    """
 
     server: int
+    trace: Trace
+    peers: Connections
+    acceptor: Acceptor
     now: Callable[[], float] = time.monotonic
     _resources: ResourceUsage = field(default_factory=ResourceUsage)
+    _process: ProcessSamples = field(init=False)
+    _rows: RowCounts = field(default_factory=RowCounts)
     # Times of the first and the last item, and the idle time between them.
     _first_t: float | None = None
     _last_t: float = 0.0
     _idle_s: float = 0.0
     _received_bytes: int = 0
+    _due_t: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Count nothing yet."""
+        self._process = ProcessSamples(self.trace, "server", self.server, self._resources)
 
     def wait(self, get: Callable[[], object | None]) -> object | None:
         """Return the next item; blocks as `get` does, and counts that as idle."""
@@ -373,32 +430,58 @@ class LoadMeter:
         item = get()
         if not isinstance(item, Incoming):
             return item
-        self._last_t = self.now()
+        now = self._last_t = self.now()
         if self._first_t is None:
-            self._first_t = self._last_t
+            self._first_t = now
         else:
-            self._idle_s += self._last_t - began_t
+            self._idle_s += now - began_t
         self._received_bytes += 0 if item.frame is None else len(item.frame.body)
+        if now >= self._due_t and self.trace.is_kept:
+            self._record_serving(now)
         return item
+
+    def note_message(self, worker: int, message: object, body: memoryview) -> None:
+        """Record when a worker's clock comes to its end here, and sample which rows are pushed."""
+        if isinstance(message, StepFrame):
+            if message.ends >= 0:
+                self.trace.record(ArrivedRecord(self.now(), self.server, worker, message.ends - 1))
+            if message.row_pushes:
+                for push, part in zip(message.all_pushes, message.bodies(body), strict=True):
+                    self.note_message(worker, push, part)
+        elif isinstance(message, Clock):
+            self.trace.record(ArrivedRecord(self.now(), self.server, worker, message.clock - 1))
+        elif isinstance(message, RowPushFrame) and message.keys.sent:
+            self._rows.note(message.push.table, body, message.keys.num, self.now())
 
     def sample(self) -> None:
         """Read the byte counts of connections before one of them closes."""
         self._resources.sample()
 
-    def record(self, trace: Trace, sent_bytes: int) -> None:
+    def close(self) -> None:
         """Write the totals to the trace, unless nothing ever arrived."""
+        self._process.close()
         if self._first_t is not None:
             usage = self._resources.usage()
             in_use_s = self._last_t - self._first_t
             sending_s = 0.0 if usage is None else usage.sending_s
-            trace.record(
-                Load(
-                    self.now(),
-                    self.server,
-                    in_use_s,
-                    in_use_s - self._idle_s,
-                    sending_s,
-                    self._received_bytes,
-                    sent_bytes,
-                )
+            busy_s, sent_bytes = in_use_s - self._idle_s, self.peers.sent_bytes
+            self.trace.record(
+                Load(self.now(), self.server, in_use_s, busy_s, sending_s, self._received_bytes, sent_bytes)
             )
+
+    def _record_serving(self, now: float) -> None:
+        self._due_t = now + SAMPLE_INTERVAL_S
+        in_use_s = now - (self._first_t or now)
+        self.trace.record(
+            Serving(
+                now,
+                self.server,
+                in_use_s,
+                in_use_s - self._idle_s,
+                self._received_bytes,
+                self.peers.sent_bytes,
+                self.acceptor.num_waiting(),
+                self._rows.hottest(),
+            )
+        )
+        self._process.sample(now)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import ClassVar
 
@@ -24,11 +25,11 @@ from paceline.server.early_values import Assemblies, EarlyBody, EarlySeries
 from paceline.server.functions import call_over_range
 from paceline.server.memory_check import has_plenty, require_memory, require_room
 from paceline.server.push_checks import push_problem
-from paceline.server.served_table import ACCEPTED, Acceptance, Kind, ServedValues, TableHost
+from paceline.server.served_table import ACCEPTED, Acceptance, Kind, PartToPublish, ServedValues, TableHost
 from paceline.transport.base import Connection, Frame, SharesMemory
 from paceline.transport.buffer_pool import Buffer, BufferPool, ExactAllocator
-from paceline.transport.buffers import fresh_buffer
-from paceline.transport.lent_body import LentMemory
+from paceline.transport.buffers import LentMemory, fresh_buffer
+from paceline.update.cuts import TableCut
 from paceline.update.kernels import Kernel
 from paceline.update.lasting import ShardMemory
 from paceline.update.named_rules import resolve
@@ -37,10 +38,9 @@ from paceline.update.rows.spec import RowTableSpec
 from paceline.update.rules import Hyper, UpdateRule
 from paceline.update.shard import Contribution, Shard
 from paceline.update.table import TableSpec, differences, encode_table
-from paceline.wire.bounds import SMALL_BYTES
 from paceline.wire.malformed import REQUEST_ERRORS, describe_broken_table
 from paceline.wire.messages import PullFrame, PushFrame, PushPiece, RowPullFrame, RowPushFrame, RowsUsed, Unsubscribe
-from paceline.wire.requests import CallFunction, Initialise, LoadState, WholeTable
+from paceline.wire.requests import SMALL_BYTES, CallFunction, Initialise, LoadState, TableOperation
 
 MAX_STATE_FACTOR = 64  # the state of a rule is at most this many times as large as the values
 _STATE_SLACK_BYTES = 16 << 20  # names, and states that do not grow with the values
@@ -106,7 +106,9 @@ class ServedDenseTable:
     _live: set[Life] = field(default_factory=set[Life])
     _last: PushFrame | None = None  # the last push that was accepted
     _waiting: dict[PushId, _WaitingPush] = field(default_factory=dict[PushId, _WaitingPush])
-    _lent: LentMemory = field(init=False)  # the values, to frames that have not left
+    # The values, to frames that have not left. Invariant: None if and only if workers map them.
+    _lent: LentMemory | None = field(init=False)
+    _compared_until: float = inf  # a push of a later clock is not looked at for gradients that workers share
     _assemblies: Assemblies = field(init=False)
     _early: EarlySeries | None = None
     _cold: str = ""
@@ -129,7 +131,7 @@ class ServedDenseTable:
             else:
                 self.memory = lasting.memory
             values = as_tensor(self.memory, self._dtype)
-            self._lent = LentMemory(self.memory)
+            self._lent = None if transport.maps_memory else LentMemory(self.memory)
             self.shard = Shard(
                 spec,
                 parts[server],
@@ -152,14 +154,14 @@ class ServedDenseTable:
 
     def _lasting_memory(self, rule: UpdateRule | Kernel, span: Range, num_threads: int) -> ShardMemory | None:
         """Return memory for the shard that outlives this server; None, and the reason in `cold`, if there is none."""
-        spec, lasting = self.spec, self.host.lasting
-        if lasting is None:
+        spec, lasting, replica = self.spec, self.host.lasting, self.host.replica
+        if spec.rule.quorum is not None and (lasting is not None or (replica is not None and replica.is_wanted)):
+            self._cold = f"table '{spec.name}' keeps pushes until a quorum of them has come"
+        if lasting is None or self._cold:
             return None
         value_bytes = span.length * self._dtype.itemsize
         copied_bytes = 0 if isinstance(rule, Kernel) or lasting.is_successor else _COPIED * value_bytes
-        if spec.rule.quorum is not None:
-            self._cold = f"table '{spec.name}' keeps pushes until a quorum of them has come"
-        elif not has_plenty(copied_bytes):
+        if not has_plenty(copied_bytes):
             self._cold = f"there is no memory for copies of table '{spec.name}' and the state of {spec.rule.name}"
         else:
             try:
@@ -271,8 +273,11 @@ class ServedDenseTable:
                 contribution = replace(contribution, unchecked=True)
             elif num_bad := self.shard.screen(gradient, absent):
                 return self._not_finite_problem(num_bad)
-        self.host.same_gradients.note(frame.push, gradient)
+        if frame.push.clock <= self._compared_until:
+            self._compared_until = self.host.same_gradients.note(frame.push, gradient)
         self._waiting[frame.push.id] = _WaitingPush(contribution, body, buffer, checksum, frame.push.clock)
+        if self.host.replica is not None:
+            self.host.replica.note_push(frame, body)
         return ""
 
     @property
@@ -346,7 +351,8 @@ class ServedDenseTable:
             if zlib.crc32(push.body) != push.checksum:
                 worker = push.contribution.worker
                 raise ProtocolBug(f"the memory of a push of worker {worker} changed while it waited")
-        self._lent.take_back()
+        if self._lent is not None:
+            self._lent.take_back()
         if not pushes:
             self.shard.pass_over()
             return
@@ -359,7 +365,7 @@ class ServedDenseTable:
 
     def _when_idle(self, save: Callable[[], object]) -> None:
         """Have the shard saved for a successor: now, or where values have to be sent when workers have them."""
-        if self.host.transport.maps_memory:
+        if self._lent is None:
             save()
         else:
             self._lent.when_left(partial(_unless_closed, save))
@@ -393,7 +399,7 @@ class ServedDenseTable:
         """Return the values after the updates that are due; see `ServedTable.serve`."""
         if self.broken or self.spec.rule.quorum is not None:
             self._settle()
-        if self.host.transport.maps_memory:
+        if self._lent is None:
             return ServedValues(self.memory if life in self._live else self._shared_copy(connection, message))
         num_early = 0
         if self._early is not None and self._early.is_used and isinstance(message, Fetched):
@@ -466,7 +472,8 @@ class ServedDenseTable:
 
     def _prepare_change(self) -> None:
         """Call before values change otherwise than by pushes: what was sent early does not count."""
-        self._lent.take_back()
+        if self._lent is not None:
+            self._lent.take_back()
         if self._early is not None:
             self._early.forget()
 
@@ -498,13 +505,28 @@ class ServedDenseTable:
         self.shard.load_state(load(bytes(body)), version=self.shard.version + 1)
         self.broken = ""  # all that a failed update may have changed is replaced
 
-    def carry_out(self, request: WholeTable, body: memoryview, clock: int) -> memoryview:
+    def cut(self, *, values_only: bool = False) -> TableCut:
+        """Return the values and the rule's state of now, after merging pushes that wait for a quorum."""
+        self._settle(all_kept=True)
+        return self.shard.cut(has_plenty, values_only=values_only)
+
+    def carry_out(self, request: TableOperation, body: memoryview, clock: int) -> memoryview:
         """Run a function over the range here; see `ServedTable.carry_out`."""
         self._settle()
         self._prepare_change()
         if not isinstance(request, CallFunction):
             raise UsageError(f"table '{self.spec.name}' on {self.host.name} has a shape, and no rows")
         return call_over_range(request, self.shard, self.host)
+
+    def part_to_publish(self) -> PartToPublish:
+        """See `ServedTable.part_to_publish`."""
+        self._settle()
+        size_bytes = self.memory.nbytes
+        if size_bytes and not self.shard.initialised:
+            raise UsageError(f"table '{self.spec.name}' has no values yet: publish it after a clock")
+        require_memory(f"a version of table '{self.spec.name}'", size_bytes)
+        made = self.shard.cut(has_plenty, values_only=True)
+        return PartToPublish(self.shard.span.start, size_bytes, made, self.host.transport.allocate)
 
     def save(self, path: Path, clock: int) -> None:
         """See `ServedTable.save`."""

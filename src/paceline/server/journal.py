@@ -21,7 +21,7 @@ from paceline.wire.messages import MessageCodec
 
 # Of all that a server leaves to its successor: entries, snapshots, and the memory of tables. A program of another
 # format cannot go on with it. A test says when it has changed.
-FORMAT: Final = 1
+FORMAT: Final = 2
 JOURNAL: Final = "journal"
 SNAPSHOTS: Final = "snapshot-0", "snapshot-1"
 COLD: Final = "cold"  # why no process can go on in this one's place; absent or empty while one can
@@ -117,6 +117,16 @@ _CODEC: Final = MessageCodec[Written](
     Began,
     events.NotFinite,
 )
+
+
+def encode_written(written: Written) -> bytes:
+    """Return what is written down as bytes, for a process of the same program."""
+    return _CODEC.encode(written)
+
+
+def decode_written(content: bytes) -> Written:
+    """Return what `encode_written` was given; raises PeerError for other bytes."""
+    return _CODEC.decode(content)
 
 
 @dataclass(frozen=True, slots=True)

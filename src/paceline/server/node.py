@@ -6,9 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, cast
-
-import msgspec
 
 from paceline.core.consistency import Consistency
 from paceline.core.effects import Advanced, Apply, Discard, Hold, MembershipChanged, Reply, Serve, ServerEffect, Tell
@@ -32,7 +29,6 @@ from paceline.core.messages import (
     Follow,
     Join,
     Leave,
-    Message,
     PullRefused,
     Push,
     PushId,
@@ -44,21 +40,24 @@ from paceline.core.server import LEAD, ServerCore, ServerEvent
 from paceline.core.settings import ServerSettings
 from paceline.core.work_queue import Life
 from paceline.errors import PeerError, UsageError
-from paceline.observe import trace as records
 from paceline.observe.trace import Trace
 from paceline.server.buffers import BodyLimits, ReceiveBuffers
 from paceline.server.connections import Acceptor, Connections, Expel, Incoming, LoadMeter, Stop
-from paceline.server.journal import Asked, Began, Entry, Journal, JournalFull, OtherFormat, Written
+from paceline.server.journal import Asked, Began, Journal, JournalFull, OtherFormat, Written
 from paceline.server.preload import RulePreload
-from paceline.server.recovery import CannotGoOn, Declarations, Recovery, ServerParts
+from paceline.server.readers import ReaderService
+from paceline.server.records import ServerRecords
+from paceline.server.recovery import CannotGoOn, Declarations, JournalReplay, Recovery, ServerParts
+from paceline.server.replica import Follower, Replay, ReplicaLink
 from paceline.server.requests import RequestHandler, WaitReports
 from paceline.server.served_table import ACCEPTED, TableHost
 from paceline.server.table_rpc import TableRpc
 from paceline.server.tables import ServedTables, ServerCall, ServerState
+from paceline.server.versions import PublishedVersions
 from paceline.stopwatch import Stopwatch
 from paceline.transport.base import EMPTY, Connection, Frame, Listener, Transport
+from paceline.transport.buffers import LentBody
 from paceline.transport.lasting_memory import LastingMemory
-from paceline.transport.lent_body import LentBody
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.table import TableSpec
 from paceline.wire.messages import (
@@ -72,10 +71,11 @@ from paceline.wire.messages import (
     RowsUsed,
     StepFrame,
     Unsubscribe,
+    check_caller,
+    check_said,
     decode,
     encode,
 )
-from paceline.wire.permissions import check_caller, check_said
 from paceline.wire.requests import (
     Barrier,
     ClaimWork,
@@ -115,6 +115,9 @@ class ServerNode:
         memory: outlives this process, so that another can go on in its place; without it, a killed server is lost.
         tell: called with what cannot be kept, and why.
         without: what happens without memory that outlives it when it is killed; by default the run ends.
+        replica: a process that is told all, and serves once this one is gone.
+        follows: has this process be such a replica until then.
+        versions: where it publishes, if others serve readers from there; by default it serves them itself.
     """
 
     settings: ServerSettings
@@ -129,6 +132,9 @@ class ServerNode:
     memory: LastingMemory | None = None
     tell: Callable[[str], None] = lambda _: None
     without: str = ""
+    replica: ReplicaLink = field(default_factory=ReplicaLink)
+    follows: Follower | None = None
+    versions: PublishedVersions | None = None
     _core: ServerCore = field(init=False)
     _acceptor: Acceptor = field(init=False)
     _peers: Connections = field(init=False)
@@ -137,8 +143,10 @@ class ServerNode:
     _request_handler: RequestHandler = field(init=False)
     _table_rpc: TableRpc = field(init=False)
     _load_meter: LoadMeter = field(init=False)
+    _records: ServerRecords = field(init=False)
     _preload: RulePreload = field(init=False)
     _wait_reports: WaitReports = field(init=False)
+    _is_replicated: bool = field(init=False)  # it has or is a replica, now or later
     _deadline: float | None = None  # of the core, after the last item
     _journal: Journal | None = None
     _declarations: Declarations = field(default_factory=Declarations)
@@ -148,6 +156,7 @@ class ServerNode:
     def __post_init__(self) -> None:
         """Connect the parts; nothing runs yet."""
         settings, transport = self.settings, self.transport
+        self._is_replicated = self.follows is not None or self.replica.is_wanted
         self._core = ServerCore(settings, started=time.monotonic())
         self._receive_buffers = ReceiveBuffers(self.checks_memory)
         self._tables = ServedTables(
@@ -157,15 +166,22 @@ class ServerNode:
                 self.allowed_paths,
                 self.num_threads,
                 self.checks_memory,
-                self._note_changed,
+                lambda table: self._handle(Changed(table)),
                 lasting=self.memory,
+                replica=self.replica if self._is_replicated else None,
             )
         )
-        self._acceptor = Acceptor(self.listener, BodyLimits(self._tables.get, self._receive_buffers).place)
-        self._peers = Connections(settings.server, settings.generation, transport, self.addresses, self._acceptor.drop)
-        self._request_handler = RequestHandler(self._tables, self._peers.send_worker)
-        self._table_rpc = TableRpc(self._tables, self._peers.send_worker, self._core.clock_of, self._note_began)
-        self._load_meter = LoadMeter(settings.server)
+        readers = ReaderService(self.versions)
+        self._acceptor = Acceptor(self.listener, BodyLimits(self._tables.get, self._receive_buffers).place, readers)
+        may_send = self._may_send if self._is_replicated else None
+        self._peers = Connections(
+            settings.server, settings.generation, transport, self.addresses, self._acceptor.drop, may_send
+        )
+        send, clock_of = self._peers.send_worker, self._core.clock_of
+        self._request_handler = RequestHandler(self._tables, send)
+        self._table_rpc = TableRpc(self._tables, send, clock_of, self._note_began, readers.versions)
+        self._load_meter = LoadMeter(settings.server, self.trace, self._peers, self._acceptor)
+        self._records = ServerRecords(self.trace, settings.server)
         self._wait_reports = WaitReports(self._core, self._request_handler)
         self._preload = RulePreload(lambda call: self.do(lambda _: call()))
 
@@ -177,18 +193,26 @@ class ServerNode:
         """
         try:
             recovery = self._restore()
+            if self.follows is not None:
+                replay = Replay(self._parts(), self._tables, self._receive_buffers, self._handle, self._do_request)
+                items = self.follows.follow(replay, self._acceptor.get)
+                if items is None:
+                    return
+                recovery, self.follows = Recovery(postponed=items), None
+            self.replica.open(self._parts().dump())
             self._acceptor.open()
             self._deadline = self._core.next_deadline()
             if recovery is None or self._recover(recovery):
                 while self._run_once():
                     pass
+            self.replica.end("it has ended as it was told to")
         except CannotGoOn as error:
             self._keep_no_more(str(error))
             raise
         finally:
             try:
                 # Before connections close: it reads from them how many bytes they carried.
-                self._load_meter.record(self.trace, self._peers.sent_bytes)
+                self._load_meter.close()
             finally:
                 self._close()
 
@@ -200,6 +224,8 @@ class ServerNode:
         """
         deadline, began = self._deadline, time.monotonic()
         patience_s = None if deadline is None else max(0.0, deadline - began)
+        if self._is_replicated:
+            patience_s = self.replica.patience_s(patience_s)
         item = self._load_meter.wait(partial(self._acceptor.get, patience_s))
         if deadline and time.monotonic() - (deadline if item is None else max(deadline, began)) > _OVERSLEPT_S:
             self._handle(Woke())
@@ -212,9 +238,12 @@ class ServerNode:
                 self._handle(Timeout())
                 self._deadline = self._core.next_deadline()
         if self._table_rpc.has_waiting:
+            self.replica.note_idle()
             self._table_rpc.advance_idle()
         if self._journal is not None:
             self._keep_up(self._journal)
+        if self.replica.find is not None:
+            self.replica.repair(self._parts(), self._tables)
         return True
 
     def _is_due(self) -> bool:
@@ -253,7 +282,11 @@ class ServerNode:
         """Report that a worker's process has ended; from any thread."""
         self._acceptor.put(Died(worker, incarnation, reason))
 
+    def _may_send(self) -> bool:
+        return self.follows is None and self.replica.wait_received()
+
     def _close(self) -> None:
+        self.replica.close()
         self._peers.close()
         self._acceptor.close()
         self._preload.close(_CLOSING_TIMEOUT_S)
@@ -273,10 +306,12 @@ class ServerNode:
                 self._on_lost(hello, connection)
             else:
                 self._callers[connection] = hello  # removed with the connection, whose end is its last item
-                self._dispatch(hello, connection, decode(item.frame.header), item.frame)
+                message = decode(item.frame.header)
+                if self.trace.is_kept:
+                    self._load_meter.note_message(hello.rank, message, item.frame.body)
+                self._dispatch(hello, connection, message, item.frame)
         except PeerError as error:
-            rank = self.settings.server
-            self.trace.record(records.Refusal(time.monotonic(), rank, -1, "", f"{connection.peer}: {error}"))
+            self._records.refused(f"{connection.peer}: {error}")
             self._on_lost(hello, connection)
 
     def _dispatch(self, hello: Hello, connection: Connection, message: object, frame: Frame) -> None:
@@ -317,6 +352,7 @@ class ServerNode:
             case _ if isinstance(message, Request):
                 self._on_request(life, message, body)
             case _ if isinstance(message, WholeTable):
+                self.replica.note_request(life, message, body)
                 self._table_rpc.handle(life, message, body)
             case _:
                 pass
@@ -326,9 +362,16 @@ class ServerNode:
             again = partial(self._on_request, life, message, body)
             if self._preload.defer(life, message.spec.rule, again):
                 return
+        self._do_request(life, message, body)
+
+    def _do_request(self, life: Life, message: Request, body: memoryview) -> None:
         if isinstance(message, _KEPT):
             self._write_down(Asked(*life, encode(message)), time.monotonic())
-        elif isinstance(message, LoadState):
+        elif isinstance(message, Initialise | LoadState):
+            self.replica.note_request(life, message, body)
+        else:
+            self.replica.check()
+        if isinstance(message, LoadState):
             self._note_began(message.table, "the loading of a state")
         declared = self._request_handler.handle(life, message, body)
         if declared is not None:
@@ -354,12 +397,14 @@ class ServerNode:
                 frame.release()
                 raise PeerError(f"step of row table '{part.table}'")
         kept, refused = self._keep_pushes(message, frame)
+        for push, problem in refused.items():
+            self._handle(InvalidPush(push, problem))
         for pull in message.pulls:
             table = self._tables.get(pull.pull.table)
             if table is not None:
                 table.accept_pull(pull, connection, EMPTY)
         if refused:
-            step = replace(step, pushes=tuple(push for push in step.pushes if push.id not in refused))
+            step = replace(step, pushes=tuple(push for push in step.pushes if push not in refused))
         if step.pushes or step.pulls:
             held = self._handle(step)
             for push in kept:
@@ -368,21 +413,20 @@ class ServerNode:
         elif step.tick is not None:
             self._handle(step.tick)
 
-    def _keep_pushes(self, message: StepFrame, frame: Frame) -> tuple[list[Push], set[PushId]]:
-        """Store the gradients of a step, and refuse those that are invalid; return the pushes stored, and refused."""
+    def _keep_pushes(self, message: StepFrame, frame: Frame) -> tuple[list[Push], dict[Push, str]]:
+        """Store the gradients of a step; return the pushes stored, and those that are invalid with the reasons."""
         kept: list[Push] = []
-        refused: set[PushId] = set()
+        refused: dict[Push, str] = {}
         is_one = len(message.sizes) == 1  # else the bodies share memory, which is in no pool
         for part, body in zip(message.all_pushes, message.bodies(frame.body), strict=True):
             push, table = part.push, self._tables.get(part.push.table)
-            if table is None or table.has(push.id):  # as in `_on_push`
+            if table is None or table.has(push.id):  # unknown, or a copy of a push that is held: the core answers it
                 if is_one:
                     frame.release()
                 continue
             problem = table.accept(part, body, frame.buffer if is_one else None).problem
             if problem:
-                refused.add(push.id)
-                self._handle(InvalidPush(push, problem))
+                refused[push] = problem
             else:
                 kept.append(push)
         return kept, refused
@@ -466,14 +510,14 @@ class ServerNode:
 
     # -- effects of the core -----------------------------------------------------------------------------------------
 
-    def _handle(self, event: ServerEvent) -> set[PushId]:
+    def _handle(self, event: ServerEvent, now: float | None = None) -> set[PushId]:
         """Pass an event to the core and carry out its effects; return the pushes that the core holds from now on."""
-        now = time.monotonic()
-        if self._journal is not None:
+        now = time.monotonic() if now is None else now
+        if self._journal is not None or self._is_replicated:
             self._write_down(event, now)
         effects = self._core.handle(event, now)
         if self.full_trace:
-            self._record_handled(event, effects)
+            self._records.handled(event, effects)
         return self._perform(effects)
 
     def _perform(self, effects: list[ServerEffect]) -> set[PushId]:
@@ -507,6 +551,7 @@ class ServerNode:
         clock, table = self._core.clock_of(effect.table), self._tables[effect.table]
         if self._journal is not None and not all(map(table.has, effect.ids)):
             raise CannotGoOn(f"clock {clock} of table '{effect.table}' needs pushes of workers that did not come back")
+        began_t = time.monotonic()
         problem, refused = table.apply(effect.ids, clock), dict(table.not_finite)
         if refused:
             for push_id, reason in refused.items():
@@ -522,31 +567,22 @@ class ServerNode:
             return (*refused, *effect.ids)
         self._declarations.num_applies[effect.table] += 1
         if self._request_handler.work_host.is_used:
-            self._settle_work(effect.ids)
+            self._request_handler.work_host.settle(effect.ids)
         if self.trace.is_kept and effect.ids:
-            workers, rank = tuple([push_id.worker for push_id in effect.ids]), self.settings.server
-            self.trace.record(records.AppliedRecord(time.monotonic(), rank, effect.table, workers, clock))
+            self._records.applied(effect, clock, began_t)
         return tuple(refused)
-
-    def _settle_work(self, push_ids: tuple[PushId, ...]) -> None:
-        for push_id in push_ids:
-            self._request_handler.work_host.settle((push_id.worker, push_id.incarnation))
 
     def _advance(self, effect: Advanced) -> None:
         if self.trace.is_kept:
-            self.trace.record(records.MinClock(time.monotonic(), self.settings.server, effect.table, effect.clock))
+            self._records.advanced(effect.table, effect.clock)
         self._tables[effect.table].advance(effect.clock)
         if self._table_rpc.has_waiting:
             self._table_rpc.advance(effect.table, effect.clock)
 
-    def _note_changed(self, table: str) -> None:
-        self._handle(Changed(table))
-
     def _reply(self, effect: Reply) -> None:
         message = effect.message
         if isinstance(message, PushRefused | WorkerRefused):
-            now, rank = time.monotonic(), self.settings.server
-            self.trace.record(records.Refusal(now, rank, effect.worker, "", message.reason))
+            self._records.refused(message.reason, effect.worker)
         if isinstance(message, WorkerRefused):
             self._forget_reader((effect.worker, effect.incarnation))
         self._peers.send_worker(effect.worker, effect.incarnation, message)
@@ -569,11 +605,9 @@ class ServerNode:
             self._peers.send_worker(*life, said, values.body, values.lent)
 
     def _on_membership(self, effect: MembershipChanged) -> None:
-        now, rank = time.monotonic(), self.settings.server
-        change = cast("Literal['joined', 'left', 'died']", effect.change)
-        self.trace.record(records.MembershipRecord(now, rank, effect.worker, effect.incarnation, change))
+        self._records.changed(effect)
         life = effect.worker, effect.incarnation
-        if change == "joined":
+        if effect.change == "joined":
             self._table_rpc.admit(life)
         else:
             self._load_meter.sample()
@@ -592,6 +626,7 @@ class ServerNode:
 
     def _write_down(self, written: Written, now: float) -> None:
         """Let another process know what is about to have an effect."""
+        self.replica.note(written, now)
         if self._journal is not None:
             try:
                 self._journal.append(written, now)
@@ -620,6 +655,7 @@ class ServerNode:
 
     def _keep_no_more(self, reason: str, *, tells: bool = True) -> None:
         """Be lost if this process is killed, as a server without memory that outlives it."""
+        self.replica.dismiss(reason)
         journal, self._journal = self._journal, None
         if journal is not None:
             journal.close(reason)
@@ -663,73 +699,8 @@ class ServerNode:
             state, entries = journal.read()
         except OtherFormat as error:
             raise CannotGoOn(str(error)) from error
-        self._parts().load(state)
-        recovery, declarations = Recovery(), self._declarations
-        for header in declarations.messages.values():
-            self._declare_again(cast("Declare | DeclareRows", decode(header)).spec)
-        for table, reason in declarations.broken.items():
-            self._tables[table].broken = reason
-        self._replay(entries, recovery)
-        for table, rank, incarnation in declarations.live:
-            self._tables[table].add_reader((rank, incarnation), live=True)
-        recovery.want(self._core.held_pushes())
-        return recovery
-
-    def _declare_again(self, spec: TableSpec | RowTableSpec) -> None:
-        try:
-            self._tables.declare(spec)
-        except UsageError as error:
-            raise CannotGoOn(f"table '{spec.name}' cannot be taken over: {error}") from error
-
-    def _replay(self, entries: list[Entry], recovery: Recovery) -> None:
-        """Bring the core and what is kept beside it to where they were, and find the effects that are left."""
-        failed = {(entry.written.table, entry.written.ids) for entry in entries if isinstance(entry.written, Unapplied)}
-        refused = {entry.written.id for entry in entries if isinstance(entry.written, NotFinite)}
-        for entry in entries:
-            match entry.written:
-                case Asked(worker, incarnation, header):
-                    life, request = (worker, incarnation), cast("Request", decode(header))
-                    declared = self._request_handler.handle(life, request, EMPTY)
-                    if declared is not None:
-                        self._note_declared(life, request)
-                        # Its own entry follows, unless the process was killed between the two; later ones need it.
-                        self._core.handle(declared, entry.now)
-                    self._request_handler.release(self._core.members)
-                case Began(table, what):
-                    raise CannotGoOn(f"it was killed during {what} of table '{table}'")
-                case event:
-                    for effect in self._core.handle(event, entry.now):
-                        made = effect.without(refused) if isinstance(effect, Apply) else effect
-                        self._replay_effect(made, failed, recovery)
-                    if isinstance(event, Unapplied):
-                        self._tables[event.table].broken = event.reason
-        for table in self._tables.values():
-            if table.cold:
-                raise CannotGoOn(table.cold)
-
-    def _replay_effect(
-        self, effect: ServerEffect, failed: set[tuple[str, tuple[PushId, ...]]], recovery: Recovery
-    ) -> None:
-        """Note an effect that was performed; keep it if it was not. Workers and servers ask again for messages."""
-        num_applies = self._declarations.num_applies
-        match effect:
-            case Reply() | Serve() | Tell() | Hold():
-                pass
-            case _ if recovery.unfinished:
-                recovery.unfinished.append(effect)
-            case Apply(table, ids) if (table, ids) in failed:
-                pass
-            case Apply(table, ids) if num_applies[table] < self._tables[table].num_applied:
-                num_applies[table] += 1
-                self._settle_work(ids)
-            case Apply():
-                recovery.unfinished.append(effect)
-            case Advanced(table, clock):
-                self._tables[table].advance(clock)
-            case MembershipChanged():
-                self._on_membership(effect)
-            case Discard():
-                pass
+        replay = JournalReplay(self._parts(), self._tables, self._note_declared, self._on_membership)
+        return replay.run(state, entries)
 
     def _recover(self, recovery: Recovery) -> bool:
         """Wait for what workers repeat, then go on where the process before ended; False if told to stop meanwhile."""
@@ -784,13 +755,3 @@ class ServerNode:
                 recovery.repeated.append(push)
             else:
                 self._handle(push)
-
-    # -- the record --------------------------------------------------------------------------------------------------
-
-    def _record_handled(self, event: ServerEvent, effects: list[ServerEffect]) -> None:
-        name, done = f"server {self.settings.server}", [_as_data(effect) for effect in effects]
-        self.trace.record(records.Handled(time.monotonic(), name, _as_data(event), done))
-
-
-def _as_data(value: ServerEvent | ServerEffect | Message) -> dict[str, object]:
-    return {"is": type(value).__name__, **cast("dict[str, object]", msgspec.to_builtins(value))}

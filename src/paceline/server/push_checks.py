@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf, isfinite
 from typing import Final
 
 import torch
@@ -141,15 +141,21 @@ class SameGradients:
         if not self._is_told:
             self._tables[table] = _Watched(consistency.visible == "on_clock")
 
-    def note(self, push: Push, gradient: Tensor) -> None:
-        """Add a push of (elements here,), and warn if it equals that of another worker."""
+    def note(self, push: Push, gradient: Tensor) -> float:
+        """Add a push of (elements here,), and warn if it equals that of another worker.
+
+        Return the last clock of which pushes of this table are to be noted.
+        """
         watched = self._tables.get(push.table)
-        if watched is None or (push.clock not in watched.digests and len(watched.digests) == CLOCKS):
-            return
-        seen = watched.compare(push.id.worker, push.clock, gradient)
-        if seen is None:
-            return
-        other, clocks = seen
+        if watched is None:
+            return -inf
+        if push.clock in watched.digests or len(watched.digests) < CLOCKS:
+            seen = watched.compare(push.id.worker, push.clock, gradient)
+            if seen is not None:
+                self._warn(push, *seen)
+        return max(watched.digests) if len(watched.digests) == CLOCKS else inf
+
+    def _warn(self, push: Push, other: int, clocks: list[int]) -> None:
         first, second = sorted((other, push.id.worker))
         when = f"clock {clocks[0]}" if len(clocks) == 1 else f"clocks {clocks[0]} and {clocks[1]}"
         self._is_told = True

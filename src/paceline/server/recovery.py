@@ -7,28 +7,34 @@ pushes are with the workers, which repeat what is unanswered over their new conn
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, cast, final
 
 import msgspec
 
-from paceline.core.effects import Apply, ServerEffect
-from paceline.core.events import Died
+from paceline.core.effects import Advanced, Apply, Discard, Hold, MembershipChanged, Reply, Serve, ServerEffect, Tell
+from paceline.core.events import Died, NotFinite, Unapplied
 from paceline.core.messages import Push, PushId
 from paceline.core.server import ServerCore
 from paceline.core.state import Plain, StateCodec
 from paceline.core.work_queue import Life
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, UsageError
+from paceline.server.journal import Asked, Began, Entry
 from paceline.server.requests import RequestHandler
 from paceline.server.table_rpc import TableRpc
+from paceline.server.tables import ServedTables
 from paceline.server.work_queue import WorkQueueHost
-from paceline.wire.messages import encode
-from paceline.wire.requests import Declare, DeclareRows
+from paceline.transport.base import EMPTY
+from paceline.update.rows.spec import RowTableSpec
+from paceline.update.table import TableSpec
+from paceline.wire.messages import decode, encode
+from paceline.wire.requests import Declare, DeclareRows, Request
 
 _CORE: Final = StateCodec(ServerCore)
 _REQUESTS: Final = StateCodec(RequestHandler, leaves_out=("tables", "send", "work_host"))
 _WORK: Final = StateCodec(WorkQueueHost, leaves_out=("send",))
-_CALLS: Final = StateCodec(TableRpc, leaves_out=("tables", "send", "clock_of", "note_began"))
+_CALLS: Final = StateCodec(TableRpc, leaves_out=("tables", "send", "clock_of", "note_began", "versions"))
 
 
 class CannotGoOn(PacelineError):
@@ -133,3 +139,92 @@ class Recovery:
             ranks = ", ".join(map(str, sorted({push_id.worker for push_id in lost})))
             raise CannotGoOn(f"an update was half made, and worker {ranks} did not come back to repeat its part")
         self.wanted -= gone
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class JournalReplay:
+    """Makes a server what the process before it was. Used by the server's thread, before it listens.
+
+    Args:
+        parts: of the server, that change with what it is told.
+        tables: of the server.
+        note_declared: notes that a worker has declared a table.
+        change_members: does what follows where a worker takes part, or no longer.
+    """
+
+    parts: ServerParts
+    tables: ServedTables
+    note_declared: Callable[[Life, object], None]
+    change_members: Callable[[MembershipChanged], None]
+
+    def run(self, state: bytes, entries: Sequence[Entry]) -> Recovery:
+        """Load a snapshot and replay what follows; return what is left to do. Raises CannotGoOn."""
+        self.parts.load(state)
+        recovery, declarations = Recovery(), self.parts.declarations
+        for header in declarations.messages.values():
+            self._declare_again(cast("Declare | DeclareRows", decode(header)).spec)
+        for table, reason in declarations.broken.items():
+            self.tables[table].broken = reason
+        self._replay(entries, recovery)
+        for table, rank, incarnation in declarations.live:
+            self.tables[table].add_reader((rank, incarnation), live=True)
+        recovery.want(self.parts.core.held_pushes())
+        return recovery
+
+    def _declare_again(self, spec: TableSpec | RowTableSpec) -> None:
+        try:
+            self.tables.declare(spec)
+        except UsageError as error:
+            raise CannotGoOn(f"table '{spec.name}' cannot be taken over: {error}") from error
+
+    def _replay(self, entries: Sequence[Entry], recovery: Recovery) -> None:
+        """Bring the core and what is kept beside it to where they were, and find the effects that are left."""
+        core, requests = self.parts.core, self.parts.requests
+        failed = {(entry.written.table, entry.written.ids) for entry in entries if isinstance(entry.written, Unapplied)}
+        refused = {entry.written.id for entry in entries if isinstance(entry.written, NotFinite)}
+        for entry in entries:
+            match entry.written:
+                case Asked(worker, incarnation, header):
+                    life, request = (worker, incarnation), cast("Request", decode(header))
+                    declared = requests.handle(life, request, EMPTY)
+                    if declared is not None:
+                        self.note_declared(life, request)
+                        # Its own entry follows, unless the process was killed between the two; later ones need it.
+                        core.handle(declared, entry.now)
+                    requests.release(core.members)
+                case Began(table, what):
+                    raise CannotGoOn(f"it was killed during {what} of table '{table}'")
+                case event:
+                    for effect in core.handle(event, entry.now):
+                        made = effect.without(refused) if isinstance(effect, Apply) else effect
+                        self._replay_effect(made, failed, recovery)
+                    if isinstance(event, Unapplied):
+                        self.tables[event.table].broken = event.reason
+        for table in self.tables.values():
+            if table.cold:
+                raise CannotGoOn(table.cold)
+
+    def _replay_effect(
+        self, effect: ServerEffect, failed: set[tuple[str, tuple[PushId, ...]]], recovery: Recovery
+    ) -> None:
+        """Note an effect that was performed; keep it if it was not. Workers and servers ask again for messages."""
+        num_applies = self.parts.declarations.num_applies
+        match effect:
+            case Reply() | Serve() | Tell() | Hold():
+                pass
+            case _ if recovery.unfinished:
+                recovery.unfinished.append(effect)
+            case Apply(table, ids) if (table, ids) in failed:
+                pass
+            case Apply(table, ids) if num_applies[table] < self.tables[table].num_applied:
+                num_applies[table] += 1
+                self.parts.requests.work_host.settle(ids)
+            case Apply():
+                recovery.unfinished.append(effect)
+            case Advanced(table, clock):
+                self.tables[table].advance(clock)
+            case MembershipChanged():
+                self.change_members(effect)
+            case Discard():
+                pass

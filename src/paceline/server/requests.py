@@ -15,10 +15,10 @@ from paceline.core.standstill import Waiter, describe, stuck
 from paceline.core.work_queue import Life
 from paceline.errors import PacelineError
 from paceline.observe.notices import printable
+from paceline.server.cuts import listed
 from paceline.server.tables import ServedTables
 from paceline.server.work_queue import Send, WorkQueueHost
 from paceline.transport.base import EMPTY
-from paceline.wire.bounds import require_short
 from paceline.wire.malformed import REQUEST_ERRORS, describe_error
 from paceline.wire.requests import (
     NAMED,
@@ -28,13 +28,17 @@ from paceline.wire.requests import (
     Declare,
     DeclareRows,
     Describe,
+    EndCut,
     Initialise,
+    ListTables,
     LoadState,
+    ReadCut,
     ReportWait,
     Request,
     RequestDone,
     RequestFailed,
     SaveState,
+    require_short,
 )
 
 T = TypeVar("T")
@@ -156,7 +160,16 @@ class RequestHandler:
                 state = self.tables.require(request.table).state()
                 self.send(*life, RequestDone(request.number), memoryview(state))
             case LoadState():
-                self.tables.require(request.table).load_state(body)
+                table = self.tables.require(request.table)
+                if not (request.only_first and table.has_values):
+                    table.load_state(body)
+                self._answer(life, RequestDone(request.number))
+            case ListTables():
+                self.send(*life, RequestDone(request.number), memoryview(listed(self.tables)))
+            case ReadCut():
+                self.send(*life, RequestDone(request.number), self.tables.cuts.read(life, request.table, request.index))
+            case EndCut():
+                self.tables.cuts.end(life, request.table)
                 self._answer(life, RequestDone(request.number))
         return None
 

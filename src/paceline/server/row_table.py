@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,15 +19,17 @@ from paceline.core.work_queue import Life
 from paceline.errors import PeerError, UsageError
 from paceline.server.early_values import EarlyBody
 from paceline.server.functions import call_over_rows
-from paceline.server.memory_check import require_memory
+from paceline.server.memory_check import has_plenty, require_memory
 from paceline.server.push_checks import push_problem
-from paceline.server.served_table import ACCEPTED, Acceptance, Kind, ServedValues, TableHost
+from paceline.server.served_table import ACCEPTED, Acceptance, Kind, PartToPublish, ServedValues, TableHost
 from paceline.transport.base import Connection, Frame
 from paceline.transport.buffer_pool import Buffer
+from paceline.update.cuts import TableCut
 from paceline.update.filters.check import check_filters
 from paceline.update.filters.key_cache import KeyLists, digest, key_lists_of
 from paceline.update.lasting import RowsMemory
 from paceline.update.rows.column import RowColumn
+from paceline.update.rows.cuts import CUT_SLOT_BYTES
 from paceline.update.rows.export import load_rows, save_rows
 from paceline.update.rows.index import RowIndex
 from paceline.update.rows.layout import IDS, VALUES, RowPiece, use_columns
@@ -39,7 +41,6 @@ from paceline.update.rows.walk import RowWalk, piece_slots
 from paceline.update.rules import Hyper
 from paceline.update.summing import num_nonfinite
 from paceline.update.table import TableSpec
-from paceline.wire.bounds import MAX_PUSH_BYTES, MAX_WAITING_READ_BYTES, SMALL_BYTES, most_rows
 from paceline.wire.malformed import REQUEST_ERRORS, describe_broken_table
 from paceline.wire.messages import (
     Keys,
@@ -52,8 +53,19 @@ from paceline.wire.messages import (
     RowsUsed,
     Unsubscribe,
 )
-from paceline.wire.requests import NEXT_SLOT, CallFunction, CountRows, ReadRows, WholeTable, WriteRows
-from paceline.wire.row_codec import ID_BYTES, RowBodyLayout, body_layouts, ids_of
+from paceline.wire.requests import (
+    MAX_PUSH_BYTES,
+    MAX_WAITING_READ_BYTES,
+    NEXT_SLOT,
+    SMALL_BYTES,
+    CallFunction,
+    CountRows,
+    ReadRows,
+    TableOperation,
+    WriteRows,
+    most_rows,
+)
+from paceline.wire.row_codec import ID_BYTES, RowBodyLayout, body_layouts, ids_body, ids_of
 
 # Pending reads of one table by one worker; one with more is a misbehaving peer.
 MAX_READS = 1024
@@ -191,11 +203,11 @@ class ServedRowTable:
     def _lasting_memory(self) -> RowsMemory | None:
         """Return memory for the rows that outlives this server; None, and the reason in `cold`, if there is none."""
         spec, lasting = self.spec, self.host.lasting
-        if lasting is None:
+        if lasting is None and not (self.host.replica is not None and self.host.replica.is_wanted):
             return None
         if use_columns(spec.life) or spec.life.admit_after > 1 or spec.life.memory_bytes:
             self.cold = f"table '{spec.name}' has rows that come and go, or lie on a disk"
-        else:
+        elif lasting is not None:
             try:
                 return RowsMemory(lasting, spec, self._rule)
             except OSError as error:
@@ -289,6 +301,11 @@ class ServedRowTable:
         except UsageError as error:
             return Acceptance(str(error))
         self._waiting[push_id] = contribution, buffer
+        replica = self.host.replica
+        if replica is not None and replica.is_there:  # with all ids, as it does not know what earlier frames named
+            whole = replace(frame, keys=Keys(frame.keys.num, b"", sent=True))
+            rows = body[len(body) - self._up.row_bytes * frame.keys.num :]
+            replica.note_push(whole, memoryview(bytes(ids_body(ids)) + bytes(rows)))
         self.host.same_gradients.note(frame.push, content.rows.view(-1))
         return ACCEPTED
 
@@ -493,7 +510,14 @@ class ServedRowTable:
     def _has_no_shape(self) -> UsageError:
         return UsageError(f"table '{self.spec.name}' on {self.host.name} has rows, and no shape")
 
-    def carry_out(self, request: WholeTable, body: memoryview, clock: int) -> memoryview:
+    def cut(self, *, values_only: bool = False) -> TableCut:
+        """Return the rows of now with all their columns; see `ServedTable.cut`."""
+        if self.broken:
+            raise UsageError(self.broken)
+        require_memory(f"a cut of table '{self.spec.name}'", CUT_SLOT_BYTES * self.store.num_slots)
+        return self.store.cut(has_plenty)
+
+    def carry_out(self, request: TableOperation, body: memoryview, clock: int) -> memoryview:
         """Run a function over the rows here, count, read or write them; see `ServedTable.carry_out`."""
         if self.broken and not isinstance(request, WriteRows):
             raise UsageError(self.broken)
@@ -528,6 +552,10 @@ class ServedRowTable:
             self.broken = ""  # all that a failed update may have changed is replaced
         self.mark_changed(ids)
         self.host.note_changed(self.spec.name)
+
+    def part_to_publish(self) -> PartToPublish:
+        """Refuse: rows are not published."""
+        raise UsageError(f"table '{self.spec.name}' has rows, which cannot be published: publish tables with a shape")
 
     def save(self, path: Path, clock: int) -> None:
         """See `ServedTable.save`."""

@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
 from paceline.core.consistency import Consistency
-from paceline.core.messages import Delivered, Fetched, PushId
+from paceline.core.messages import Delivered, Fetched, PushId, value_class
 from paceline.core.settings import ServerSettings
-from paceline.core.value_classes import value_class
 from paceline.core.work_queue import Life
 from paceline.server.early_values import EarlyBody
 from paceline.server.push_checks import SameGradients
 from paceline.transport.base import Connection, Frame, Transport
 from paceline.transport.buffer_pool import Buffer
+from paceline.transport.buffers import LentBody
 from paceline.transport.lasting_memory import LastingMemory
-from paceline.transport.lent_body import LentBody
+from paceline.update.cuts import TableCut
 from paceline.update.rows.ops import RowOps, row_ops
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.rules import Hyper
@@ -42,13 +42,31 @@ from paceline.wire.messages import (
     RowsUsed,
     Unsubscribe,
 )
-from paceline.wire.requests import WholeTable
+from paceline.wire.requests import TableOperation
 
 Kind = Literal["shape", "rows"]  # as checkpoints name it
 
 
 def _change_unnoticed(_table: str) -> None:
     """Stand for a server without a core."""
+
+
+class ToldOfPushes(Protocol):
+    """What has to know of each push that is accepted."""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it is told at all."""
+        ...
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether it is told, or may be later."""
+        ...
+
+    def note_push(self, frame: PushFrame | RowPushFrame, body: memoryview) -> None:
+        """Take a push, whose ids are all in the frame and its body."""
+        ...
 
 
 @dataclass(slots=True)
@@ -67,6 +85,7 @@ class TableHost:
         same_gradients: warns when workers push the same gradients.
         lasting: memory that outlives this server, for its successor; None if there is to be none.
         saver: copies there what the next update is to change.
+        replica: is told of each push that is accepted; None for none.
     """
 
     settings: ServerSettings
@@ -74,12 +93,13 @@ class TableHost:
     allowed_paths: frozenset[str] | None = None
     num_threads: Callable[[Consistency], int] = lambda _: 1
     checks_memory: bool = False
-    note_changed: Callable[[str], None] = _change_unnoticed
+    note_changed: Callable[[str], object] = _change_unnoticed
     may_spill: bool = True
     ops: RowOps = field(default_factory=row_ops)
     same_gradients: SameGradients = field(default_factory=SameGradients)
     lasting: LastingMemory | None = None
     saver: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "paceline-save"))
+    replica: ToldOfPushes | None = None
 
     @property
     def name(self) -> str:
@@ -99,6 +119,20 @@ class Acceptance:
 
 
 ACCEPTED = Acceptance()
+
+
+@value_class
+class PartToPublish:
+    """The values of a server's range of a table as they are at one moment, from element `start` on: `size_bytes`.
+
+    `cut` has them in pieces, one after the other; any thread may read it, once. `allocate` returns memory that readers
+    can map.
+    """
+
+    start: int
+    size_bytes: int
+    cut: TableCut
+    allocate: Callable[[int], memoryview]
 
 
 @value_class
@@ -290,12 +324,30 @@ class ServedTable(Protocol):
         """Replace values and rule state by those of `state`; raises PacelineError if they do not fit."""
         ...
 
-    def carry_out(self, request: WholeTable, body: memoryview, clock: int) -> memoryview:
+    def cut(self, *, values_only: bool = False) -> TableCut:
+        """Return what the table is now, to be read while updates go on; called between two updates.
+
+        With `values_only`, a dense table gives no state of its rule.
+
+        Raises:
+            UsageError: an update of the table has failed.
+        """
+        ...
+
+    def carry_out(self, request: TableOperation, body: memoryview, clock: int) -> memoryview:
         """Carry out a request about the whole table, and return the body of the answer.
 
         Raises:
             PacelineError: it failed; the message says what and where.
             SafetensorError: the tensors in its body cannot be read.
+        """
+        ...
+
+    def part_to_publish(self) -> PartToPublish:
+        """Return the values here as they are now, to be copied while updates go on.
+
+        Raises:
+            UsageError: there are none yet, an update has failed, memory is short, or the table cannot be published.
         """
         ...
 

@@ -10,13 +10,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from paceline.core.work_queue import Life
-from paceline.errors import PeerError
+from paceline.errors import PeerError, UsageError
+from paceline.server.served_table import ServedTable
 from paceline.server.tables import ServedTables
+from paceline.server.versions import PublishedVersions
 from paceline.server.work_queue import Send
 from paceline.transport.base import EMPTY
-from paceline.wire.bounds import MAX_HEARD_BYTES
 from paceline.wire.malformed import REQUEST_ERRORS, describe_error
-from paceline.wire.requests import CallFunction, RequestDone, RequestFailed, WholeTable, WriteRows
+from paceline.wire.requests import (
+    MAX_HEARD_BYTES,
+    BeginCut,
+    CallFunction,
+    PublishTable,
+    RequestDone,
+    RequestFailed,
+    WholeTable,
+    WriteRows,
+)
 
 # Unanswered requests of one worker, which waits for each answer; one with more is a misbehaving peer.
 MAX_OPEN = 64
@@ -59,12 +69,14 @@ class TableRpc:
         send: sends an answer to a worker.
         clock_of: returns the clock that a table has reached.
         note_began: called with a table and what is about to change it.
+        versions: what is published goes there.
     """
 
     tables: ServedTables
     send: Send
     clock_of: Callable[[str], int]
     note_began: Callable[[str, str], None] = _note_nothing
+    versions: PublishedVersions = field(default_factory=PublishedVersions)
     # By worker that takes part.
     _workers: dict[Life, _WorkerCalls] = field(default_factory=dict[Life, _WorkerCalls])
     has_waiting: bool = False  # some requests may wait for clocks
@@ -76,6 +88,7 @@ class TableRpc:
     def forget(self, life: Life) -> None:
         """Drop the pending requests of a worker that has left; what was carried out stays."""
         self._workers.pop(life, None)
+        self.tables.cuts.forget(life)
 
     def handle(self, life: Life, request: WholeTable, body: memoryview) -> None:
         """Carry out a request, now or when its clock has come, unless it is a copy.
@@ -126,8 +139,27 @@ class TableRpc:
             table = self.tables.require(name)
             if isinstance(request, CallFunction | WriteRows):
                 self.note_began(name, f"a {type(request).__name__}")
-            answer = RequestDone(number), table.carry_out(request, body, self.clock_of(name))
+            clock = self.clock_of(name)
+            match request:
+                case BeginCut():
+                    body = self.tables.cuts.begin(life, request, table, clock)
+                case PublishTable():
+                    self._publish(request, table, clock)
+                    body = EMPTY
+                case _:
+                    body = table.carry_out(request, body, clock)
+            answer = RequestDone(number), body
         except REQUEST_ERRORS as error:
             answer = RequestFailed(number, describe_error(error)), EMPTY
         calls.answers[number] = answer
         self.send(*life, *answer)
+
+    def _publish(self, request: PublishTable, table: ServedTable, clock: int) -> None:
+        """Publish a table as it is; refuse if its values have gone on: all servers must have those of one clock."""
+        call = request.table_call
+        if table.consistency.visible == "on_clock" and clock != call.needs:
+            raise UsageError(
+                f"version {request.number} of '{request.name}' is not published: table '{call.table}' has reached "
+                f"clock {clock} meanwhile"
+            )
+        self.versions.add(request, table.part_to_publish())

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, final
 
 from paceline.core.events import Declared
 from paceline.errors import UsageError
+from paceline.server.cuts import OpenCuts
 from paceline.server.dense_table import ServedDenseTable
 from paceline.server.memory_check import require_few_tables
 from paceline.server.row_table import ServedRowTable
@@ -27,6 +28,7 @@ class ServedTables(dict[str, ServedTable]):
         """Begin without tables; `host` is what they share."""
         super().__init__()
         self.host: Final = host
+        self.cuts: Final = OpenCuts()
 
     def require(self, name: str) -> ServedTable:
         """Return the table of this name; raises UsageError if it is not declared."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
 
+from paceline.core.messages import PushId
 from paceline.core.work_queue import Life, WorkAnswer, WorkQueue, WorkRound
 from paceline.errors import UsageError
 from paceline.transport.base import EMPTY
-from paceline.wire.bounds import require_short
-from paceline.wire.requests import ClaimWork, RequestDone, RequestFailed
+from paceline.wire.requests import ClaimWork, RequestDone, RequestFailed, require_short
 
 Send = Callable[[int, int, object, memoryview], None]
 
@@ -107,12 +107,14 @@ class WorkQueueHost:
             (rank, request.work, self._works[request.work].holders()) for (rank, _), request in self._waiting.items()
         ]
 
-    def settle(self, life: Life) -> None:
-        """Count the pieces of a worker as done: its update is applied, and it has claimed none since it sent that."""
-        work = self._at.get(life)
-        if work is not None:
-            self._works[work].settle(life)
-            self.release()
+    def settle(self, push_ids: Iterable[PushId]) -> None:
+        """Count pieces as done of workers whose pushes are applied: they have claimed none since they sent these."""
+        for push_id in push_ids:
+            life = push_id.worker, push_id.incarnation
+            work = self._at.get(life)
+            if work is not None:
+                self._works[work].settle(life)
+                self.release()
 
     def remove_worker(self, life: Life) -> None:
         """Make the unfinished pieces of a worker that has left available to others."""

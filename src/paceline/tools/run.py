@@ -4,6 +4,7 @@ Light, as it is imported for every command: what it needs is imported when it ru
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,7 @@ from cyclopts import App, Parameter, Token
 from paceline.errors import UsageError
 from paceline.job.choices import Engine, OnCrash, OnError, OnServerCrash, ScaleName, TraceLevel, TransportName
 from paceline.ray.options import RayOptions
+from paceline.snapshots.options import SnapshotOptions
 
 if TYPE_CHECKING:
     from cyclopts import ArgumentCollection
@@ -29,6 +31,7 @@ def run(
     data_servers: int = 0,
     engine: Engine = "local",
     ray: Annotated[RayOptions, Parameter(name="*")] = RayOptions(),  # noqa: B008 - it is frozen
+    snapshots: Annotated[SnapshotOptions, Parameter(name="*")] = SnapshotOptions(),  # noqa: B008 - it is frozen
     consistency: str | None = None,
     strategy: str | None = None,
     transport: TransportName = "shm",
@@ -43,6 +46,7 @@ def run(
     shares: str | None = None,
     server_threads: int | None = None,
     pin: Annotated[bool, Parameter(negative="")] = False,
+    publish: int = 0,
     debug: int | None = None,
     trace: TraceLevel = "steps",
     quiet: Annotated[bool, Parameter(negative="")] = False,
@@ -73,6 +77,8 @@ def run(
         What starts them: this command, on this machine, or Ray, on a cluster.
     ray
         What is asked of Ray.
+    snapshots
+        What is asked about snapshots.
     consistency
         bsp, ssp:S, essp:S, asynchronous or backup:B, for every table whose script names none.
     strategy
@@ -97,7 +103,8 @@ def run(
     grace_s
         How many seconds workers have to finish their step and leave once the run is told to end.
     run_dir
-        New or empty folder that keeps the run's traces; without it nothing is kept.
+        New or empty folder that keeps the run's traces. Without it the latest are kept, of the last 20 runs, in
+        ~/.local/state/paceline/runs; PACELINE_KEEP_RUNS=0 keeps nothing.
     shares
         How much of every table each server holds, as proportions such as 2,1,1; by default all the same. Or
         measured:RUN_DIR, by the bytes per second that each managed in a former run.
@@ -105,6 +112,8 @@ def run(
         With how many threads each server updates; by default all cores under bsp, else those that workers leave free.
     pin
         Keep each worker on cores of its own.
+    publish
+        Every how many clocks worker 0 publishes the models that are trained, for paceline.subscribe; 0 for never.
     debug
         The number of a worker that gets this terminal, for breakpoint() and pdb; the others wait for it.
     trace
@@ -116,14 +125,9 @@ def run(
     traceback
         Show the whole traceback of errors, of workers and servers too, where otherwise one line says what to do.
     """
-    from paceline.launch.plan import LocalRun, read_workers
-    from paceline.launch.policy import Policy
+    from paceline.launch.plan import Policy, read_workers
 
-    path, module, args = read_program(script, args)
-    asked = LocalRun(
-        script=path,
-        module=module,
-        args=(*config_args(config), *args),
+    asked = run_of(script, args, config)(
         num_workers=read_workers(workers).places,
         num_at_start=read_workers(workers).at_start,
         num_servers=servers,
@@ -134,11 +138,13 @@ def run(
         scale=scale,
         trace=trace,
         run_dir=run_dir,
+        snapshots=snapshots,
         shares=parts_of(shares, servers, quiet=quiet),
         timeout_s=timeout,
         grace_s=grace_s,
         server_threads=server_threads,
         pin=pin,
+        publish_every=publish,
         debug=debug,
         policy=Policy(on_crash, on_error, max_restarts, on_server_crash),
         progress=progress and not quiet,
@@ -161,6 +167,8 @@ def parts_of(shares: str | None, num_servers: int, *, quiet: bool) -> tuple[floa
 def start(engine: Engine, ray: RayOptions, asked: "LocalRun") -> int:
     """Have an engine run a job to its end, and return its exit code."""
     if engine == "ray":
+        if asked.snapshots != SnapshotOptions():
+            raise UsageError("--snapshots and --resume are for --engine local: on Ray, call paceline.snapshot(DIR)")
         from paceline.ray.driver import run_on_ray
 
         return run_on_ray(asked, ray)
@@ -195,6 +203,14 @@ def config_args(config: Path | None) -> tuple[str, ...]:
     from paceline.launch.config import read_config
 
     return () if config is None else read_config(config).args
+
+
+def run_of(script: Path, args: tuple[str, ...], config: Path | None) -> "partial[LocalRun]":
+    """Return a run of a program that lacks its options."""
+    from paceline.launch.plan import LocalRun
+
+    path, module, args = read_program(script, args)
+    return partial(LocalRun, script=path, module=module, args=(*config_args(config), *args))
 
 
 def read_program(script: Path, args: tuple[str, ...]) -> tuple[Path, str | None, tuple[str, ...]]:

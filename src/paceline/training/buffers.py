@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from paceline.core.consistency import Consistency
-from paceline.training.flat import FlatParameters
+from paceline.training.flat import FlatParameters, Weights
 from paceline.training.strategy import Settings, TrainingJob, open_flat
-from paceline.training.weights import Weights
 from paceline.update.named_rules import Add
 from paceline.update.table import Segment, TableSpec
 from paceline.worker.table import Table

@@ -16,7 +16,7 @@ from paceline.core.calls import checked
 from paceline.core.consistency import asynchronous
 from paceline.errors import UsageError
 from paceline.training.buffers import open_buffers
-from paceline.training.flat import FlatParameters, segments_of
+from paceline.training.flat import FlatParameters, Weights, segments_of
 from paceline.training.state import (
     check_state,
     checked_by_all,
@@ -26,7 +26,6 @@ from paceline.training.state import (
     send_state,
 )
 from paceline.training.strategy import Distributed, Settings, TrainingJob, open_flat, require_fresh
-from paceline.training.weights import Weights
 from paceline.update.named_rules import Add
 from paceline.update.summing import num_nonfinite
 from paceline.update.table import NonFinite, Segment, TableSpec

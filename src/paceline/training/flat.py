@@ -1,16 +1,27 @@
-"""Parameters packed into one flat vector and unpacked again, in the order of the optimizer's groups."""
+"""A model as flat vectors: its parameters packed and unpacked, its weights as values of a table, its gradients to push.
+
+`Weights` follow their table, as copies of its values or views of the memory of servers. `Gradients` lie in the send
+buffer of the next push, so that backward writes straight into the message.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from paceline.errors import UsageError
+from paceline.training.device_copies import DeviceCopies
 from paceline.update.table import DType, Segment, position_hint, positional_name
+from paceline.worker.cache import Readable, TableCache
+from paceline.worker.table import Table
 
 _DTYPES: dict[torch.dtype, DType] = {
     torch.float32: "float32",
@@ -123,3 +134,422 @@ def segments_of(
             named[name] = parameter
             segments.append(Segment(name, tuple(parameter.shape), group_index))
     return named, tuple(segments)
+
+
+_ALIGNMENT_BYTES = 64  # of torch's own tensors; kernels on others are slower, and may round differently
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Weights:
+    """Tensors that are set to the values of a table, again and again.
+
+    Where the worker's cache of the table is live shared memory, a tensor becomes a view of it, if its values are
+    contiguous and aligned there and no other tensor shared the tensor's storage. Then a fetch copies nothing. Writes of
+    a script to a tensor are lost with the next fetch, view or not. When this object is dropped, the tensors and all
+    that shares memory with them keep their values.
+    """
+
+    flat: FlatParameters
+    table: Table
+    device_copies: DeviceCopies = field(default_factory=DeviceCopies)
+    # Tensors that were made views, by index, with the address of each: a script may have replaced its memory since.
+    _viewing: dict[int, int] = field(default_factory=dict[int, int])
+    _places: tuple[int, ...] = ()
+    _values: Readable | None = None  # of the last fetch
+    _slices: dict[int, Tensor] = field(default_factory=dict[int, Tensor])  # of these, for tensors that are copies
+    # Torch's version of each view after the last fetch, which counts changes in place.
+    _versions: dict[int, int] = field(default_factory=dict[int, int])
+    _viewed: TableCache | None = None  # the cache whose memory tensors view, or have viewed
+    # Whether a script has written to views since the last fetch; set by `check_views`.
+    _written: bool | None = None
+    _set_aside: list[Tensor] | None = None  # what the tensors are outside of `newest`, while that has replaced it
+    _are_on_device: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Look where the tensors are."""
+        self._are_on_device = any(map(self.device_copies.serves, self.flat.tensors))
+
+    def __del__(self) -> None:
+        """Stop changing tensors that live longer than this object."""
+        self.detach()
+
+    @property
+    def are_views(self) -> bool:
+        """Return whether some of the tensors are views of the servers' memory."""
+        return bool(self._viewing)
+
+    def fetch(self, *, refresh: bool) -> None:
+        """Set the tensors to the values of the table; blocks until these are fresh enough."""
+        self.table.read(self.set_from, refresh=refresh)
+
+    def check_views(self) -> None:
+        """Check for writes of a script to views while there is time; the script does not run until the next fetch."""
+        # Without the lock, so that answers of servers are handled meanwhile.
+        self._written = self._was_written(self.table.client.cache)
+
+    def _was_written(self, cache: TableCache) -> bool:
+        """Return whether a script has written to views: torch counts most changes, the kernel shows the rest."""
+        tensors = self.flat.tensors
+        for index, version in self._versions.items():
+            if tensors[index]._version != version:
+                return True
+        return cache.was_written(list(self._viewing.values()))
+
+    @contextmanager
+    def newest(self) -> Generator[None]:
+        """Set the tensors to the newest values for the length of a `with` block, and then back.
+
+        The values contain every update of all clocks below the worker's own, or without a staleness bound all that have
+        arrived. Blocks until they are there.
+        """
+        tensors = self.flat.tensors
+        newest: list[Tensor] = []
+        written: dict[int, Tensor] = {}
+
+        def take(cache: TableCache) -> None:
+            if cache.was_written_anywhere():
+                written.update({index: tensors[index].data.clone() for index in self._views()})
+                cache.reread()
+            values = cache.readable()
+            for tensor, (start, stop) in zip(tensors, self.flat.bounds, strict=True):
+                newest.append(torch.empty_like(tensor).copy_(values.slice(start, stop).view(tensor.shape)))
+
+        self.table.read(take, exact=self.table.consistency.bound is not None)
+        held = [tensor.data for tensor in tensors]
+        before, self._set_aside = self._set_aside, self._set_aside or held
+        for tensor, data in zip(tensors, newest, strict=True):
+            tensor.data = data
+        try:
+            yield
+        finally:
+            self._set_aside = before
+            for tensor, data in zip(tensors, held, strict=True):
+                tensor.data = data
+            for index, data in written.items():
+                tensors[index].data.copy_(data)
+
+    def pack_own(self, out: Tensor) -> None:
+        """Copy the tensors into a flat vector, inside `newest` too as they are outside of it."""
+        own = [tensor.data for tensor in self.flat.tensors] if self._set_aside is None else self._set_aside
+        for tensor, part in zip(own, self.flat.parts(out), strict=True):
+            part.copy_(tensor)
+
+    def hold(self) -> None:
+        """Replace views by copies until the next fetch, so that writes of servers do not show before."""
+        tensors = self.flat.tensors
+        for index in self._views():
+            tensors[index].data = tensors[index].data.clone()
+
+    def detach(self) -> None:
+        """Replace views by private memory: no other process changes the tensors from now on."""
+        viewed, self._viewed = self._viewed, None
+        if viewed is not None:  # without the node's lock, because the garbage collector may call this anywhere
+            viewed.keep()
+        self._viewing.clear()
+        self._slices.clear()
+        self._places, self._values = (), None
+
+    def _views(self) -> list[int]:
+        """Return the indices of the tensors that are views now."""
+        tensors = self.flat.tensors
+        return [index for index, address in self._viewing.items() if tensors[index].data_ptr() == address]
+
+    def set_from(self, cache: TableCache) -> None:
+        """Set the tensors to the values in a cache of their table."""
+        if self._written or (self._written is None and self._was_written(cache)):
+            cache.reread()
+        self._written = None
+        if self._are_on_device and cache.memory is not None:
+            self.device_copies.lock(cache, cache.memory)
+        values, tensors = cache.readable(), self.flat.tensors
+        if values is not self._values:
+            places = values.places
+            if places != self._places:
+                self._viewing.clear()
+            self._values, self._places = values, places
+            self._slices.clear()
+        for index, address in list(self._viewing.items()):
+            if tensors[index].data_ptr() != address:  # the script has given it other memory
+                del self._viewing[index]
+        if len(self._viewing) < len(tensors):
+            self._fill_others(cache, values)
+        if self._viewing:
+            self._viewed = cache
+            increment_version([tensors[index] for index in self._viewing])  # tells autograd of the change
+        self._versions = {index: tensors[index]._version for index in self._viewing}
+        for reading in self.device_copies.queued() if self._are_on_device else ():
+            cache.note_device_read(reading)
+
+    @torch.no_grad()
+    def _fill_others(self, cache: TableCache, values: Readable) -> None:
+        """Set the tensors that are not views."""
+        for index, (tensor, (start, stop)) in enumerate(zip(self.flat.tensors, self.flat.bounds, strict=True)):
+            if index in self._viewing:
+                continue
+            known = self._slices.get(index)
+            if known is not None and known.shape == tensor.shape:
+                tensor.copy_(known)
+                continue
+            live = cache.live and values.lie_together(start, stop)
+            own = values.slice(start, stop)
+            self._fill(index, tensor, own, live=live)
+            if live and own.data_ptr() % _ALIGNMENT_BYTES:  # it never becomes a view, and lies there for long
+                self._slices[index] = own.view(tensor.shape)
+
+    def _fill(self, index: int, tensor: Tensor, values: Tensor, *, live: bool) -> None:
+        """Copy values into a tensor, or make it a view of them."""
+        if live and _can_view(tensor, values):
+            tensor.data = _alone(values).view(tensor.shape)
+            self._viewing[index] = values.data_ptr()
+        elif self._are_on_device and self.device_copies.serves(tensor):
+            self.device_copies.deliver(values.view(tensor.shape), tensor)
+        else:
+            tensor.copy_(values.view(tensor.shape))
+
+
+def _can_view(tensor: Tensor, values: Tensor) -> bool:
+    """Return whether a tensor may become a view of these live values: it must be alone in its current storage."""
+    return (
+        values.data_ptr() % _ALIGNMENT_BYTES == 0  # first, as it is cheap and often decides
+        and tensor.device.type == "cpu"
+        and tensor.dtype == values.dtype
+        and tensor.is_contiguous()
+        and tensor.untyped_storage().nbytes() == tensor.nbytes
+        and not tensor.is_shared()
+    )
+
+
+def _alone(values: Tensor) -> Tensor:
+    """Return the same memory as a storage of its own, so that saving the tensor saves nothing around it."""
+    if not values.numel():
+        return values.new_empty(0)
+    return torch.frombuffer(values.view(torch.uint8).numpy(), dtype=values.dtype)
+
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element; compared as bits, NaN equals itself
+_STRETCH = 4096  # elements
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GradientVersion:
+    """Gradient and its torch version, which counts changes in place."""
+
+    gradient: Tensor | None
+    version: int
+
+    @staticmethod
+    def of(gradient: Tensor | None) -> GradientVersion:
+        """Record a gradient and its current version."""
+        return GradientVersion(gradient, -1 if gradient is None else gradient._version)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Copy:
+    """Copy of a gradient from its device, complete at `done`; holds the gradient so that its address is not reused."""
+
+    gradient: Tensor
+    place: int
+    version: int
+    done: torch.cuda.Event
+
+    def is_of(self, gradient: Tensor) -> bool:
+        """Return whether this copies a gradient in its current version."""
+        return gradient is self.gradient and (gradient.data_ptr(), gradient._version) == (self.place, self.version)
+
+
+@dataclass(slots=True, weakref_slot=True)
+class Gradients:
+    """Collects the gradients of the tensors of a flat vector in a send buffer.
+
+    With `in_place`, a gradient that backward has just computed is moved there at once, and `grad` becomes a view of it,
+    so that `collect` has nothing to copy. Use it only for memory that no other process reads during backward. A
+    gradient that a script has assigned to `grad` is copied by `collect` instead, and one that a script keeps does not
+    change with the next backward.
+
+    Gradients on devices are copied by `device_copies`; `fetch` starts a copy during backward.
+    """
+
+    flat: FlatParameters
+    in_place: bool
+    device_copies: DeviceCopies = field(default_factory=DeviceCopies)
+    # Whether some gradients are on devices, so that `collect` waits for their computation.
+    are_on_device: bool = field(init=False)
+    # (num elements,), and the view of it for each tensor, in the tensor's shape.
+    _buffer: Tensor | None = None
+    _place: int = 0  # the address of its storage
+    _parts: list[Tensor] = field(default_factory=list[Tensor])
+    # Tensors without a gradient when backward last reached them: the one it leaves there has no other owner.
+    _without: set[int] = field(default_factory=set[int])
+    # Views that became `grad`, by the index of their tensor, while they are referenced.
+    _given: dict[int, ref[Tensor]] = field(default_factory=dict[int, ref[Tensor]])
+    # Copies from devices that are under way, by the index of their tensor.
+    _coming: dict[int, _Copy] = field(default_factory=dict[int, _Copy])
+    _handles: list[RemovableHandle] = field(default_factory=list[RemovableHandle])
+    _turn: int = 0  # number of calls of `changed`, which selects the stretch of each gradient to compare
+
+    def __post_init__(self) -> None:
+        """Register autograd hooks around each gradient, for the lifetime of this object."""
+        self.are_on_device = any(map(self.device_copies.serves, self.flat.named.values()))
+        if not self.in_place:
+            return
+        note, move = WeakMethod(self._note_absence), WeakMethod(self._move)
+        for index, tensor in enumerate(self.flat.named.values()):
+            if tensor.requires_grad and tensor.device.type == "cpu" and not self.device_copies.serves(tensor):
+                self._handles.append(tensor.register_hook(_before(note, index, ref(tensor))))
+                self._handles.append(tensor.register_post_accumulate_grad_hook(_after(move, index)))
+
+    def detach(self) -> None:
+        """Leave gradients where backward makes them, from the next backward on."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def attach(self, buffer: Tensor) -> None:
+        """Collect into `buffer` from now on; its content is overwritten."""
+        if self._buffer is None or buffer.data_ptr() != self._buffer.data_ptr():
+            self._parts = self.flat.parts(buffer)
+            self._place = buffer.untyped_storage().data_ptr()
+        self._buffer = buffer
+
+    def collect(self) -> tuple[int, ...]:
+        """Complete the buffer; return the indices of the tensors without a gradient, which are zeros there.
+
+        Blocks until devices have computed and copied theirs.
+
+        Raises:
+            UsageError: a gradient is sparse.
+        """
+        absent: list[int] = []
+        for index, (name, tensor) in enumerate(self.flat.named.items()):
+            gradient = tensor.grad
+            if gradient is None:
+                self._vacate(index)
+                self._parts[index].zero_()
+                absent.append(index)
+            elif gradient.layout != torch.strided:
+                raise UsageError(f"parameter '{name}' has a sparse gradient: build its layer with sparse=False.")
+            elif self.are_on_device and self.device_copies.serves(gradient):
+                self._begin(index, gradient)
+            elif gradient.data_ptr() != self._parts[index].data_ptr() or not gradient.is_contiguous():
+                self._write(index, gradient)
+        while self._coming:
+            self._coming.popitem()[1].done.synchronize()
+        return tuple(absent)
+
+    def found(self) -> tuple[GradientVersion, ...]:
+        """Return the gradients in their current versions, for `changed`."""
+        return tuple(GradientVersion.of(tensor.grad) for tensor in self.flat.named.values())
+
+    def changed(self, found: tuple[GradientVersion, ...]) -> str:
+        """Return the name of a tensor whose gradient has changed since `found`; empty if none has.
+
+        Changes that torch does not count (through `.data`, for example) are looked for in one stretch of each gradient,
+        another one in every call.
+        """
+        self._turn += 1
+        for (name, tensor), before, part in zip(self.flat.named.items(), found, self._parts, strict=True):
+            now = GradientVersion.of(tensor.grad)
+            if now.gradient is not before.gradient or now.version != before.version:
+                return name
+            if now.gradient is not None and not _is_copied(now.gradient, part, self._turn):
+                return name
+        return ""
+
+    def fetch(self, index: int) -> None:
+        """Start to copy a gradient from its device, if that does not block.
+
+        `collect` copies it again if torch counts a change since, which it does not for changes through `.data` and by
+        `GradScaler.unscale_`. So call this only for gradients that stay as backward leaves them.
+        """
+        gradient = list(self.flat.named.values())[index].grad
+        if gradient is None or gradient.layout != torch.strided or not self.device_copies.serves(gradient):
+            return
+        if self.device_copies.can_hide(self._parts[index]):
+            self._begin(index, gradient)
+
+    def _begin(self, index: int, gradient: Tensor) -> None:
+        """Start to copy a gradient from its device, unless that copy is under way."""
+        coming = self._coming.get(index)
+        if coming is None or not coming.is_of(gradient):
+            place, version = gradient.data_ptr(), gradient._version
+            done = self.device_copies.fetch(gradient.detach(), self._parts[index])
+            self._coming[index] = _Copy(gradient, place, version, done)
+
+    def _note_absence(self, index: int, tensor: Tensor) -> None:
+        """Record whether a tensor has a gradient that backward is about to add to."""
+        if tensor.grad is None:
+            self._without.add(index)
+        else:
+            self._without.discard(index)
+
+    def _move(self, index: int, tensor: Tensor) -> None:
+        """Move a gradient that backward has just made, unless it belongs to a graph or is not contiguous."""
+        gradient = tensor.grad
+        if gradient is None or index not in self._without or not self._parts or not self._fits(index, gradient):
+            return
+        self._write(index, gradient)
+        given = self._parts[index].data  # for autograd not a view, and without history
+        tensor.grad = given
+        self._given[index] = ref(given)
+
+    def _fits(self, index: int, gradient: Tensor) -> bool:
+        part = self._parts[index]
+        plain = gradient.layout == torch.strided and not gradient.requires_grad and gradient.is_contiguous()
+        return plain and gradient.dtype == part.dtype and gradient.device == part.device
+
+    def _write(self, index: int, gradient: Tensor) -> None:
+        """Copy a gradient into its part of the buffer."""
+        if index in self._coming or index in self._given:
+            self._vacate(index)
+        part, source = self._parts[index], gradient.detach()
+        if source.device == part.device and source.untyped_storage().data_ptr() == self._place:
+            source = source.clone()  # it may overlap its own part
+        part.copy_(source)
+
+    def _vacate(self, index: int) -> None:
+        """Prepare a part to be overwritten: wait for a copy into it, and move out a gradient that the script keeps."""
+        coming = self._coming.pop(index, None)
+        if coming is not None:
+            coming.done.synchronize()
+        given = self._given.pop(index, _no_tensor)()
+        if given is not None:
+            given.data = given.data.clone()
+
+
+def _is_copied(gradient: Tensor, part: Tensor, turn: int) -> bool:
+    """Return whether a stretch of a gradient equals its copy to the bit; True for layouts that are not compared."""
+    if not gradient.is_contiguous() or gradient.dtype != part.dtype or gradient.device != part.device:
+        return True
+    start = turn * _STRETCH % max(part.numel(), 1)
+    ours, theirs = (
+        tensor.detach().view(-1)[start : start + _STRETCH].view(_BITS[part.itemsize]) for tensor in (gradient, part)
+    )
+    return torch.equal(ours, theirs)
+
+
+def _no_tensor() -> None:
+    """Stand for a dead weak reference."""
+
+
+def _before(
+    note: WeakMethod[Callable[[int, Tensor], None]], index: int, tensor: ref[Tensor]
+) -> Callable[[Tensor], None]:
+    """Return a hook that autograd calls before it adds to a gradient; it keeps no object alive."""
+
+    @unserializable_hook
+    def on_gradient(_: Tensor) -> None:
+        act, about = note(), tensor()
+        if act is not None and about is not None:
+            act(index, about)
+
+    return on_gradient
+
+
+def _after(move: WeakMethod[Callable[[int, Tensor], None]], index: int) -> Callable[[Tensor], None]:
+    """Return a hook that autograd calls after it has added to a gradient; it keeps no object alive."""
+
+    def on_gradient(tensor: Tensor) -> None:
+        act = move()
+        if act is not None:
+            act(index, tensor)
+
+    return on_gradient

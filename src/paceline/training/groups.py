@@ -18,7 +18,7 @@ from paceline.training.downpour import Downpour
 from paceline.training.flat import segments_of
 from paceline.training.fsdp import FullySharded
 from paceline.training.state import hyperparameters
-from paceline.training.strategy import Distributed, Settings, Strategy, TrainingJob, require_fresh
+from paceline.training.strategy import Distributed, HeldTensor, Settings, Strategy, TrainingJob, require_fresh
 from paceline.update.table import Segment
 
 _WHOLE: Final = frozenset({"state", "param_groups"})  # keys that the state_dict of every optimizer has
@@ -181,6 +181,10 @@ class GroupedOptimizer(Distributed):
     def num_refused(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Return how many steps or pushes of this worker were not applied, over all parts."""
         return sum(part.optimizer.num_refused for part in self._parts)
+
+    def held_tensors(self) -> list[HeldTensor]:
+        """Return those of all parts."""
+        return [held for part in self._parts for held in part.optimizer.held_tensors()]
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 

@@ -17,10 +17,9 @@ from paceline.core.consistency import Consistency, asynchronous, bsp
 from paceline.errors import UsageError
 from paceline.training.buffers import floating_buffers
 from paceline.training.downpour import refusal_of
-from paceline.training.flat import FlatParameters, segments_of
+from paceline.training.flat import FlatParameters, Weights, segments_of
 from paceline.training.state import StateOf, check_state, checked_by_all, fetch_state, loaded_by_first, send_state
 from paceline.training.strategy import Distributed, Settings, TrainingJob, open_flat, require_plain_step
-from paceline.training.weights import Weights
 from paceline.update.named_rules import SGD, DelayedNesterov, Merging
 from paceline.update.rules import RuleSpec
 from paceline.update.summing import num_nonfinite, zeroed

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol, cast
 
 import torch
@@ -21,9 +21,7 @@ from paceline.model_parallel.arrangement import Arrangement, ModelPart
 from paceline.model_parallel.mesh import Mesh
 from paceline.observe.notices import is_told
 from paceline.training.embedding_gradients import EmbeddingLookups
-from paceline.training.flat import FlatParameters
-from paceline.training.gradient_accumulation import GradientAccumulator
-from paceline.training.weights import Weights
+from paceline.training.flat import FlatParameters, Weights
 from paceline.update.table import NonFinite, Scale, TableSpec
 from paceline.update.torch_rule import granularity_of
 from paceline.worker.metrics import StepMetrics
@@ -31,6 +29,70 @@ from paceline.worker.pushes import PushOutcome
 from paceline.worker.table import Table
 from paceline.worker.table_opener import TableOpener
 from paceline.worker.validation import as_count
+
+
+@dataclass(slots=True)
+class GradientAccumulator:
+    """Sum of the gradients of parameters and embeddings over slices, each weighted by its samples."""
+
+    slices: ClockSlices
+    lookups: EmbeddingLookups
+    # Sum of gradient * samples since the last mean, by parameter, and of samples.
+    _sums: dict[Tensor, Tensor] = field(default_factory=dict[Tensor, Tensor])
+    _num_samples: float = 0.0
+
+    def add_slice(self, parameters: Iterable[Tensor], samples: float | None) -> bool:
+        """Add the gradients of a slice if another one follows in this clock; return whether one does."""
+        if not self.slices.claim_next():
+            return False
+        weight = self.slices.weight if samples is None else samples
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._add(parameter, parameter.grad.detach(), weight)
+        self.lookups.set_aside(weight)
+        self._num_samples += weight
+        return True
+
+    def finish_mean(self, parameters: Iterable[Tensor], samples: float | None) -> float | None:
+        """Set the gradients to the mean over all slices of the clock, the last one included; return its samples.
+
+        Where the clock has one slice or there is no current slice, gradients stay as they are.
+        """
+        if not self.slices.num_samples:
+            return samples
+        weight = self.slices.weight if samples is None else samples
+        if not self._num_samples:
+            return samples if weight == self.slices.num_samples else weight
+        total, self._num_samples = self._num_samples + weight, 0.0
+        sums, self._sums = self._sums, {}
+        with torch.no_grad():
+            for parameter in parameters:
+                _combine(parameter, weight, sums.get(parameter), total)
+        self.lookups.combine_slices(weight, total)
+        return total
+
+    def forget(self) -> None:
+        """Drop the sums, after the loop over the slices was left within a clock."""
+        self._sums, self._num_samples = {}, 0.0
+        self.lookups.forget()
+
+    def _add(self, parameter: Tensor, gradient: Tensor, weight: float) -> None:
+        held = self._sums.get(parameter)
+        if held is None:
+            self._sums[parameter] = gradient * weight
+        else:
+            held.add_(gradient, alpha=weight)
+
+
+def _combine(parameter: Tensor, weight: float, held: Tensor | None, total: float) -> None:
+    """Set the gradient to (its own * weight + held) / total, in place if there is one."""
+    if parameter.grad is None:
+        parameter.grad = None if held is None else held.div_(total)
+    elif held is None:
+        parameter.grad.mul_(weight / total)
+    else:
+        parameter.grad.mul_(weight).add_(held).div_(total)
+
 
 _OVERFLOW: Final = "a GradScaler has found gradients that are not finite: its scale is too high for this batch"
 # A scaler tries some scales that are too high, above all at the start; more overflows in a row than this are unusual.
@@ -169,6 +231,22 @@ def open_flat(
     )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldTensor:
+    """A parameter or a buffer whose values servers hold: the elements of a table from `start` on."""
+
+    name: str
+    tensor: Tensor
+    table: Table
+    start: int
+
+
+def held_by(flat: FlatParameters, table: Table) -> list[HeldTensor]:
+    """Return where in a table the tensors are that were laid out flat for it."""
+    places = zip(flat.named.items(), flat.bounds, strict=True)
+    return [HeldTensor(name, tensor, table, start) for (name, tensor), (start, _) in places]
+
+
 class Distributed(torch.optim.Optimizer, ABC):
     """Optimizer whose step is a step of the whole job; used like the optimizer it was made from.
 
@@ -227,6 +305,10 @@ class Distributed(torch.optim.Optimizer, ABC):
         """Refuse further steps, because `successor` has taken over some of the parameters; the state stays."""
         self._successor = successor
         self.detach()
+
+    def held_tensors(self) -> list[HeldTensor]:
+        """Return the tensors whose values servers hold, and where; empty where servers hold none."""
+        return []
 
     def detach(self) -> None:
         """Remove hooks from forward and backward of the model, where the strategy has any."""

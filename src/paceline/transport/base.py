@@ -10,11 +10,10 @@ dropped. Treat received bodies as read-only.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Protocol, runtime_checkable
 
-from paceline.errors import PeerError, UsageError
+from paceline.errors import UsageError
 from paceline.transport.buffer_pool import Buffer
 
 EMPTY: Final = memoryview(b"")
@@ -192,19 +191,6 @@ class Connection(Protocol):
         ...
 
 
-def receive_all(connection: Connection, *, timeout_s: float, place: Place | None = None) -> list[Frame]:
-    """Wait for the next frame; return it and the ones that have arrived with it, at most 64, in order.
-
-    Raises as `Connection.receive` does for the first frame. An error after it ends the connection, as the next call
-    says.
-    """
-    frames = [connection.receive(timeout_s=timeout_s, place=place)]
-    with suppress(PeerError):
-        while len(frames) < MAX_TOGETHER and connection.has_frame():
-            frames.append(connection.receive(timeout_s=0.0, place=place))
-    return frames
-
-
 class Listener(Protocol):
     """Accepts connections. Handshakes run in the background, so a slow or hostile client does not delay others."""
 
@@ -278,6 +264,15 @@ class HandsOver(Protocol):
 
     def listen_again(self, address: str, descriptor: int) -> SocketListener:
         """Go on with a socket that listens at `address` already, and own its descriptor."""
+        ...
+
+
+@runtime_checkable
+class MeasuresSilence(Protocol):
+    """A connection that knows for how long the other machine was not heard, whatever its processes do."""
+
+    def silent_s(self) -> float:
+        """Return for how many seconds nothing has come, not even that the other machine has what was sent."""
         ...
 
 

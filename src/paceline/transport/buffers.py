@@ -1,13 +1,14 @@
-"""Memory for bodies: allocation, flat views, and the lookup of the buffer that a view lies in."""
+"""Memory for bodies: allocation, flat views, and lending.
 
-import ctypes
+A lent body is sent from memory whose owner will change it, without a copy unless it does so meanwhile.
+"""
+
+from __future__ import annotations
+
 import mmap
 import threading
-import weakref
-from bisect import bisect_right
-from dataclasses import dataclass
-from itertools import count
-from typing import Final, final
+from collections.abc import Callable
+from typing import Final, Protocol, final, runtime_checkable
 
 from paceline.errors import UsageError
 from paceline.transport.base import EMPTY, Place
@@ -76,69 +77,94 @@ def destination(place: Place | None, header: bytes, size_bytes: int) -> tuple[me
     return flat(memory), buffer
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryRegion:
-    """One buffer in the address space, alive as long as a view of it exists.
+@final
+class LentBody:
+    """A body of a frame: the memory of its owner, or a copy once the owner has taken that back.
 
-    In shared memory, `descriptor` is that of the file behind it, open as long as the region is alive.
+    `lock` is held while bytes are taken from `memory`, which no thread does for long.
+
+    Args:
+        memory: to send.
+        owner: has lent it; None if it never changes.
+        start: where it lies in the memory of its owner.
     """
 
-    number: int
-    start: int
-    size_bytes: int
-    mapping: "weakref.ref[mmap.mmap]"
-    descriptor: int | None
+    __slots__ = ("lock", "memory", "owner", "start")
+
+    def __init__(self, memory: memoryview, owner: LentMemory | None = None, start: int = 0) -> None:
+        self.lock = threading.Lock()
+        self.memory = memory
+        self.owner = owner
+        self.start = start
+
+    def replace(self, copy: memoryview) -> None:
+        """Have the bytes that have not been taken yet come from a copy."""
+        with self.lock:
+            self.memory = copy
+
+    def note_left(self) -> None:
+        """Note that its frame has left, or will not."""
+        if self.owner is not None:
+            self.owner.note_left(self)
 
 
 @final
-class MemoryRegions:
-    """The buffers that a transport has allocated, found by address. Thread-safe.
+class LentMemory:
+    """Memory of which bodies are lent. Used by one thread, the one that changes the memory, but for `note_left`.
 
-    Holds no buffer alive: when the last view of one is dropped it is freed.
+    Example:
+        >>> values = bytearray(b"ab")
+        >>> memory = LentMemory(memoryview(values))
+        >>> body = memory.lend(1)
+        >>> memory.take_back()
+        >>> values[:] = b"cd"
+        >>> bytes(body.memory)
+        b'b'
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
         self._lock = threading.Lock()
-        self._numbers = count(1)
-        # Sorted by start; may still name freed buffers, whose `mapping()` is None, until the next add.
-        self._regions: list[MemoryRegion] = []
-        self._of_object: dict[int, MemoryRegion] = {}  # the same, by the identity of the mapping
+        self._bodies: set[LentBody] = set()
+        self._then: Callable[[], object] | None = None
 
-    def add(self, mapping: mmap.mmap, descriptor: int | None = None) -> None:
-        """Register a buffer under a number of its own."""
-        start, size_bytes = _address(memoryview(mapping)), len(mapping)
+    def lend(self, start: int = 0) -> LentBody:
+        """Return the memory from `start` on as a body."""
+        body = LentBody(self._memory[start:], self, start)
         with self._lock:
-            region = MemoryRegion(next(self._numbers), start, size_bytes, weakref.ref(mapping), descriptor)
-            self._regions = sorted([*self.alive(), region], key=_start)
-            alive = ((each.mapping(), each) for each in self._regions)
-            self._of_object = {id(owner): each for owner, each in alive if owner is not None}
+            self._bodies.add(body)
+        return body
 
-    def alive(self) -> list[MemoryRegion]:
-        """Return the buffers that have views."""
-        return [region for region in self._regions if region.mapping() is not None]
+    def take_back(self) -> None:
+        """Call before the memory changes: frames that have not left get a copy, one for all."""
+        with self._lock:
+            bodies, self._bodies, self._then = self._bodies, set(), None
+        if bodies:
+            copy = fresh_buffer(self._memory.nbytes)
+            copy[:] = self._memory
+            for body in bodies:
+                body.replace(copy[body.start :])
 
-    def find(self, body: memoryview) -> tuple[MemoryRegion, int] | None:
-        """Return the buffer that a flat body lies wholly inside, and where in it, or None."""
-        regions = self._regions
-        if body.readonly or not body.nbytes or not regions:
-            return None
-        whole = self._of_object.get(id(body.obj))
-        if whole is not None and whole.size_bytes == body.nbytes and whole.mapping() is body.obj:
-            return whole, 0
-        address = _address(body)
-        index = bisect_right(regions, address, key=_start) - 1
-        if index < 0:
-            return None
-        region = regions[index]
-        offset = address - region.start
-        if offset + body.nbytes > region.size_bytes or region.mapping() is None:
-            return None
-        return region, offset
+    def when_left(self, call: Callable[[], object]) -> None:
+        """Have `call` called, on any thread, when the next bodies that are lent have left; not once taken back."""
+        with self._lock:
+            self._then = call
 
-
-def _start(region: MemoryRegion) -> int:
-    return region.start
+    def note_left(self, body: LentBody) -> None:
+        """See `LentBody.note_left`."""
+        with self._lock:
+            self._bodies.discard(body)
+            then = None if self._bodies else self._then
+            if then is not None:
+                self._then = None
+        if then is not None:
+            then()
 
 
-def _address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+@runtime_checkable
+class SendsLent(Protocol):
+    """A connection that sends lent bodies from where they are."""
+
+    def send_lent(self, header: bytes, body: LentBody, *, timeout_s: float) -> None:
+        """Send one frame as `Connection.send` does; its bytes are taken one part after the other."""
+        ...

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final, Protocol, final
 
+from paceline.transport.buffers import LentBody
 from paceline.transport.deadline import Deadline
-from paceline.transport.lent_body import LentBody
 
 # A peer whose machine is gone is given up so long after it was last heard, whether or not anything was sent to it.
 SILENCE_S: Final = 11.0
@@ -37,19 +37,25 @@ class SilenceLimit:
         self._checked_s = time.monotonic()
         self._set_s = 0.0
 
+    def silent_s(self) -> float:
+        """Return for how long nothing was heard, as the kernel tells."""
+        return min(self._info()[2:]) / 1000
+
     def check(self) -> None:
         """Make the kernel give the connection up if the peer has been silent for too long."""
         now_s = time.monotonic()
         if now_s - self._checked_s < _PAUSE_S:
             return
         self._checked_s = now_s
-        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
-        num_retransmits, num_probes, *heard_ms = _INFO.unpack(info)
+        num_retransmits, num_probes, *heard_ms = self._info()
         is_silent = bool(num_retransmits) or num_probes >= _NUM_PROBES
         if is_silent == bool(self._set_s):
             return
         self._set_s = max(_LEAST_S, SILENCE_S - min(heard_ms) / 1000) if is_silent else 0.0
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._set_s * 1000))
+
+    def _info(self) -> tuple[int, ...]:
+        return _INFO.unpack(self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
 
 
 _DESCRIPTOR_SPACE: Final = socket.CMSG_SPACE(array.array("i").itemsize)
@@ -98,6 +104,10 @@ class Channel(Protocol):
 
     def fileno(self) -> int | None:
         """Return a descriptor that is readable exactly if a read would not wait; None if there is none."""
+        ...
+
+    def silent_s(self) -> float:
+        """Return for how many seconds nothing has come from the other end, not even that it has what was sent."""
         ...
 
     def shut(self) -> None:
@@ -232,6 +242,10 @@ class SocketChannel:
             except BlockingIOError:
                 self._check_line()
                 _check_time(flags)
+
+    def silent_s(self) -> float:
+        """Return how long the other end has been silent; see `Channel.silent_s`."""
+        return 0.0 if self._silence is None else self._silence.silent_s()
 
     def _check_line(self) -> None:
         """Check for a silent peer; see `SilenceLimit`."""

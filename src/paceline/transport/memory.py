@@ -11,18 +11,9 @@ from typing import Final, NamedTuple, final
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
 from paceline.transport.base import EMPTY, NO_IDENTITY, Frame, Limits, Place, check_identity, strip_scheme
-from paceline.transport.buffers import (
-    MemoryRegion,
-    MemoryRegions,
-    check_size,
-    copied,
-    destination,
-    flat,
-    fresh_buffer,
-    map_private,
-)
+from paceline.transport.buffers import check_size, copied, destination, flat, fresh_buffer, map_private
 from paceline.transport.deadline import seconds
-from paceline.transport.segments import PeerMemory, Segments, create_memory
+from paceline.transport.segments import MemoryRegion, MemoryRegions, PeerMemory, Segments, create_memory
 
 # A sender waits while this much is unread, as with a full socket. Only copied bodies count, not the senders' memory.
 _MAX_UNREAD_FRAMES: Final = 4096

@@ -9,9 +9,8 @@ from typing import Final, Protocol, final
 
 from paceline.errors import PeerError
 from paceline.transport.base import Limits
-from paceline.transport.buffers import MemoryRegion
 from paceline.transport.frames import Kind, Prefix
-from paceline.transport.segments import Segments, map_segment
+from paceline.transport.segments import MemoryRegion, Segments, map_segment
 
 
 @dataclass(frozen=True, slots=True)

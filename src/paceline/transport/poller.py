@@ -1,4 +1,4 @@
-"""Waiting for the frames of several connections with one thread."""
+"""Waiting for the frames of one or several connections, and receiving what has arrived."""
 
 import math
 import os
@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Final, final
 
-from paceline.transport.base import Connection
+from paceline.errors import PeerError
+from paceline.transport.base import MAX_TOGETHER, Connection, Frame, Place
 
 _NO_CONTEXT: Final = nullcontext()
 
@@ -94,3 +95,16 @@ class Poller:
     def _note_woken(self) -> None:
         with self._lock, suppress(BlockingIOError):
             os.eventfd_read(self._open_event())
+
+
+def receive_all(connection: Connection, *, timeout_s: float, place: Place | None = None) -> list[Frame]:
+    """Wait for the next frame; return it and the ones that have arrived with it, at most 64, in order.
+
+    Raises as `Connection.receive` does for the first frame. An error after it ends the connection, as the next call
+    says.
+    """
+    frames = [connection.receive(timeout_s=timeout_s, place=place)]
+    with suppress(PeerError):
+        while len(frames) < MAX_TOGETHER and connection.has_frame():
+            frames.append(connection.receive(timeout_s=0.0, place=place))
+    return frames

@@ -1,4 +1,4 @@
-"""Shared-memory segments: as their owner allocates them, and as other processes of this machine map them.
+"""Shared-memory segments: as their owner allocates them and finds them, and as other processes of a machine map them.
 
 A segment is an anonymous memory file (memfd): it has no name, so nothing can be left behind. Its descriptor is passed
 over each connection once, with the first frame that uses it there; later frames name it by number. Its size is sealed,
@@ -15,13 +15,17 @@ import fcntl
 import mmap
 import os
 import stat
+import threading
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from errno import ENOSYS
+from itertools import count
 from typing import Final, final
 
 from paceline.errors import PeerError
-from paceline.transport.buffers import MemoryRegion, MemoryRegions, check_size, fresh_buffer
+from paceline.transport.buffers import check_size, fresh_buffer
 
 _PAGEMAP: Final = "/proc/self/pagemap"
 _ENTRY_BYTES: Final = 8
@@ -134,6 +138,74 @@ def _has_own(pagemap: int, first: int, num_pages: int) -> bool:
     entries = os.pread(pagemap, num_pages * _ENTRY_BYTES, first * _ENTRY_BYTES)
     known = entries[_ENTRY_BYTES - 1 :: _ENTRY_BYTES]
     return len(known) < num_pages or bool(known.translate(None, delete=_NOT_OWN))
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRegion:
+    """One buffer in the address space, alive as long as a view of it exists.
+
+    In shared memory, `descriptor` is that of the file behind it, open as long as the region is alive.
+    """
+
+    number: int
+    start: int
+    size_bytes: int
+    mapping: weakref.ref[mmap.mmap]
+    descriptor: int | None
+
+
+@final
+class MemoryRegions:
+    """The buffers that a transport has allocated, found by address. Thread-safe.
+
+    Holds no buffer alive: when the last view of one is dropped it is freed.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers = count(1)
+        # Sorted by start; may still name freed buffers, whose `mapping()` is None, until the next add.
+        self._regions: list[MemoryRegion] = []
+        self._of_object: dict[int, MemoryRegion] = {}  # the same, by the identity of the mapping
+
+    def add(self, mapping: mmap.mmap, descriptor: int | None = None) -> None:
+        """Register a buffer under a number of its own."""
+        start, size_bytes = _address(memoryview(mapping)), len(mapping)
+        with self._lock:
+            region = MemoryRegion(next(self._numbers), start, size_bytes, weakref.ref(mapping), descriptor)
+            self._regions = sorted([*self.alive(), region], key=_start)
+            alive = ((each.mapping(), each) for each in self._regions)
+            self._of_object = {id(owner): each for owner, each in alive if owner is not None}
+
+    def alive(self) -> list[MemoryRegion]:
+        """Return the buffers that have views."""
+        return [region for region in self._regions if region.mapping() is not None]
+
+    def find(self, body: memoryview) -> tuple[MemoryRegion, int] | None:
+        """Return the buffer that a flat body lies wholly inside, and where in it, or None."""
+        regions = self._regions
+        if body.readonly or not body.nbytes or not regions:
+            return None
+        whole = self._of_object.get(id(body.obj))
+        if whole is not None and whole.size_bytes == body.nbytes and whole.mapping() is body.obj:
+            return whole, 0
+        address = _address(body)
+        index = bisect_right(regions, address, key=_start) - 1
+        if index < 0:
+            return None
+        region = regions[index]
+        offset = address - region.start
+        if offset + body.nbytes > region.size_bytes or region.mapping() is None:
+            return None
+        return region, offset
+
+
+def _start(region: MemoryRegion) -> int:
+    return region.start
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 CreateMemory = Callable[[int], int]

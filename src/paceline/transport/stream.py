@@ -11,12 +11,11 @@ from typing import Final, final
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
 from paceline.transport.base import EMPTY, Frame, Limits, Place
 from paceline.transport.buffer_pool import Buffer
-from paceline.transport.buffers import destination, flat, fresh_buffer
+from paceline.transport.buffers import LentBody, destination, flat, fresh_buffer
 from paceline.transport.channel import Channel, OutOfTime
 from paceline.transport.deadline import Deadline, seconds
 from paceline.transport.frames import PREFIX_BYTES, Kind, Prefix, decode_prefix, encode_prefix
 from paceline.transport.handshake import HandshakeResult
-from paceline.transport.lent_body import LentBody
 from paceline.transport.payloads import Payloads, Placement
 
 # What is read ahead of a body is copied once more, so it must be little beside bodies for which a copy matters.
@@ -201,6 +200,13 @@ class StreamConnection:
     def fileno(self) -> int | None:
         """Return the channel's descriptor; see `Connection.fileno`."""
         return self._channel.fileno()
+
+    def silent_s(self) -> float:
+        """Return how long the other machine has been silent; see `MeasuresSilence`."""
+        try:
+            return self._channel.silent_s()
+        except OSError:  # it has just been closed, which `receive` tells
+            return 0.0
 
     def close(self) -> None:
         """End the connection; see `Connection.close`."""

@@ -16,12 +16,12 @@ from typing import Final, cast, final
 
 from paceline.errors import CertificateRefused, PeerError, ProtocolBug, UsageError
 from paceline.transport.base import PeerIdentity
+from paceline.transport.buffers import LentBody
 from paceline.transport.channel import OutOfTime, SocketChannel, read_exactly
 from paceline.transport.deadline import Deadline
 from paceline.transport.file_watch import FileWatch
 from paceline.transport.frames import MAGIC, what_speaks
 from paceline.transport.handshake import MAX_TLS_HANDSHAKE_BYTES, HandshakeResult, TokenHandshake
-from paceline.transport.lent_body import LentBody
 from paceline.transport.peer_identity import clock, read_identity, read_revoked, validity
 
 # Sixteen records of the largest size: enough that the cost of a call does not matter.
@@ -132,6 +132,10 @@ class TlsChannel:
 
     def fileno(self) -> None:
         """Return None: what was decrypted may wait here while the socket has nothing to read."""
+
+    def silent_s(self) -> float:
+        """Return how long the other end has been silent; see `Channel.silent_s`."""
+        return self._inner.silent_s()
 
     def shut(self) -> None:
         """End the stream; see `Channel.shut`. Every frame says its length, so TLS need not say that it ends."""

@@ -31,6 +31,8 @@ from paceline.update.torch_rule import require_count
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from paceline.update.cuts import ShardCut
+
 BLOCK: Final = 64  # elements: a multiple of torch's vector length on every machine and for every dtype
 _WHOLE: Final = (0, 0)
 # Neighbouring elements of a range, (start, stop), and the indices of the contributions with a gradient there.
@@ -336,6 +338,23 @@ class _Plan:
     is_fresh: bool
 
 
+class _Groups(NamedTuple):
+    """What follows from the hyperparameters of all groups."""
+
+    numbers: list[dict[str, Any]]
+    names: list[tuple[str, ...]]  # states of the elements of each group
+    in_lanes: bool
+    divides: bool  # the kernel divides sums, where their dtype does not round meanwhile
+
+    @classmethod
+    def of(cls, kernel: Kernel, numbers: list[dict[str, Any]], dtype: torch.dtype) -> _Groups:
+        """Ask the kernel."""
+        is_half = dtype in _HALF
+        divides = bool(numbers) and not is_half and all(map(kernel.divides, numbers))
+        in_lanes = is_half or any(bool(each.get("fused")) for each in numbers)
+        return cls(numbers, [kernel.names(each) for each in numbers], in_lanes, divides)
+
+
 @final
 class Chunked:
     """Runs a kernel over a range, chunk by chunk, and owns the state of its elements.
@@ -347,6 +366,7 @@ class Chunked:
         policy: scale and treatment of non-finite elements, see `TableSpec`.
         threads: pool that runs the chunks.
         lasting: where the state lies if it outlives this process; what a predecessor has left there is taken over.
+        cuts: of the shard, whose owner changes the list: they keep what updates change.
     """
 
     def __init__(
@@ -357,9 +377,12 @@ class Chunked:
         policy: tuple[Scale, NonFinite],
         threads: ThreadPool,
         lasting: ShardMemory | None = None,
+        cuts: Sequence[ShardCut] = (),
     ) -> None:
+        self._cuts = cuts
         self._kernel, self._pieces, self._values, self._policy, self._threads = kernel, pieces, values, policy, threads
         self._numbers: list[dict[str, Any]] = []  # all hyperparameters of each group, as of the last update
+        self._groups = _Groups.of(kernel, self._numbers, values.dtype)  # of the last plan
         self._told: tuple[Hyper, ...] = ()  # the argument that `_numbers` was made from
         # None where torch takes all steps; zeroing is left to it, too.
         self._native: NativeSteps | None = steps_of(kernel, values) if policy[1] != "zero" else None
@@ -500,6 +523,10 @@ class Chunked:
             named.update({f"{index}.{name}": piece.view(self._state[name]) for name in names})
         return named
 
+    def element_states(self) -> tuple[dict[str, Tensor], tuple[tuple[str, ...], ...]]:
+        """Return the live states by name, each as long as the range, and which of them each piece has."""
+        return dict(self._state), tuple(self._held)
+
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Replace the state by a copy of `state`; see `UpdateRule.load_state`.
 
@@ -537,8 +564,7 @@ class Chunked:
 
     def _left_to_kernel(self, contributions: Sequence[Contribution]) -> float:
         """Return the divisor that is left to the kernel; 1 if sums are divided before, as their dtype rounds then."""
-        plain = self._values.dtype not in _HALF and all(map(self._kernel.divides, self._numbers))
-        if not (plain and self._numbers):
+        if not self._groups.divides:
             return 1.0
         divisor = divisor_of([contribution.count for contribution in contributions], self._policy[0])
         exact = divisor == torch.tensor(divisor).item()  # torch passes the divisor as a float32
@@ -546,6 +572,8 @@ class Chunked:
 
     def _do(self, chunk: Chunk, update: _Update, thread: int) -> int:
         """Update one chunk; return the number of gradient elements that were zeroed."""
+        for cut in self._cuts:
+            cut.keep(chunk.start, chunk.stop)
         if self._native is not None and update.gradients is not None:
             for call in chunk.native:
                 numbers, step, fresh = self._numbers[call.age.group], update.steps[call.piece], call.age.fresh
@@ -610,10 +638,10 @@ class Chunked:
 
     def _key(self, contributions: Sequence[Contribution], gradients: Addends | None) -> PlanKey:
         """Return what the chunks of an update depend on, the ages of the pieces aside."""
-        names = [self._kernel.names(numbers) for numbers in self._numbers]
-        in_lanes = self._values.dtype in _HALF or any(bool(numbers.get("fused")) for numbers in self._numbers)
+        if self._groups.numbers is not self._numbers:
+            self._groups = _Groups.of(self._kernel, self._numbers, self._values.dtype)
         absent = tuple(contribution.absent for contribution in contributions)
-        return absent, names, in_lanes, gradients is not None
+        return absent, self._groups.names, self._groups.in_lanes, gradients is not None
 
     def _planned(self, contributions: Sequence[Contribution], gradients: Addends | None) -> list[Chunk]:
         """Return the chunks of an update, and count a step of each of its pieces."""

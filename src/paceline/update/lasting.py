@@ -3,7 +3,8 @@
 A killed process has made some of its writes, in their order, and none of the later ones. So what belongs together is
 written beside what is valid, and one byte at the end says that the new is valid now (`Record`). An update of a dense
 shard changes too much for that: it goes chunk by chunk, and notes which chunks are done and what the chunks at hand
-looked like before (`UpdateProgress`). Rows are written ahead, piece by piece (`RowsMemory`).
+looked like before (`UpdateProgress`). Rows are written ahead, piece by piece (`RowsMemory`). What has no fixed
+size is copied whole, beside the last copy, which counts meanwhile (`SavedTensors`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from mmap import PAGESIZE
@@ -20,12 +21,11 @@ from typing import TYPE_CHECKING, Final, final
 import msgspec
 import torch
 
-from paceline.errors import UsageError
+from paceline.errors import ProtocolBug, UsageError
 from paceline.update.placement import as_tensor, torch_dtype
 from paceline.update.rows.layout import IDS, layouts, use_columns
 from paceline.update.rows.memory import PIECE_ROWS
 from paceline.update.rules import Hyper
-from paceline.update.saved_tensors import SavedTensors
 from paceline.update.summing import CHUNK
 from paceline.update.table import TableSpec, cut
 
@@ -36,6 +36,91 @@ if TYPE_CHECKING:
     from paceline.transport.lasting_memory import LastingMemory
     from paceline.update.rows.rules import RowRule
     from paceline.update.rows.spec import RowTableSpec
+
+_LENGTH_BYTES: Final = 8  # of the list of tensors, which follows it
+_ALIGNMENT: Final = 64
+
+_Entry = tuple[str, str, tuple[int, ...]]  # name, dtype and shape
+_decoder: Final = msgspec.msgpack.Decoder(tuple[_Entry, ...])
+
+
+@final
+class SavedTensors:
+    """Two copies of named tensors, whose names and shapes may change from copy to copy.
+
+    Copies are numbered, and a new one is written over the one before the last. So the copy of the number that was
+    noted last, elsewhere and at once, is whole, wherever this process ends.
+
+    Args:
+        lasting: where they lie.
+        name: of their memory.
+
+    Example:
+        >>> from paceline.transport.lasting_memory import LastingMemory, MemoryHolder
+        >>> with MemoryHolder() as holder:
+        ...     holder.start()
+        ...     saved = SavedTensors(LastingMemory.connect(holder.theirs), "saved")
+        ...     saved.write(1, {"step": torch.tensor(2.0), "sum": torch.ones(1, 2)})
+        ...     saved.read(1)
+        {'step': tensor(2.), 'sum': tensor([[1., 1.]])}
+    """
+
+    def __init__(self, lasting: LastingMemory, name: str) -> None:
+        self._lasting, self._name = lasting, name
+
+    def write(self, number: int, tensors: Mapping[str, Tensor]) -> None:
+        """Write a copy, one number after the other.
+
+        Raises:
+            OSError: there is no memory for it.
+            ProtocolBug: one of them is no plain tensor of main memory.
+        """
+        entries = tuple(_entry(name, tensor) for name, tensor in tensors.items())
+        encoded = msgspec.msgpack.encode(entries)
+        start, starts = _aligned(_LENGTH_BYTES + len(encoded)), list[int]()
+        for tensor in tensors.values():
+            starts.append(start)
+            start += _aligned(tensor.nbytes)
+        memory = self._room(number, start)
+        memory[:_LENGTH_BYTES] = len(encoded).to_bytes(_LENGTH_BYTES, "little")
+        memory[_LENGTH_BYTES : _LENGTH_BYTES + len(encoded)] = encoded
+        for begin, tensor in zip(starts, tensors.values(), strict=True):
+            if tensor.nbytes:
+                as_tensor(memory[begin : begin + tensor.nbytes], tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+
+    def read(self, number: int) -> dict[str, Tensor]:
+        """Return the tensors of a copy, which lie where they were written: copy them before the next but one."""
+        memory, found = self._lasting.region(self._region(number), 0), dict[str, torch.Tensor]()
+        length = int.from_bytes(memory[:_LENGTH_BYTES], "little")
+        start = _aligned(_LENGTH_BYTES + length)
+        for name, dtype_name, shape in _decoder.decode(memory[_LENGTH_BYTES : _LENGTH_BYTES + length]):
+            empty = torch.empty(shape, dtype=getattr(torch, dtype_name), device="meta")
+            if empty.nbytes:
+                found[name] = as_tensor(memory[start : start + empty.nbytes], empty.dtype).view(shape)
+            else:
+                found[name] = torch.empty(shape, dtype=empty.dtype)
+            start += _aligned(empty.nbytes)
+        return found
+
+    def _room(self, number: int, size_bytes: int) -> memoryview:
+        name = self._region(number)
+        if self._lasting.has(name) and self._lasting.region(name, size_bytes).nbytes < size_bytes:
+            self._lasting.drop(name)
+        return self._lasting.region(name, size_bytes)
+
+    def _region(self, number: int) -> str:
+        return f"{self._name}-{number % 2}"
+
+
+def _entry(name: str, tensor: Tensor) -> _Entry:
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
+        raise ProtocolBug(f"'{name}' is on {tensor.device} and {tensor.layout}, expected a plain tensor of main memory")
+    return name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
+
 
 _HEAD_BYTES: Final = 64  # the first byte says which numbers are valid
 _NUMBER_BYTES: Final = 8

@@ -155,9 +155,6 @@ class NativeSteps:
             step: number of this step, from 1.
             fresh: whether the state has never been written.
         """
-        missing = [name for name in self._kernel.names(numbers) if place.state[self._kernel.known.index(name)] is None]
-        if missing:
-            raise ProtocolBug(f"a step of {self._kernel.name} lacks the states {missing}")
         if isinstance(self._kernel, SGDKernel):
             return self._step_sgd(place, gradients, having, numbers, fresh=fresh)
         return self._step_adam(place, gradients, having, numbers, step)
@@ -165,6 +162,8 @@ class NativeSteps:
     def _step_sgd(
         self, place: StepMemory, gradients: Addends, having: Sequence[int], numbers: Numbers, *, fresh: bool
     ) -> bool:
+        if numbers["momentum"]:
+            self._require_states(place, numbers)
         how = _NESTEROV * bool(numbers["nesterov"]) + _MAXIMIZE * bool(numbers["maximize"]) + _FRESH * fresh
         is_suspect: int = self._library.paceline_sgd(
             *(place.values, *place.state, place.length, *gradients.at(place, having), gradients.divisor),
@@ -175,6 +174,7 @@ class NativeSteps:
     def _step_adam(
         self, place: StepMemory, gradients: Addends, having: Sequence[int], numbers: Numbers, step: float
     ) -> bool:
+        self._require_states(place, numbers)
         decay, (beta1, beta2), lr = numbers["weight_decay"], numbers["betas"], numbers["lr"]
         is_decoupled = self._kernel.name.endswith("AdamW") or bool(numbers.get("decoupled_weight_decay"))
         size, root = lr / (1 - beta1**step), math.sqrt(1 - beta2**step)
@@ -184,6 +184,12 @@ class NativeSteps:
             *(1 - beta1, beta2, 1 - beta2, size, root, numbers["eps"], _MAXIMIZE * bool(numbers["maximize"])),
         )
         return not is_suspect
+
+    def _require_states(self, place: StepMemory, numbers: Numbers) -> None:
+        """Raise ProtocolBug unless the memory has all states that a step with these hyperparameters changes."""
+        missing = [name for name in self._kernel.names(numbers) if place.state[self._kernel.known.index(name)] is None]
+        if missing:
+            raise ProtocolBug(f"a step of {self._kernel.name} lacks the states {missing}")
 
 
 def steps_of(kernel: Kernel, values: Tensor) -> NativeSteps | None:

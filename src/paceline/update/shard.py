@@ -12,6 +12,7 @@ import torch
 
 from paceline.errors import ProtocolBug, UsageError
 from paceline.update.chunked import Chunked
+from paceline.update.cuts import ShardCut
 from paceline.update.kernels import Kernel
 from paceline.update.lasting import ShardMemory, ShardSettings
 from paceline.update.placement import as_tensor
@@ -131,6 +132,7 @@ class Shard:
     ) -> None:
         self.spec = spec
         self.span = span
+        self._shape = (span.length,)
         self._dtype: torch.dtype = getattr(torch, spec.dtype)
         self._lasting = lasting
         self.cold = ""  # why the shard does not last any more
@@ -151,10 +153,11 @@ class Shard:
         self._pieces = cut(spec, span)
         self._require_whole_tensors(rule)
         self._threads = ThreadPool(num_threads)
+        self._cuts: list[ShardCut] = []  # that may still need what changes
         self._merger = Merger(spec.rule.quorum, now) if spec.rule.quorum else None
         policy = (spec.scale, spec.nonfinite)
         self._updates = (
-            Chunked(rule, self._pieces, self.values, policy, self._threads, lasting)
+            Chunked(rule, self._pieces, self.values, policy, self._threads, lasting, self._cuts)
             if isinstance(rule, Kernel)
             else WholeTensors(rule, self._pieces, self.values, policy, self._threads, lasting)
         )
@@ -164,6 +167,7 @@ class Shard:
         self._require_fit(values, "values")
         if self._lasting is not None:
             self._lasting.progress.note_change()
+        self._keep_for_cuts()
         self.values.copy_(values)
         self.initialised = True
         self._commit()
@@ -226,6 +230,10 @@ class Shard:
     @torch.no_grad()
     def _update(self, contributions: Sequence[Contribution]) -> dict[int, int]:
         updates, hyper = self._updates, contributions[0].hyper or self.hyper
+        if self._cuts:
+            self._cuts[:] = [each for each in self._cuts if not each.is_over]
+            if isinstance(updates, WholeTensors):
+                self._keep_for_cuts()
         unchecked = any(each.unchecked for each in contributions)
         is_tried = unchecked and isinstance(updates, Chunked) and updates.try_to_apply(contributions, hyper)
         if not is_tried:
@@ -330,11 +338,35 @@ class Shard:
         if VALUES not in state:
             raise ProtocolBug(f"Table '{self.spec.name}': a state without values. Load the state of this very range.")
         self._require_fit(state[VALUES], "values")
+        self._keep_for_cuts()
         self._updates.load_state(named)
         if self._merger is not None:
             self._merger.pop_all()  # they belong to the earlier values
         self.version = version
         self.store(state[VALUES])
+
+    def cut(self, has_room: Callable[[int], bool] = lambda _: True, *, values_only: bool = False) -> ShardCut:
+        """Return the shard as it is now, to be read while updates go on.
+
+        Its `fixed` tensors are named as those of `state`. With `values_only` it has no state.
+        """
+        parts: dict[str, Tensor] = {VALUES: self.values}
+        fixed: dict[str, Tensor] = {}
+        held: tuple[tuple[str, ...], ...] = ()
+        if not values_only and isinstance(self._updates, Chunked):
+            states, held = self._updates.element_states()
+            parts.update(states)
+        if not values_only:
+            inside = {name for name in parts if name != VALUES}
+            whole = {key: value for key, value in self.state().items() if key != VALUES}
+            fixed = {key: value.clone() for key, value in whole.items() if key.partition(".")[2] not in inside}
+        made = ShardCut(parts, fixed, held, has_room)
+        self._cuts.append(made)
+        return made
+
+    def _keep_for_cuts(self) -> None:
+        for each in self._cuts:
+            each.keep_all()
 
     def close(self) -> None:
         """End the threads; the last call."""
@@ -361,10 +393,10 @@ class Shard:
                 )
 
     def _require_fit(self, tensor: Tensor, what: str) -> None:
-        if tensor.shape != (self.span.length,) or tensor.dtype != self._dtype:
+        if tensor.shape != self._shape or tensor.dtype != self._dtype:
             raise ProtocolBug(
                 f"Table '{self.spec.name}', server {self.span.server}: got {what} of shape {tuple(tensor.shape)} and "
-                f"{tensor.dtype}, expected {(self.span.length,)} and {self._dtype}."
+                f"{tensor.dtype}, expected {self._shape} and {self._dtype}."
             )
 
 

@@ -278,6 +278,23 @@ class SegmentPiece:
         return flat[self.offset : self.offset + self.numel].view(self.shape)
 
 
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """How the bytes of a cut of a dense shard are to be read; see `update.cuts`.
+
+    Args:
+        num_elements: of the range.
+        piece_elements: elements of each piece but the last.
+        parts: name and dtype of what each piece has of its elements, one after the other: the values, then states.
+        held: for each segment piece of the range, the states that its elements have; the bytes of others mean nothing.
+    """
+
+    num_elements: int
+    piece_elements: int
+    parts: tuple[tuple[str, str], ...]
+    held: tuple[tuple[str, ...], ...] = ()
+
+
 def cut_within(pieces: Sequence[SegmentPiece], start: int, stop: int) -> tuple[int, tuple[SegmentPiece, ...]]:
     """Return what of the pieces of a range lies in its elements `start` to `stop`, and the index of the first of them.
 

@@ -6,9 +6,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
-from operator import is_
 from typing import Any, Final, cast, final
 
 import torch
@@ -110,24 +108,6 @@ def pushed_hyper(groups: Sequence[Mapping[str, object]], rule: RuleSpec) -> tupl
         }
         for group, declared in zip(groups, rule.groups, strict=True)
     )
-
-
-@dataclass(slots=True)
-class PushedHyper:
-    """The hyperparameters of pushes; converted anew only where a group holds another object than at the last call."""
-
-    rule: RuleSpec
-    _given: list[object] = field(default_factory=list[object])
-    _hyper: tuple[Hyper, ...] = ()
-
-    def of(self, groups: Sequence[Mapping[str, object]]) -> tuple[Hyper, ...]:
-        """Return `pushed_hyper` of these groups."""
-        given = [group[key] for group, declared in zip(groups, self.rule.groups, strict=True) for key in declared]
-        if len(given) != len(self._given) or not all(map(is_, given, self._given)):
-            self._hyper = pushed_hyper(groups, self.rule)
-            is_fixed = not any(isinstance(value, list) for value in given)  # a list may change in place
-            self._given = given if is_fixed else []
-        return self._hyper
 
 
 def check_groups(rule: RuleSpec) -> None:

@@ -15,14 +15,12 @@ from typing import Final, Protocol, final
 
 from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, UsageError
 from paceline.stopwatch import Stopwatch
-from paceline.transport.base import EMPTY, Connection, Frame, Place, Transport, receive_all
+from paceline.transport.base import EMPTY, MAX_TOGETHER, Connection, Frame, Place, Transport
 from paceline.transport.buffer_pool import Buffer
 from paceline.transport.deadline import seconds
-from paceline.transport.poller import Poller
-from paceline.wire.messages import Hello, encode, is_joined, is_said_again
-from paceline.wire.permissions import check_server
-from paceline.wire.send_order import OrderedPiece
-from paceline.wire.send_queue import SendHold, SendQueue
+from paceline.transport.poller import Poller, receive_all
+from paceline.wire.messages import Hello, check_server, encode, is_joined, is_said_again
+from paceline.wire.send_queue import OrderedPiece, SendHold, SendQueue
 
 ASIDE_S = 0.02  # after a wait, the next one mostly follows as soon, and nothing else is worth a wake-up
 
@@ -128,7 +126,32 @@ NUM_FRUITLESS: Final = 3
 SOON_S: Final = 30.0
 SMALL_BYTES: Final = 500  # frames of this size pass on every path
 _MOST_SAID: Final = 1 << 13
-_LARGE_BYTES: Final = 256 << 10  # of a body that the transport copies: received by a thread, beside other connections
+LARGE_BYTES: Final = 256 << 10  # of a body that the transport copies
+SMALL_IN_A_ROW: Final = 64  # frames: about as many as come in twenty steps of a small model
+
+
+@dataclass(slots=True)
+class LargeBodies:
+    """Whether a connection brings large bodies, which its own thread receives beside other connections.
+
+    It does from the first one, until a number of frames in a row have none: one table that is loaded or read whole
+    does not make every later step wake a thread.
+    """
+
+    num_left: int = 0  # small frames until large bodies are expected no more
+
+    def note_body(self, size_bytes: int) -> None:
+        """Note a body that is about to be received."""
+        if size_bytes > LARGE_BYTES:
+            self.num_left = SMALL_IN_A_ROW
+
+    def note_frames(self, num: int) -> None:
+        """Note frames that have been received together.
+
+        After as many as can be, more may be read ahead, which waiting for the connection would not find.
+        """
+        if num < MAX_TOGETHER:
+            self.num_left = max(0, self.num_left - num)
 
 
 @dataclass(slots=True)
@@ -214,6 +237,7 @@ class ReconnectingConnection:
             so that these do not overtake them.
         on_lost: called with the reason once the server is given up.
         how_ended: returns how the server has ended, or an empty text; a server that has ended is not tried again.
+        where: returns where the server listens now, as another process may serve elsewhere; "" for the same address.
         hold: gathers the small frames that are sent while it is entered.
         turns: lets threads that wait for answers call `on_frames` and `place` in the place of the reader thread.
     """
@@ -228,6 +252,7 @@ class ReconnectingConnection:
     on_reconnected: Callable[[Callable[[], None]], None]
     on_lost: Callable[[str], None]
     how_ended: Callable[[], str]
+    where: Callable[[], str] = lambda: ""
     hold: SendHold | None = None
     turns: ReadTurns = field(default_factory=lambda: ReadTurns(lambda: None))
     _post: SendQueue = field(init=False)
@@ -237,7 +262,7 @@ class ReconnectingConnection:
     _reading: threading.Lock = field(default_factory=threading.Lock)  # held until the frames are handled, in order
     _called: threading.Event = field(default_factory=threading.Event)  # the reader thread has to read
     _problem: BaseException | None = None  # with which another thread has stopped to read
-    _is_large: bool = False  # a large body has come: the reader thread reads from then on
+    _large: LargeBodies = field(default_factory=LargeBodies)  # while they come, the reader thread reads
     _num_turns_seen: int = 0
 
     def open(self, timeout_s: float) -> None:
@@ -269,6 +294,12 @@ class ReconnectingConnection:
             self._progress.note_sent(len(header) + body.nbytes)
         self._post.send(header, body, urgent=urgent, last_of=last_of, piece=piece)
 
+    def follow(self) -> None:
+        """Give the connection up if the server listens elsewhere by now: where it was, it may be silent for long."""
+        address = self.where()
+        if address and address != self.address:
+            self._on_broken(self._post.connection)
+
     def close(self) -> None:
         """End the connection and its thread."""
         self._closing.set()
@@ -298,7 +329,7 @@ class ReconnectingConnection:
             self._problem = error
             if not isinstance(error, Exception):
                 raise
-        if self._is_large or self._problem is not None:  # a connection that is closed says so itself
+        if self._large.num_left or self._problem is not None:  # a connection that is closed says so itself
             self._called.set()
 
     def end_reading(self) -> None:
@@ -306,7 +337,7 @@ class ReconnectingConnection:
         self._reading.release()
 
     def _may_stand_aside(self) -> bool:
-        is_able = self._problem is None and not self._is_large and not self._closing.is_set()
+        is_able = self._problem is None and not self._large.num_left and not self._closing.is_set()
         return is_able and self._post.connection.fileno() is not None
 
     def _stand_aside(self) -> None:
@@ -340,6 +371,7 @@ class ReconnectingConnection:
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 
     def _connect(self, timeout_s: float) -> SendQueue:
+        self.address = self.where() or self.address
         connection = self.transport.connect(self.address, encode(self.hello), timeout_s=timeout_s)
         check_server(connection, self.server)
         self._progress.note_connected()
@@ -395,10 +427,14 @@ class ReconnectingConnection:
         if not self._progress.is_answered:
             for frame in frames:
                 self._progress.note_arrived(frame.header)
+        if self._large.num_left:
+            self._large.note_frames(len(frames))
+            if not self._large.num_left:
+                self._called.clear()  # whatever else it was set for is found out within `ASIDE_S`
         self.on_frames(frames)
 
     def _place(self, header: bytes, size_bytes: int) -> Buffer | memoryview | None:
-        self._is_large = self._is_large or size_bytes > _LARGE_BYTES
+        self._large.note_body(size_bytes)
         return self.place(header, size_bytes)
 
     def _use(self, post: SendQueue) -> None:

@@ -1,22 +1,23 @@
-"""The messages on the wire: frames of pushes, pulls and rows around the core's messages, and the encoding of all kinds.
+"""The messages on the wire, how they are encoded, and which role may send which.
 
-One byte for the kind, then the message in MessagePack, checked field by field. Nothing is ever unpickled, and a message
-that does not match its declared fields is refused before it is used.
+Frames of pushes, pulls and rows lie around the core's messages. One byte for the kind, then the message in MessagePack,
+checked field by field. Nothing is ever unpickled, and a message that does not match its declared fields is refused
+before it is used; so is one that carries the identity of another peer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Final, Generic, TypeAlias, TypeVar, final
+from typing import Final, Generic, Literal, TypeAlias, TypeVar, final
 
 import msgspec
 
 from paceline.core import messages
-from paceline.core.value_classes import value_class
+from paceline.core.messages import PushId, Sender, value_class
 from paceline.core.worker import MAX_TOGETHER
-from paceline.errors import PeerError, UsageError
-from paceline.transport.base import EMPTY
+from paceline.errors import AuthenticationFailed, PeerError, UsageError
+from paceline.transport.base import EMPTY, Connection
 from paceline.update.table import Hyper
 from paceline.wire import requests
 
@@ -351,6 +352,11 @@ _CODEC: Final = MessageCodec[object](
     PushPiece,
     EarlyValues,
     FetchedRest,
+    requests.ListTables,
+    requests.BeginCut,
+    requests.ReadCut,
+    requests.EndCut,
+    requests.PublishTable,
 )
 _PUSHES: Final = tuple(map(_CODEC.kind_byte, (PushFrame, StepFrame, PushPiece)))
 _JOINED: Final = _CODEC.kind_byte(messages.Joined)
@@ -373,3 +379,124 @@ def is_joined(header: bytes) -> bool:
 def is_said_again(header: bytes) -> bool:
     """Return whether a header is of an answer that a push gets each time it is repeated, without decoding it."""
     return header[:1] in _SAID_AGAIN
+
+
+Role = Literal["worker", "server", "reader"]
+
+# The role that may send each message to a server; None for messages to workers, and for those of handshakes.
+SPEAKERS: Final[dict[type, Role | None]] = {
+    Hello: None,
+    PushFrame: "worker",
+    PullFrame: "worker",
+    StepFrame: "worker",
+    PushPiece: "worker",
+    EarlyValues: None,
+    FetchedRest: None,
+    RowPushFrame: "worker",
+    RowPullFrame: "worker",
+    Unsubscribe: "worker",
+    RowsUsed: "worker",
+    KeysWanted: None,
+    messages.Join: "worker",
+    messages.Leave: "worker",
+    messages.Clock: "worker",
+    messages.Taken: "worker",
+    messages.Joined: None,
+    messages.Left: None,
+    messages.Held: None,
+    messages.Applied: None,
+    messages.PushRefused: None,
+    messages.Ticked: None,
+    messages.Fetched: None,
+    messages.Delivered: None,
+    messages.PullRefused: None,
+    messages.WorkerRefused: None,
+    messages.Follow: "server",
+    messages.Closed: "server",
+    requests.Declare: "worker",
+    requests.DeclareRows: "worker",
+    requests.Describe: "worker",
+    requests.Initialise: "worker",
+    requests.AwaitValues: "worker",
+    requests.SaveState: "worker",
+    requests.LoadState: "worker",
+    requests.Barrier: "worker",
+    requests.ClaimWork: "worker",
+    requests.ReportWait: "worker",
+    requests.CallFunction: "worker",
+    requests.CountRows: "worker",
+    requests.ReadRows: "worker",
+    requests.WriteRows: "worker",
+    requests.ListTables: "worker",
+    requests.BeginCut: "worker",
+    requests.ReadCut: "worker",
+    requests.EndCut: "worker",
+    requests.PublishTable: "worker",
+    requests.RequestDone: None,
+    requests.RequestFailed: None,
+}
+
+
+_MOST_CLOCKS: Final = 1 << 63
+
+
+def check_said(hello: Hello, message: object, num_servers: int) -> None:
+    """Raise PeerError unless the peer's role may send this message, and the message carries the peer's identity."""
+    if SPEAKERS[type(message)] != hello.role:
+        raise PeerError(f"a {hello.role} may not say {type(message).__name__}")
+    if isinstance(message, StepFrame):
+        message.check()
+        pushes = (*message.pushes, *message.row_pushes)
+        _check_worker(hello, *[part.push.id for part in pushes], *[part.pull.sender for part in message.pulls])
+        if message.ends >= _MOST_CLOCKS:
+            raise PeerError(f"{hello.role} {hello.rank} ends clock {message.ends}")
+    elif isinstance(message, PushFrame | RowPushFrame):
+        _check_worker(hello, message.push.id)
+    elif isinstance(message, PushPiece):
+        _check_worker(hello, message.push.push.id)
+    elif isinstance(message, PullFrame | RowPullFrame):
+        _check_worker(hello, message.pull.sender)
+    elif isinstance(
+        message,
+        messages.Join | messages.Leave | messages.Clock | messages.Taken | Unsubscribe | RowsUsed,
+    ):
+        _check_worker(hello, message.sender)
+    elif isinstance(message, messages.Follow | messages.Closed):
+        _check_server(hello, message, num_servers)
+
+
+def check_caller(hello: object, connection: Connection) -> Hello:
+    """Return the caller's introduction; raises PeerError if it has none, or its certificate is for another process."""
+    if not isinstance(hello, Hello):
+        raise PeerError("the peer did not introduce itself")
+    if not connection.peer_identity.permit(hello.role, hello.rank):
+        holder = connection.peer_identity.holder
+        raise PeerError(f"it calls itself {hello.role} {hello.rank}, but its certificate is for {holder}")
+    return hello
+
+
+def check_server(connection: Connection, rank: int, role: str = "server") -> None:
+    """Raise AuthenticationFailed, and close the connection, if its certificate is not for this (data) server."""
+    if not connection.peer_identity.permit(role, rank):
+        connection.close()
+        name = "data server" if role == "data" else role
+        raise AuthenticationFailed(
+            f"{connection.peer} was to be {name} {rank}, but its certificate is for {connection.peer_identity.holder}; "
+            "do not trust it"
+        )
+
+
+def _check_worker(hello: Hello, *said_by: PushId | Sender) -> None:
+    """Raise PeerError for a message with the identity of another worker or incarnation."""
+    for said in said_by:
+        if (said.worker, said.incarnation) != (hello.rank, hello.incarnation):
+            raise PeerError(
+                f"{hello.role} {hello.rank} (incarnation {hello.incarnation}) speaks as worker {said.worker} "
+                f"(incarnation {said.incarnation})"
+            )
+
+
+def _check_server(hello: Hello, message: messages.Follow | messages.Closed, num_servers: int) -> None:
+    follows = isinstance(message, messages.Follow)
+    if not 0 <= hello.rank < num_servers or (follows and message.server != hello.rank):
+        raise PeerError(f"{message} came from server {hello.rank} of {num_servers}")

@@ -1,6 +1,8 @@
-"""Requests of a worker to a server outside the clock protocol: tables, their state, barriers, dynamic work.
+"""Requests of a worker to a server outside the clock protocol (tables, their state, barriers, work), and their limits.
 
-A request carries a number that the worker chooses; the reply repeats it. Repeating a request is harmless.
+A request carries a number that the worker chooses; the reply repeats it. Repeating a request is harmless. What one may
+make a server compute or keep is checked before any allocation or long computation. The page about attacks lists all
+limits, by message. Paceline's own workers split their requests to stay within them.
 """
 
 from __future__ import annotations
@@ -8,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from paceline.errors import UsageError
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.rules import Hyper
-from paceline.update.table import TableSpec
+from paceline.update.table import MAX_NAME, ShardLayout, TableSpec
 
 COUNT_BYTES = 8  # the number of changed values or rows, before the tensors that a function returns
 NEXT_SLOT = "next_slot"  # the key, beside the rows of a piece, of the slot where the next piece begins
@@ -73,10 +76,11 @@ class SaveState:
 
 @dataclass(frozen=True, slots=True)
 class LoadState:
-    """Replace your part of the table by what travels beside this."""
+    """Replace your part of the table by what travels beside this; with `only_first`, if it has no values yet."""
 
     number: int
     table: str
+    only_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +182,59 @@ class WriteRows:
 
 
 @dataclass(frozen=True, slots=True)
+class ListTables:
+    """Send me the name, kind and declaration of every table that you have a part of."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class BeginCut:
+    """Have your part ready to be read as it is when it has every update below the clock `needs`, and go on meanwhile.
+
+    Where updates show on clocks, it has no other update. It ends the cut of this table that I had.
+    """
+
+    table_call: TableCall
+    values_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCut:
+    """Send me one piece of your part as it was at my cut: each once, in any order; the last ones also again."""
+
+    number: int
+    table: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndCut:
+    """I need no more of my cut."""
+
+    number: int
+    table: str
+
+
+@dataclass(frozen=True, slots=True)
+class PublishTable:
+    """Publish your part of the table, with its updates below `table_call.needs`, as a part of a version of `name`.
+
+    The version is there once you have been asked for each of `tables`. `number`: of the version, the clock that I have
+    reached; `series`: mine, the same for all versions that I publish. `keep`: how many versions of this name to keep.
+    `layout`: which tensors lie where, for readers.
+    """
+
+    table_call: TableCall
+    name: str
+    series: str
+    number: int
+    keep: int
+    tables: tuple[str, ...]
+    layout: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class RequestDone:
     """Your request is done; its result travels beside this."""
 
@@ -192,5 +249,73 @@ class RequestFailed:
     reason: str
 
 
-Request = Declare | DeclareRows | Describe | Initialise | AwaitValues | SaveState | LoadState | Barrier | ClaimWork
-WholeTable = CallFunction | CountRows | ReadRows | WriteRows  # requests about all of a table
+@dataclass(frozen=True, slots=True)
+class CutHead:
+    """What a server says of its part of a cut.
+
+    Args:
+        clock: every update of the clocks below is in it.
+        version: number of updates in it.
+        num_pieces: to be read; -1 if there were no values.
+        hyper: hyperparameters of each group, as of the last update.
+        layout: how to read the pieces of a dense table; those of rows are safetensors.
+        fixed: as safetensors, the state that is in no piece, named as in `Shard.state`.
+    """
+
+    clock: int
+    version: int
+    num_pieces: int = -1
+    hyper: tuple[Hyper, ...] = ()
+    layout: ShardLayout | None = None
+    fixed: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class ListedTable:
+    """A table of a server, in the answer to `ListTables`, and its declaration as msgpack."""
+
+    name: str
+    kind: str
+    spec: bytes
+
+
+Request = (
+    Declare
+    | DeclareRows
+    | Describe
+    | Initialise
+    | AwaitValues
+    | SaveState
+    | LoadState
+    | Barrier
+    | ClaimWork
+    | ListTables
+    | ReadCut
+    | EndCut
+)
+TableOperation = CallFunction | CountRows | ReadRows | WriteRows
+WholeTable = TableOperation | BeginCut | PublishTable  # requests about all of a table
+
+
+SMALL_BYTES: Final = 64 << 10  # a body that is accepted unchecked; an invalid one is refused later, with a reason
+MAX_IDS: Final = 1 << 20  # in one read of rows, or in one `Unsubscribe`
+MAX_READ_NUMBERS: Final = 1 << 21  # in the answer to one read; a million first values take a tenth of a second
+MAX_WAITING_READ_BYTES: Final = 1 << 30  # in all answers about one table that one worker waits for
+MAX_PUSH_BYTES: Final = 1 << 30  # of rows in one push
+MAX_JOINED_BYTES: Final = 128 << 10  # of several pushes in one frame, which are copied into one body
+MAX_HEARD_BYTES: Final = 1 << 29  # of one worker's kept answers, and of its waiting requests
+
+
+def most_rows(width: int) -> int:
+    """Return how many rows one read may request when a row and its echo have `width` numbers together.
+
+    >>> most_rows(16), most_rows(1 << 21)
+    (131072, 1)
+    """
+    return max(1, min(MAX_IDS, MAX_READ_NUMBERS // width))
+
+
+def require_short(what: str, name: str) -> None:
+    """Raise UsageError for a name longer than MAX_NAME."""
+    if len(name) > MAX_NAME:
+        raise UsageError(f"the name of {what} has {len(name)} characters, expected at most {MAX_NAME}")

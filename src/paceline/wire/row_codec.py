@@ -5,13 +5,14 @@ An echo is a column of the rule's state that readers are sent with the values an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from paceline.core.messages import value_class
 from paceline.errors import PeerError
 from paceline.update.filters.encoding import RowEncoding, codec_of
 from paceline.update.placement import torch_dtype
@@ -21,7 +22,7 @@ from paceline.update.rows.spec import RowTableSpec
 ID_BYTES = 8
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class RowBody:
     """A decoded body: the ids if they were sent, rows (n, width) and echoes (n, echo width)."""
 
@@ -35,7 +36,7 @@ class RowBody:
         return self.rows if self.echo is None else torch.cat([self.rows, self.echo], dim=1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowBodyLayout:
     """The layout of one table's rows in one direction."""
 
@@ -43,26 +44,15 @@ class RowBodyLayout:
     width: int
     dtype: torch.dtype
     echo_width: int = 0
+    full_width: int = field(init=False)  # numbers of a row and its echo
+    encoded_bytes: int = field(init=False)  # of a row without its echo
+    row_bytes: int = field(init=False)  # of a row, without its id
 
-    @property
-    def full_width(self) -> int:
-        """Numbers of a row and its echo."""
-        return self.width + self.echo_width
-
-    @property
-    def encoded_bytes(self) -> int:
-        """Bytes of a row without its echo."""
-        return self.codec.row_bytes(self.width, self.dtype)
-
-    @property
-    def echo_bytes(self) -> int:
-        """Bytes of a row's echo."""
-        return self.echo_width * self.dtype.itemsize
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row, without its id."""
-        return self.encoded_bytes + self.echo_bytes
+    def __post_init__(self) -> None:
+        """Compute the sizes, which every step asks for."""
+        self.full_width = self.width + self.echo_width
+        self.encoded_bytes = self.codec.row_bytes(self.width, self.dtype)
+        self.row_bytes = self.encoded_bytes + self.echo_width * self.dtype.itemsize
 
     def num_rows(self, size_bytes: int) -> int:
         """Return how many rows with their ids a body of this size has."""

@@ -1,6 +1,8 @@
 """The send queue of one peer: frames leave in order, and those that would block are sent by a thread.
 
-So a slow peer does not delay the others. Small frames that are sent while a `SendHold` is entered leave together.
+So a slow peer does not delay the others. Small frames that are sent while a `SendHold` is entered leave together. The
+pieces of one push leave in one order (`SendOrder`) over all its connections, which share the line of a host alike:
+without it, small parts would take the time in which the large ones are due, and a step ends with its last part.
 """
 
 from __future__ import annotations
@@ -11,12 +13,83 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import NamedTuple, final
+from typing import Final, NamedTuple, final
 
 from paceline.errors import PeerError, UsageError
 from paceline.transport.base import EMPTY, MAX_TOGETHER, Connection
-from paceline.transport.lent_body import LentBody, SendsLent
-from paceline.wire.send_order import OrderedPiece
+from paceline.transport.buffers import LentBody, SendsLent
+
+_AHEAD: Final = 1 / 32  # of a part: so far it may be ahead of another, so that both leave at the same time
+
+
+@final
+class SendOrder:
+    """Has the parts of a push leave in proportion to their sizes, each in pieces and by a queue of its own.
+
+    A part counts from its first piece on. Thread-safe.
+
+    Example:
+        >>> order = SendOrder()
+        >>> large, small = (order.piece(server, 0.0, 0.5) for server in (0, 1))
+        >>> next_small = order.piece(1, 0.5, 1.0)
+        >>> large.may_leave(lambda: None), small.may_leave(lambda: None)
+        (True, True)
+        >>> small.note_left()
+        >>> next_small.may_leave(lambda: print("now"))
+        False
+        >>> large.note_left()
+        now
+        >>> next_small.may_leave(lambda: None)
+        True
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._left: dict[int, float] = {}  # by part: how much of it has left, from 0 to 1
+        self._waiting: dict[int, tuple[float, Callable[[], None]]] = {}  # by part: where its next piece starts
+
+    def piece(self, part: int, start: float, stop: float) -> OrderedPiece:
+        """Return the next piece of a part, from one fraction of it to another, the last one to 1."""
+        with self._lock:
+            self._left.setdefault(part, 0.0)
+        return OrderedPiece(self, part, start, stop)
+
+    def may_leave(self, part: int, start: float, wake: Callable[[], None]) -> bool:
+        """See `OrderedPiece.may_leave`."""
+        with self._lock:
+            if start > min(self._left.values()) + _AHEAD:
+                self._waiting[part] = start, wake
+                return False
+            self._waiting.pop(part, None)
+            return True
+
+    def note_left(self, part: int, stop: float) -> None:
+        """See `OrderedPiece.note_left`."""
+        with self._lock:
+            self._left[part] = stop
+            least = min(self._left.values()) + _AHEAD
+            due = [wake for start, wake in self._waiting.values() if start <= least]
+        for wake in due:
+            wake()
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedPiece:
+    """A piece of a part; see `SendOrder.piece`."""
+
+    order: SendOrder
+    part: int
+    start: float
+    stop: float
+
+    def may_leave(self, wake: Callable[[], None]) -> bool:
+        """Return whether it is this piece's turn; if not, `wake` is called when it is, without a lock, maybe twice."""
+        return self.order.may_leave(self.part, self.start, wake)
+
+    def note_left(self) -> None:
+        """Note that the piece has left, or will not, as its connection has ended: others wait for it no longer."""
+        self.order.note_left(self.part, self.stop)
+
 
 _TIMEOUT_S = 60.0  # for a small frame
 _LEAST_BYTES_PER_S = 1e6  # a peer that receives large frames more slowly than this is disconnected

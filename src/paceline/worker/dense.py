@@ -1,4 +1,4 @@
-"""A dense table of a worker: its cache, its pushes in flight and its reads."""
+"""A dense table of a worker: its pushes in flight, its reads, and values that come while their clock is open."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from torch import Tensor
 from paceline.core.consistency import Consistency
 from paceline.core.effects import Forget, Install, ReadDone, Release
 from paceline.core.events import Opened, Timeout, WantPush, WantRead
-from paceline.core.messages import Fetched, Pull, Push
+from paceline.core.messages import Fetched, Pull, Push, value_class
 from paceline.core.table_reads import TableReads
-from paceline.core.value_classes import value_class
 from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.transport.base import EMPTY
 from paceline.transport.buffers import fresh_buffer
@@ -29,7 +28,6 @@ from paceline.update.table import Hyper, TableSpec
 from paceline.wire.messages import EarlyValues, FetchedRest, KeysWanted, PullFrame, PushFrame, PushPiece
 from paceline.wire.requests import Declare
 from paceline.worker.cache import TableCache, can_replay
-from paceline.worker.early_values import EarlyPart
 from paceline.worker.pushes import (
     Outgoing,
     PushBuffer,
@@ -45,6 +43,47 @@ from paceline.worker.pushes import (
 )
 from paceline.worker.table_client import ClientContext
 from paceline.worker.waits import About
+
+
+@dataclass(slots=True)
+class EarlyPart:
+    """What has come ahead of one server's part of a table. It lies beside the cache, as it may have to be dropped.
+
+    Frames may be lost, or come twice: only what continues what is here is taken. `place` is called by the thread that
+    reads the connection, `forget` and `whole` by the same one under the worker's lock, between two frames.
+    """
+
+    memory: memoryview
+    clock: int = -1  # the values are those after this one
+    num_bytes: int = 0  # from the start of the part
+
+    def place(self, clock: int, at: int, size_bytes: int) -> memoryview | None:
+        """Return memory for the next bytes of the part, which are those from `at` on; None for others.
+
+        >>> part = EarlyPart(memoryview(bytearray(8)))
+        >>> part.place(3, 0, 6).nbytes, part.place(3, 0, 6), part.whole(3)
+        (6, None, None)
+        >>> part.place(3, 6, 2).nbytes, part.whole(3).nbytes, part.whole(4)
+        (2, 8, None)
+        >>> part.forget()
+        >>> part.place(3, -1, 4) is None  # no server says so that keeps to the protocol
+        True
+        """
+        continues = at >= 0 and (clock, at) == (self.clock, self.num_bytes)
+        begins = at == 0 and clock > self.clock
+        if not (continues or begins) or at + size_bytes > self.memory.nbytes:
+            return None
+        self.clock, self.num_bytes = clock, at + size_bytes
+        return self.memory[at : at + size_bytes]
+
+    def forget(self) -> None:
+        """Take no more values of this clock: what was on its way over a connection that has ended is lost."""
+        self.num_bytes = -1
+
+    def whole(self, clock: int) -> memoryview | None:
+        """Return the values after this clock if all have come, else None."""
+        return self.memory if (self.clock, self.num_bytes) == (clock, self.memory.nbytes) else None
+
 
 # A larger push leaves at once: it takes long on its way, and one in a step is repeated until values answer it.
 _MOST_STEP_BYTES: Final = 4 << 20

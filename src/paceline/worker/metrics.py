@@ -8,14 +8,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from threading import Lock
 from types import TracebackType
 from typing import Final, Literal, final
 
-from paceline.core.commit import is_late
 from paceline.core.consistency import Consistency
+from paceline.core.tables import is_late
 from paceline.observe import trace as records
-from paceline.observe.notices import OpenClocks, Refusals, tell
-from paceline.observe.resources import ResourceUsage
+from paceline.observe.notices import CLOCK_ADVICE, is_told, tell
+from paceline.observe.resources import ProcessSamples, ResourceUsage
 from paceline.observe.trace import Trace
 from paceline.worker.dense import ReadOutcome
 from paceline.worker.periodic import PeriodicThread
@@ -23,6 +24,91 @@ from paceline.worker.pushes import PushOutcome
 
 MANY_PUSHES: Final = 1000  # of one table in one clock; servers take some thousands
 STATE_INTERVAL_S: Final = 2.0
+
+
+@dataclass(slots=True)
+class OpenClocks:
+    """Counts the work of a worker on each table in its current clock; reports a clock without end once a table."""
+
+    worker: int
+    tell: Callable[[str], None]
+    _made: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])  # clock and count
+    _told: set[str] = field(default_factory=set[str])
+
+    def note_push(self, table: str, clock: int) -> int:
+        """Count a push; return the number of pushes in this clock."""
+        at, num = self._made.get(table, (clock, 0))
+        num = num + 1 if at == clock else 1
+        self._made[table] = clock, num
+        return num
+
+    def tell_of(self, table: str, clock: int, done: str) -> None:
+        """Report once a table what was `done` in a clock without end."""
+        if table not in self._told:
+            self._told.add(table)
+            self.tell(
+                f"worker {self.worker} has {done} in clock {clock} and has not finished that clock: until then no read "
+                f"sees them, and they take memory. {CLOCK_ADVICE}"
+            )
+
+
+@dataclass(slots=True)
+class _Count:
+    """Numbers of attempts and refusals, and the clocks of the refusals."""
+
+    num_made: int = 0
+    num_refused: int = 0
+    first: int = 0
+    last: int = 0
+
+
+@dataclass(slots=True)
+class Refusals:
+    """The pushes and steps of one worker that were not applied, by table.
+
+    Reports the 1st, 10th, 100th and so on of each table at once, and the total when the worker leaves. Safe to use from
+    several threads.
+    """
+
+    worker: int
+    tell: Callable[[str], None]
+    _counts: dict[tuple[str, str], _Count] = field(default_factory=dict[tuple[str, str], _Count])
+    _lock: Lock = field(default_factory=Lock)
+
+    def note_made(self, kind: Literal["push", "step"], table: str) -> None:
+        """Count a push or step, refused or not."""
+        with self._lock:
+            count = self._counts.get((kind, table))
+            if count is None:
+                count = self._counts[kind, table] = _Count()
+            count.num_made += 1
+
+    def note_refused(self, kind: Literal["push", "step"], table: str, clock: int, reason: str) -> None:
+        """Count a refused one, and report it if due."""
+        with self._lock:
+            count = self._counts.setdefault((kind, table), _Count())
+            count.first = count.first if count.num_refused else clock
+            count.num_refused, count.last = count.num_refused + 1, clock
+            num = count.num_refused
+        if num == 1:
+            self.tell(f"worker {self.worker}, clock {clock}: a {kind} of '{table}' was refused: {reason}")
+        elif is_told(num):
+            self.tell(f"worker {self.worker}, clock {clock}: {_share(count, kind)} of '{table}' were refused by now")
+
+    def tell_all(self) -> None:
+        """Report the totals of tables with more than one; call it once, at the end."""
+        for (kind, table), count in self._counts.items():
+            if count.num_refused > 1:
+                self.tell(
+                    f"worker {self.worker}: {_share(count, kind)} of '{table}' were refused and had no effect, from "
+                    f"clock {count.first} to clock {count.last}"
+                )
+
+
+def _share(count: _Count, kind: str) -> str:
+    of_all = f" of {count.num_made}" if count.num_made else ""
+    plural = {"push": "pushes", "step": "steps"}[kind]
+    return f"{count.num_refused}{of_all} {plural}"
 
 
 @final
@@ -66,9 +152,10 @@ class StepMetrics:
     tell: Callable[[str], None] = tell
     refusals: Refusals = field(init=False)
     open_clocks: OpenClocks = field(init=False)
-    # Both are of the current clock. Invariant at its end: wait_s <= comm_s <= its duration.
+    # All are of the current clock. Invariant at its end: wait_s <= comm_s <= its duration.
     wait_s: float = 0.0
     comm_s: float = 0.0
+    load_s: float = 0.0
     _since: float = field(init=False)
     call: str = ""  # that this worker is in: "barrier()"
     meeting: Callable[[], str] = str  # returns such a call of a collective kind, or an empty text
@@ -78,6 +165,7 @@ class StepMetrics:
     computing_since: float = field(init=False)
     _states: PeriodicThread = field(init=False)
     communication: Communication = field(init=False)
+    samples_of_process: ProcessSamples = field(init=False)
 
     def __post_init__(self) -> None:
         """Start the first clock."""
@@ -86,12 +174,13 @@ class StepMetrics:
         self.open_clocks = OpenClocks(self.worker, self.tell)
         self._states = PeriodicThread(STATE_INTERVAL_S, self.record_state)
         self.communication = Communication(self)
+        self.samples_of_process = ProcessSamples(self.trace, "worker", self.worker, self.resources)
 
     def start_training(self) -> None:
         """Start the first clock again: opening tables and barriers before it do not count."""
         if not self._has_finished:
             now = self.now()
-            self.wait_s, self.comm_s, self._since = 0.0, 0.0, now
+            self.wait_s, self.comm_s, self.load_s, self._since = 0.0, 0.0, 0.0, now
             if self.communicating_since is not None:
                 self.communicating_since = now
 
@@ -120,6 +209,10 @@ class StepMetrics:
         self.wait_s += waited_s
         self.trace.record(records.RowRead(self.now(), self.worker, table, clock, num_rows, waited_s))
 
+    def note_loaded(self, waited_s: float) -> None:
+        """Count what the training loop waited for a batch."""
+        self.load_s += waited_s
+
     def finish_clock(self, clock: int) -> None:
         """Record the clock that ends now, before its tick is sent, and start the next.
 
@@ -132,10 +225,13 @@ class StepMetrics:
             self.communicating_since = now
         if self.trace.is_kept:
             step_s = now - self._since
-            step = records.Step(now, self.worker, clock, self.samples, self.loss, self.wait_s, step_s, self.comm_s)
+            step = records.Step(
+                now, self.worker, clock, self.samples, self.loss, self.wait_s, step_s, self.comm_s, self.load_s
+            )
             self.trace.record(step)
+            self.samples_of_process.sample(now)
         self.samples, self.loss, self._has_finished, self._clock = 0, None, True, clock + 1
-        self.wait_s, self.comm_s, self._since = 0.0, 0.0, now
+        self.wait_s, self.comm_s, self.load_s, self._since = 0.0, 0.0, 0.0, now
 
     def note_loss(self, clock: int, loss: float | None) -> None:
         """Set the loss of the current clock; an earlier one of the same clock is recorded by itself."""
@@ -195,6 +291,7 @@ class StepMetrics:
         """Stop recording states, before the trace is closed."""
         self._states.stop()
         self._states.join()
+        self.samples_of_process.close()
 
     def record_state(self) -> bool:
         """Record the state of this worker if it has not changed for a while, and flush the trace; return True."""

@@ -12,14 +12,13 @@ from functools import partial
 from paceline.core.consistency import Consistency
 from paceline.core.effects import Fail, Forget, Install, JoinDone, LeaveDone, ReadDone, Release, Send, WorkerEffect
 from paceline.core.events import Arrived, Connected, Timeout, WantClock, WantJoin, WantLeave
-from paceline.core.messages import Clock, Fetched, Pull, Push, Ticked, WholeStep
+from paceline.core.messages import Clock, Delivered, Fetched, Pull, Push, Ticked, WholeStep
 from paceline.core.settings import WorkerSettings
 from paceline.core.worker import WorkerCore, WorkerEvent
 from paceline.errors import PeerError, Refused, ServerLost, UsageError
 from paceline.transport.base import EMPTY, Frame, LeavesMachine, Transport
 from paceline.update.placement import RowSharding
 from paceline.update.rows.ops import row_ops
-from paceline.wire.bounds import MAX_JOINED_BYTES
 from paceline.wire.connection import ReconnectingConnection
 from paceline.wire.malformed import REQUEST_ERRORS, describe_error
 from paceline.wire.messages import (
@@ -34,15 +33,13 @@ from paceline.wire.messages import (
     joined,
     step_of,
 )
-from paceline.wire.requests import RequestDone, RequestFailed
-from paceline.wire.send_order import OrderedPiece
-from paceline.wire.send_queue import SendHold
-from paceline.worker.lock import WorkerLock, WorkerOptions
+from paceline.wire.requests import MAX_JOINED_BYTES, RequestDone, RequestFailed
+from paceline.wire.send_queue import OrderedPiece, SendHold
 from paceline.worker.periodic import PeriodicThread
 from paceline.worker.rows.throttle import Throttle
 from paceline.worker.rpc import Rpc
 from paceline.worker.table_client import ClientContext, ClockedTable, TableClient
-from paceline.worker.waits import PERIOD_S, About, Waits
+from paceline.worker.waits import PERIOD_S, About, Waits, WorkerLock, WorkerOptions
 
 
 def _refuse(reason: str) -> None:
@@ -66,10 +63,14 @@ class FrameHandler:
     fail: Callable[[str], None] = _refuse
     hold: SendHold = field(default_factory=SendHold)
     _placed: tuple[bytes, object] = (b"", None)  # the last header that `place` has decoded, and its message
+    # Tables with values among the frames that have come and are not handled. What comes after these in the same call
+    # may not lie in the cache yet: handling them copies older values there.
+    _coming: set[str] = field(default_factory=set[str])
 
     def on_frames(self, frames: Sequence[Frame]) -> None:
         """Handle frames that have arrived together, and wake the waiting threads once."""
         with self.lock.changed, self.hold:
+            self._coming.clear()
             placed, known = self._placed
             for frame in frames:
                 message = known if frame.header is placed else decode(frame.header)
@@ -119,11 +120,18 @@ class FrameHandler:
         """Return memory for the body of a frame, without the lock: see `TableClient.receive_buffer`."""
         message = decode(header)
         self._placed = header, message
+        if not isinstance(message, Fetched | FetchedRest | Delivered | EarlyValues):
+            return None
+        name = message.fetched.table if isinstance(message, FetchedRest) else message.table
+        table, is_first = self.tables.get(name), name not in self._coming
+        if table is None:
+            return None
+        if not isinstance(message, EarlyValues):
+            self._coming.add(name)
         if isinstance(message, EarlyValues | FetchedRest):
-            table = self.tables.get(message.table if isinstance(message, EarlyValues) else message.fetched.table)
-            return None if table is None else table.place_early(self.server, message, size_bytes)
-        if isinstance(message, Fetched) and message.table in self.tables:
-            return self.tables[message.table].receive_buffer(self.server, message, size_bytes)
+            return table.place_early(self.server, message, size_bytes)
+        if is_first and isinstance(message, Fetched):
+            return table.receive_buffer(self.server, message, size_bytes)
         return None
 
     def on_reconnected(self, use: Callable[[], None]) -> None:
@@ -241,6 +249,7 @@ class WorkerNode:
                 on_reconnected=handler.on_reconnected,
                 on_lost=partial(self._fail, as_error=ServerLost),
                 how_ended=partial(self.options.how_ended, server),
+                where=partial(self.options.where, server),
                 hold=self._hold,
                 turns=self._lock.turns,
             )
@@ -397,6 +406,8 @@ class WorkerNode:
     def _run_due(self) -> bool:
         """Send repeats and report waits that are due; also after a failure, as collective calls go on."""
         self._repeat_due()
+        for connection in self._connections:
+            connection.follow()
         lines = self.waits.report_due()
         if lines:
             self.options.tell(lines)

@@ -10,8 +10,8 @@ from typing import Final, TypeVar
 
 from torch import Tensor
 
-from paceline.core.dedup import WINDOW
 from paceline.core.effects import Release
+from paceline.core.exactly_once import WINDOW
 from paceline.core.messages import Push, PushId
 from paceline.core.worker import WorkerCore
 from paceline.errors import PacelineError, ProtocolBug, UsageError
@@ -21,7 +21,7 @@ from paceline.update.placement import as_tensor, torch_dtype
 from paceline.update.summing import num_nonfinite
 from paceline.update.table import TableSpec
 from paceline.wire.messages import PushFrame
-from paceline.wire.send_order import SendOrder
+from paceline.wire.send_queue import SendOrder
 
 T = TypeVar("T")
 

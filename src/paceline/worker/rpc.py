@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.transport.base import EMPTY
 from paceline.wire.messages import decode, encode
-from paceline.worker.lock import WorkerLock
-from paceline.worker.waits import About
+from paceline.worker.waits import About, WorkerLock
 
 
 @dataclass(slots=True)

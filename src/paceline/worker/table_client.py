@@ -18,10 +18,10 @@ from paceline.errors import PacelineError
 from paceline.transport.base import EMPTY, Transport
 from paceline.update.placement import RowSharding
 from paceline.wire.messages import EarlyValues, FetchedRest, KeysWanted, PullFrame, PushPart
-from paceline.wire.send_order import OrderedPiece
-from paceline.worker.lock import WorkerLock, WorkerOptions
+from paceline.wire.send_queue import OrderedPiece
 from paceline.worker.rows.throttle import Throttle
 from paceline.worker.rpc import Rpc
+from paceline.worker.waits import WorkerLock, WorkerOptions
 
 
 class SendFrame(Protocol):

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from paceline.core.partition import Range
 from paceline.errors import Refused, UsageError
-from paceline.update.placement import torch_dtype
+from paceline.transport.base import EMPTY
+from paceline.update.placement import spans, torch_dtype
+from paceline.update.rows.layout import RowPiece
 from paceline.update.rows.spec import First, RowTableSpec, row_differences
 from paceline.update.table import TableSpec, differences
-from paceline.wire.requests import AwaitValues, Initialise
+from paceline.wire.requests import AwaitValues, Barrier, Initialise, LoadState
 from paceline.worker.dense import DenseClient
 from paceline.worker.metrics import StepMetrics
 from paceline.worker.node import WorkerNode
@@ -22,6 +26,7 @@ from paceline.worker.rows.client import RowClient
 from paceline.worker.rows.state import CacheOptions
 from paceline.worker.rows.table import RowTable
 from paceline.worker.table import Table
+from paceline.worker.table_calls import TableCalls
 from paceline.worker.validation import as_values
 from paceline.worker.waits import About
 
@@ -35,6 +40,22 @@ class _Opened:
     table: Table | RowTable
 
 
+class SavedTables(Protocol):
+    """Tables of a job that this one goes on with."""
+
+    def parts_of(self, spec: TableSpec, spans: Sequence[Range]) -> Iterator[bytes] | None:
+        """Return what each server loads of a dense table, by rank; None if it was not saved.
+
+        Raises:
+            UsageError: the table was another one.
+        """
+        ...
+
+    def rows_of(self, spec: RowTableSpec) -> Iterator[RowPiece] | None:
+        """Return the rows of a table; None if it was not saved. Raises as `parts_of`."""
+        ...
+
+
 @dataclass(slots=True)
 class TableOpener:
     """Opens the tables of one worker, each once."""
@@ -44,6 +65,7 @@ class TableOpener:
     metrics: StepMetrics
     _opened: dict[str, _Opened] = field(default_factory=dict[str, _Opened])
     _claimed: set[str] = field(default_factory=set[str])  # prefixes of the names of tables
+    saved: SavedTables | None = None
 
     def default_name(self, base: str) -> str:
         """Return a name that is still free: `base`, else `base`-2, and so on.
@@ -135,6 +157,8 @@ class TableOpener:
         self._require_new(spec.name)
         spec.validate()
         client = RowClient.open(self.node.context, spec, options)
+        if self.saved is not None:
+            self._load_rows(spec, self.saved)
         self.metrics.start_training()
         table = RowTable(spec, client, self.node, self.metrics)
         self._opened[spec.name] = _Opened(spec, row_options(options), table)
@@ -148,6 +172,35 @@ class TableOpener:
             )
 
     def _give_values(self, client: DenseClient, write: Callable[[Tensor], object]) -> None:
+        spec = client.cache.spec
+        parts = None if self.saved is None else self.saved.parts_of(spec, spans(spec, self.node.settings))
+        if parts is None:
+            self._give_first(client, write)
+            return
+        for server, part in enumerate(parts):  # one at a time: each may be large
+            bodies = [EMPTY] * server + [memoryview(part)]
+            self.node.rpc.call_all(
+                lambda number: LoadState(number, client.name, only_first=True),
+                f"server {server} to load table '{client.name}' from a snapshot",
+                bodies,
+                [server],
+            )
+
+    def _load_rows(self, spec: RowTableSpec, saved: SavedTables) -> None:
+        """Have the rows of a snapshot loaded before any worker pushes; blocks for all workers.
+
+        The first worker loads them, in its first life: a later one finds the others past this.
+        """
+        pieces = saved.rows_of(spec)
+        if pieces is None or self.node.settings.sender.incarnation:
+            return
+        if not self.rank:
+            for piece in pieces:
+                TableCalls(self.node, spec.name).write(piece)
+        place = f"rows of '{spec.name}'"
+        self.node.rpc.call(0, lambda number: Barrier(number, place, needs=0), "worker 0 to load rows from a snapshot")
+
+    def _give_first(self, client: DenseClient, write: Callable[[Tensor], object]) -> None:
         buffer = client.reserve()  # memory of pushes, so that initial values need none of their own
         write(buffer.gradient)
         self.node.rpc.call_all(

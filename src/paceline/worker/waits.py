@@ -1,24 +1,32 @@
-"""Waits of one worker: their deadlines, and reports of unusually long ones.
+"""Waits of one worker: its lock, under which threads wait, with deadlines and reports of unusually long waits.
 
-Server 0 knows which workers hold up which, so an unusual wait is reported to it. It answers with a sentence on the job,
-and has one of the waiting workers print it.
+A wait ends by the failure of the worker or by Ctrl-C too. Server 0 knows which workers hold up which, so an unusual
+wait is reported to it. It answers with a sentence on the job, and has one of the waiting workers print it.
 """
 
 from __future__ import annotations
 
 import math
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Final
+from importlib import import_module
+from types import FrameType, TracebackType
+from typing import Final, Self, cast, final
 
-from paceline.errors import PacelineError, UsageError
+from paceline.core.settings import WAIT_TIMEOUT_S
+from paceline.errors import DeadlineExceeded, PacelineError, PeerError, ServerLost, UsageError
 from paceline.observe.notices import printable
+from paceline.stopwatch import Stopwatch
+from paceline.transport.deadline import seconds
+from paceline.wire.connection import ReadTurns
 from paceline.wire.requests import ReportWait
+from paceline.wire.send_queue import SendHold
 
 PERIOD_S: Final = 0.5  # between two checks
 _LONGEST_PERIOD_S: Final = 2.0  # a longer one shows that this process was suspended, and counts as this much
@@ -250,3 +258,230 @@ def print_lines(lines: list[str]) -> None:
         with suppress(OSError, ValueError, AttributeError):  # its reader is gone, or the script has closed it
             sys.stderr.write(f"paceline: {line}\n")
             sys.stderr.flush()
+
+
+# The functions behind those of `signal`, which take ten times as long: they look for members of enumerations.
+_SIGNAL: Final = import_module("_signal")
+_SOON_S: Final = 0.01
+_LAST_ANSWER_S: Final = 1.0  # deadline of server 0 to explain a wait that has timed out
+_SAVE_ADVICE: Final = (
+    "Values that were pulled before can still be read: save them in the script's except or finally, and start again "
+    "from there"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """Timeouts and callbacks of a worker.
+
+    Args:
+        wait_timeout_s: the shortest deadline of a wait for other workers.
+        reconnect_timeout_s: for how long it tries to restore a broken connection.
+        checks_memory: overwrite memory of pushes when it is freed, and send checksums with pushes.
+        how_ended: returns how a server of this rank has ended, "" if unknown; an ended one is not connected to again.
+        where: returns where a server of this rank listens now; "" where it has been all the time.
+        joins_late: join with the first request or clock, so that other workers do not wait for what comes before.
+        tell: prints lines about unusually long waits.
+    """
+
+    wait_timeout_s: float = WAIT_TIMEOUT_S
+    reconnect_timeout_s: float = 5.0
+    checks_memory: bool = False
+    how_ended: Callable[[int], str] = lambda _: ""
+    where: Callable[[int], str] = lambda _: ""
+    joins_late: bool = False
+    tell: Callable[[list[str]], None] = print_lines
+
+
+@final
+class _Changed(threading.Condition):
+    """A condition on which threads may wait by reading connections: a notification wakes these as well."""
+
+    def __init__(self, turns: ReadTurns) -> None:
+        super().__init__(threading.RLock())
+        self._turns = turns
+
+    def notify_all(self) -> None:
+        """Wake all threads that wait."""
+        super().notify_all()
+        if self._turns.is_polling:
+            self._turns.wake()
+
+
+@final
+class InterruptDeferral:
+    """Has Ctrl-C (SIGINT) that comes while this is entered take effect when it is left.
+
+    Python calls its handler in the main thread, between any two instructions, and it mostly raises KeyboardInterrupt.
+    Other threads are not interrupted, so this changes nothing there.
+
+    Example:
+        >>> with InterruptDeferral():
+        ...     pass  # Ctrl-C raises KeyboardInterrupt only after this
+    """
+
+    __slots__ = ("_came", "_handler", "_is_lifted")
+
+    def __init__(self) -> None:
+        self._handler: Callable[[int, FrameType | None], object] | None = None  # that is deferred
+        self._came = False
+        self._is_lifted = False
+
+    def __enter__(self) -> Self:
+        """Defer Ctrl-C from now on."""
+        if threading.get_ident() == threading.main_thread().ident:
+            handler = _SIGNAL.getsignal(signal.SIGINT)
+            if callable(handler):
+                self._handler = cast("Callable[[int, FrameType | None], object]", handler)
+                _SIGNAL.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """Let Ctrl-C take effect, also one that has come meanwhile."""
+        if self._handler is not None:
+            _SIGNAL.signal(signal.SIGINT, self._handler)
+            if self._came:
+                signal.raise_signal(signal.SIGINT)
+
+    @contextmanager
+    def lifted(self) -> Generator[None]:
+        """Have Ctrl-C take effect inside this block. Once it has raised an exception, it is deferred again."""
+        self._is_lifted = True
+        try:
+            yield
+        finally:
+            self._is_lifted = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if not self._is_lifted or self._handler is None:
+            self._came = True
+            return
+        self._is_lifted = False
+        self._handler(number, frame)
+        self._is_lifted = True  # it has not raised
+
+
+@dataclass(slots=True)
+class WorkerLock:
+    """The lock of a worker, with its condition and its failure.
+
+    Args:
+        worker: its rank, for messages.
+        waits: measures and reports waits.
+        clock: returns the worker's clock, for messages.
+        hold: gathers frames that are sent under the lock; a wait sends them first, as it may be for their answers.
+    """
+
+    worker: int
+    waits: Waits
+    clock: Callable[[], int]
+    hold: SendHold = field(default_factory=SendHold)
+    turns: ReadTurns = field(init=False)
+    changed: threading.Condition = field(init=False)
+    failure: str = ""
+    failed_as: type[PeerError] = PeerError
+    gave_up: bool = False  # a wait has timed out
+
+    def __post_init__(self) -> None:
+        """Make the lock."""
+        self.turns = ReadTurns(self._notify)
+        self.changed = _Changed(self.turns)
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether a call has raised, or the next one will, because a server is lost or has not answered in time."""
+        return self.gave_up or (bool(self.failure) and self.failed_as is ServerLost)
+
+    def wait(self, done: Callable[[], bool], what: str, about: About = About()) -> None:
+        """Wait under the lock until `done()`; raises DeadlineExceeded, or PeerError if the worker fails."""
+        if done():
+            return
+        turns = self.turns
+        turns.num_waiting += 1
+        try:
+            if turns.is_enabled and self._comes_soon(done):
+                return
+            with self.waits.during(what, about) as wait, self.hold.suspended():
+                watch = Stopwatch(PERIOD_S)
+                while not done():
+                    self.check()
+                    waited_s, limit_s = watch.elapsed_s(), self.waits.limit_s
+                    if waited_s >= limit_s:
+                        raise self._too_late(wait, limit_s)
+                    self._wait_for_news(min(limit_s - waited_s, PERIOD_S))
+        finally:
+            turns.num_waiting -= 1
+            if turns.num_waiting:
+                self.changed.notify_all()  # another thread may have to read in the place of this one
+
+    def _comes_soon(self, done: Callable[[], bool]) -> bool:
+        """Return whether `done()` soon, as is usual: a wait of some milliseconds is neither counted nor reported."""
+        hold = self.hold
+        depth = hold.suspend()
+        try:
+            began, left_s = time.monotonic(), min(_SOON_S, self.waits.limit_s)
+            # Answers to what was sent before may come first.
+            while not self.failure and left_s > 0 and not done():
+                self._wait_for_news(left_s)
+                left_s = began + min(_SOON_S, self.waits.limit_s) - time.monotonic()
+            return done()
+        finally:
+            hold.resume(depth)
+
+    def abandon(self, reason: str) -> None:
+        """Fail in a forked child, where threads of the parent may hold the lock."""
+        self.__post_init__()
+        self.failure = reason
+
+    def _wait_for_news(self, timeout_s: float) -> None:
+        """Wait until something may have changed: read the connections, or wait for the threads that do."""
+        with InterruptDeferral() as deferral:  # else a turn that was taken might never end, and no thread read
+            if self.turns.take():
+                self._read(timeout_s, deferral.lifted())
+                return
+        self.changed.wait(timeout_s)
+
+    def _read(self, timeout_s: float, asleep: AbstractContextManager[None]) -> None:
+        """Read the connections without the lock, and end the turn."""
+        changed, depth = self.changed, 0  # how often this thread has taken the lock
+        try:
+            while True:
+                changed.release()
+                depth += 1
+        except RuntimeError:  # it is not held any more
+            pass
+        try:
+            self.turns.read(timeout_s, asleep)
+        finally:
+            for _ in range(depth):
+                changed.acquire()
+            self.turns.end()
+
+    def _notify(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
+
+    def _too_late(self, wait: OpenWait, limit_s: float) -> DeadlineExceeded:
+        """Return the error of a wait that has timed out, with the explanation of server 0."""
+        self.gave_up = True
+        self.waits.report(wait)
+        answer, watch = wait.answer, Stopwatch()
+        while answer is not None and not answer.done() and (left_s := _LAST_ANSWER_S - watch.elapsed_s()) > 0:
+            self.changed.wait(left_s)
+        if answer is not None and answer.done():
+            self.waits.read_answer(wait)
+        about = f": {wait.known}" if wait.known else ""
+        about += wait.advice()
+        return DeadlineExceeded(
+            f"worker {self.worker} (clock {self.clock()}) waited {seconds(limit_s)} for {wait.what}{about}"
+        )
+
+    def check(self) -> None:
+        """Raise PeerError if this worker has failed."""
+        if self.failure:
+            raise self.error()
+
+    def error(self) -> PeerError:
+        """Return the failure of this worker as an error."""
+        advice = f". {_SAVE_ADVICE}" if self.failed_as is ServerLost else ""
+        return self.failed_as(f"worker {self.worker} (clock {self.clock()}): {self.failure}{advice}")

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from paceline.server.journal import Journal
-from paceline.update.lasting import Record, RowsMemory, UpdateProgress
+from paceline.update.lasting import Record, RowsMemory, SavedTensors, UpdateProgress
 from paceline.update.rows.memory import RowMemory
-from paceline.update.saved_tensors import SavedTensors
 
 EARLY, LATE = (1, 40), (200, 500)  # places that a life passes: it dies as it comes up, or has done more than that
 PLACES: tuple[tuple[type, str], ...] = (

@@ -2,12 +2,14 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from paceline.errors import UsageError
 from paceline.job.machines import Machine
 from paceline.launch.rendezvous.detect import Detected
+from paceline.launch.rendezvous.join import settle
 from paceline.launch.rendezvous.roles import RoleAssignment, Servers, assign_nodes, assign_role
 
 JOB = Detected(launcher="torchrun", job="a7", rank=0, size=4, local_rank=0, local_size=2, num_nodes=2)
@@ -33,6 +35,26 @@ def test_some_on_each_node() -> None:
     assert [list(assignment.sidecars) for assignment in assignments("node:2")] == [[0, 1], [], [2, 3], []]
     assert {assignment.num_servers for assignment in assignments("node:2")} == {4}
     assert assignments("node:2")[0].summary == "torchrun, 4 workers on 2 nodes, 2 servers on each node"
+
+
+def test_the_replicas_of_a_node_are_on_the_next() -> None:
+    assert [list(assignment.sidecars) for assignment in assignments("node:2+replicas:1")] == [[0, 1], [], [2, 3], []]
+    assert [list(assignment.replicas) for assignment in assignments("node:2+replicas:1")] == [[2, 3], [], [0, 1], []]
+    summary = "torchrun, 4 workers on 2 nodes, 2 servers on each node, each with a replica on the next"
+    assert assignments("node:2+replicas:1")[0].summary == summary
+    assert not any(assignment.replicas for assignment in assignments("node:2"))
+
+
+@pytest.mark.parametrize("asked", ["first:1+replicas:1", "ranks:1+replicas:1", "node:1+ranks:1+replicas:1"])
+def test_servers_that_have_no_replicas(asked: str) -> None:
+    with pytest.raises(UsageError, match=r"replicas are for servers on every node. Take node:M\+replicas:1"):
+        assign_role(JOB, asked)
+
+
+def test_a_replica_takes_another_machine(tmp_path: Path) -> None:
+    assignment = assign_role(replace(JOB, num_nodes=1), "node:1+replicas:1")
+    with pytest.raises(UsageError, match="all processes of the job are on a, and a replica is for the case"):
+        settle(tmp_path, assignment, [Machine("a")], None)
 
 
 def test_where_the_launcher_counts_no_nodes_each_machine_is_one() -> None:
@@ -124,7 +146,7 @@ def test_roles_that_the_launcher_has_given() -> None:
     "asked",
     [
         *("first", "first:0", "first:-1", "last:1", "ranks:two", ":1"),
-        *("first:1+node:1", "ranks:1+ranks:1", "node:1+", "node:1+ranks:0"),
+        *("first:1+node:1", "ranks:1+ranks:1", "node:1+", "node:1+ranks:0", "node:1+replicas:2", "replicas:1"),
     ],
 )
 def test_what_is_no_placement(asked: str) -> None:

@@ -22,12 +22,12 @@ from paceline.update.named_rules import SGD
 from paceline.wire.messages import Hello, Keys, KeysWanted, RowPullFrame, RowPushFrame
 from paceline.wire.requests import DeclareRows, RequestDone
 from paceline.wire.row_codec import ids_body
-from paceline.worker.lock import WorkerOptions
 from paceline.worker.metrics import StepMetrics
 from paceline.worker.node import WorkerNode
 from paceline.worker.rows.client import MAX_READS
 from paceline.worker.rows.state import CacheOptions
 from paceline.worker.table_opener import TableOpener
+from paceline.worker.waits import WorkerOptions
 
 WORKER = Hello("worker", 1, 0, 1)
 

@@ -1,5 +1,7 @@
 """Which rows a read asks which server for: those that are not kept, or older than the reader's clock allows."""
 
+import threading
+
 import torch
 
 from paceline.core.consistency import essp, ssp
@@ -8,6 +10,7 @@ from paceline.update.named_rules import Add
 from paceline.update.placement import RowSharding
 from paceline.update.rows.ops import row_ops
 from paceline.update.rows.spec import RowTableSpec
+from paceline.worker.dense import PendingRead
 from paceline.worker.rows.in_flight import RowReadsInFlight
 from paceline.worker.rows.state import CacheOptions, RowTableState
 
@@ -33,7 +36,7 @@ def opened(consistency: object, kept: dict[int, list[int]]) -> RowTableState:
 def plan(table: RowTableState, needs: int, delivered: list[int], *, refresh: bool = False) -> tuple[WantRows, set[int]]:
     """Return what is wanted of which servers, and which ids are asked for."""
     reading, want = RowReadsInFlight(RowSharding(OPS, 2)).plan(
-        table, torch.arange(20), needs, delivered, refresh=refresh
+        table, torch.arange(20), needs, delivered, PendingRead(0, threading.Condition()), refresh=refresh
     )
     return want, {int(row) for server in reading.requested for row in reading.ids_for(server)}
 

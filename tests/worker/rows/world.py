@@ -21,8 +21,8 @@ from paceline.server.connections import Incoming
 from paceline.server.node import ServerNode
 from paceline.transport.base import EMPTY, NO_IDENTITY, Frame, PeerIdentity
 from paceline.wire.messages import Hello, encode
-from paceline.worker.lock import WorkerOptions
 from paceline.worker.node import FrameHandler, WorkerNode
+from paceline.worker.waits import WorkerOptions
 
 NEVER_S = 1e6
 

@@ -42,9 +42,8 @@ from paceline.server.connections import Acceptor, Expel, Incoming, Stop
 from paceline.transport.base import EMPTY, Connection, Limits, Listener, Transport
 from paceline.transport.deadline import Deadline
 from paceline.wire.malformed import describe_error
-from paceline.wire.messages import Hello
+from paceline.wire.messages import Hello, check_caller
 from paceline.wire.messages import decode as decode_hello
-from paceline.wire.permissions import check_caller
 from paceline.wire.send_queue import SendQueue
 
 _MOST_WAITING: Final = 2  # one that is being sent, and the next one

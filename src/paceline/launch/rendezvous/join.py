@@ -41,6 +41,7 @@ from paceline.job.machines import (
     this_machine,
 )
 from paceline.job.spec import ClusterSpec, write_private, write_token
+from paceline.job.views import FIRST, Views
 from paceline.launch.guard import PREFIX, Guard
 from paceline.launch.local import GUARD_TIMEOUT_S, TRACE_NAME, make_temporary
 from paceline.launch.rendezvous.detect import Detected, detect
@@ -95,6 +96,11 @@ def settle(
     `shares` are those of the servers, none for equal parts.
     """
     job, spans = secrets.token_hex(8), len(machines) > 1
+    if assignment.has_replicas and not spans:
+        raise UsageError(
+            f"all processes of the job are on {machines[0]}, and a replica is for the case that a machine is lost: "
+            "leave out replicas:1, or start the job on several machines"
+        )
     if spans:
         host = asked_host()
         address = own_address(host) if host else address_for_others(master[0] if master else None)
@@ -117,7 +123,10 @@ def settle(
         wait_timeout_s=wait_timeout_s(),
         trace_bytes=UNNAMED_TRACE_BYTES if asked_folder() is None else 0,
         join_timeout_s=2 * start_timeout_s(START_TIMEOUT_S),  # from the start of a server on: first all have to come
+        has_replicas=assignment.has_replicas,
     )
+    for rank in range(spec.num_servers) if spec.has_replicas else ():
+        Views(run_dir, rank).change(FIRST)
     spec.write(run_dir / SPEC_NAME)
 
 
@@ -315,7 +324,10 @@ def join_started_job(servers: str | None) -> JoinedJob | None:
 def _work(started: BootstrapResult, liveness_lock: LivenessLock, undo: ExitStack) -> JoinedJob:
     assignment, spec, run_dir = started.assignment, started.spec, Path(started.spec.run_dir)
     sidecars = SidecarServers(
-        run_dir, assignment.sidecars, listening_host(spec, started.founder) if assignment.sidecars else ""
+        run_dir,
+        assignment.sidecars,
+        listening_host(spec, started.founder) if assignment.sidecars else "",
+        assignment.replicas,
     )
     undo.callback(sidecars.kill)
     if started.guard is not None:

@@ -11,39 +11,49 @@ from paceline.launch.rendezvous.detect import Detected, Role
 
 Home = Literal["first", "node"]
 DEFAULT: Final = "first:1"
+REPLICAS: Final = "+replicas:1"
 
 
 @dataclass(frozen=True, slots=True)
 class Servers:
     """Where servers are: sidecars of rank 0 or of the first rank of every node, and ranks that serve: the last ones.
 
-    Ranks that serve are counted first.
+    Ranks that serve are counted first. The replicas of a node's servers are sidecars on the next node.
     """
 
     home: Home
     num_sidecars: int  # of one worker
     num_ranks: int
+    has_replicas: bool = False
 
     @staticmethod
     def parse(text: str) -> "Servers":
         """Read "first:2", "node:1", "ranks:2", or two of these as "node:1+ranks:2"; raises UsageError for other text.
 
+        "node:1+replicas:1" has a replica of each server, too.
+
         >>> Servers.parse("node:1+ranks:2")
-        Servers(home='node', num_sidecars=1, num_ranks=2)
+        Servers(home='node', num_sidecars=1, num_ranks=2, has_replicas=False)
         """
         counts: dict[str, int] = {}
-        for part in text.split("+"):
+        body = text.removesuffix(REPLICAS)
+        for part in body.split("+"):
             home, _, count = part.partition(":")
             counts[home] = int(count) if count.isdecimal() else 0
         homes = counts.keys() - {"ranks"}
-        if len(homes) > 1 or homes - {*get_args(Home)} or 0 in counts.values() or len(counts) <= text.count("+"):
+        if len(homes) > 1 or homes - {*get_args(Home)} or 0 in counts.values() or len(counts) <= body.count("+"):
             raise UsageError(
                 f"servers is {text!r}, expected first:M (M servers beside rank 0), node:M (M beside the first rank of "
                 "every node) or ranks:M (the last M ranks are servers), with M of at least 1, or one of the first two "
                 "with the last, such as node:1+ranks:2"
             )
+        if body != text and not (homes == {"node"} and "ranks" not in counts):
+            raise UsageError(
+                f"servers is {text!r}: replicas are for servers on every node. Take node:M{REPLICAS}, with M of at "
+                "least 1"
+            )
         home = "node" if "node" in homes else "first"
-        return Servers(home, counts.get(home, 0), counts.get("ranks", 0))
+        return Servers(home, counts.get(home, 0), counts.get("ranks", 0), body != text)
 
     @property
     def has_both(self) -> bool:
@@ -68,6 +78,7 @@ class RoleAssignment:
         index: its number among those of its role; None for the order of arrival.
         num_serving: how many of the servers are ranks of the launcher, and not sidecars of a worker.
         sidecars: the numbers of the servers that it starts; none before it is known on which node it is.
+        replicas: the numbers of the servers of which it starts the replicas.
         is_founder: whether it is the one that sets the job up, and tells the others where they meet.
         summary: the job in half a line.
     """
@@ -80,6 +91,8 @@ class RoleAssignment:
     sidecars: range
     is_founder: bool
     summary: str
+    replicas: range = range(0)
+    has_replicas: bool = False
 
 
 def requested_servers(detected: Detected, asked: str | None) -> Servers:
@@ -122,6 +135,7 @@ def assign_role(detected: Detected, asked: str | None) -> RoleAssignment:
     node = detected.node_rank if everywhere else 0
     starts = number == 0 and node is not None and not serves
     start = servers.num_ranks + (node or 0) * servers.num_sidecars
+    behind = ((node or 0) - 1) % detected.num_nodes * servers.num_sidecars
     return RoleAssignment(
         role="server" if serves else "worker",
         index=(detected.rank or 0) - num_workers if serves else detected.rank,
@@ -131,6 +145,8 @@ def assign_role(detected: Detected, asked: str | None) -> RoleAssignment:
         sidecars=range(start, start + servers.num_sidecars) if starts else range(0),
         is_founder=detected.rank == 0,
         summary=_summary(detected, num_workers, _where(servers, num_workers)),
+        replicas=range(behind, behind + servers.num_sidecars) if starts and servers.has_replicas else range(0),
+        has_replicas=servers.has_replicas,
     )
 
 
@@ -169,6 +185,8 @@ def _where(servers: Servers, num_workers: int) -> str:
         everywhere = "on each node with workers" if servers.num_ranks else "on each node"
         home = everywhere if servers.home == "node" else "beside rank 0"
         told.append(f"{_counted(servers.num_sidecars, 'server')} {home}")
+        if servers.has_replicas:
+            told.append("each with a replica on the next")
     if servers.num_ranks:
         last = num_workers + servers.num_ranks - 1
         ranks = f"rank {last}" if servers.num_ranks == 1 else f"ranks {num_workers} to {last}"

@@ -1,6 +1,7 @@
 """Sidecar servers: servers that a worker starts in a job without a supervisor; they end when all workers have.
 
-`python -m paceline.launch.rendezvous.sidecar RUN_DIR RANK HOST` is one beside a worker. It ends with that worker, too:
+`python -m paceline.launch.rendezvous.sidecar RUN_DIR RANK HOST PROCESS` is one beside a worker, or the replica of
+another node's (PROCESS 1). It ends with that worker, too:
 its standard input is a pipe that the worker holds open.
 """
 
@@ -17,6 +18,7 @@ from paceline.job.addresses import SPEC_NAME, record_server_ended
 from paceline.job.carriers import tell_user
 from paceline.job.environment import inherited, with_import_path
 from paceline.job.spec import ClusterSpec
+from paceline.job.views import FIRST, Views
 from paceline.launch.entry import run_program
 from paceline.launch.policy import describe_exit
 from paceline.launch.rendezvous.liveness_lock import wait_worker_ended
@@ -25,49 +27,71 @@ from paceline.launch.signals import ignore_preemption_signals
 from paceline.server.node import ServerNode
 
 ENTRY: Final = "paceline.launch.rendezvous.sidecar"
+MAX_LIVES: Final = 5  # of the processes in one place: one that dies as often would again
 
 
 @final
 class SidecarServers:
     """Server processes, children of this one, that end with it."""
 
-    def __init__(self, run_dir: Path, ranks: range, host: str) -> None:
-        """Start them; where they listen by TCP, at an address of this machine, `host`."""
+    def __init__(self, run_dir: Path, ranks: range, host: str, replicas: range = range(0)) -> None:
+        """Start them, and `replicas` of others; where they listen by TCP, at an address of this machine, `host`."""
         # What lies beside the script, an update rule of the user's own for example, is there for a server too.
-        environment = with_import_path(inherited(), Path(sys.path[0]).absolute())
-        self._processes = {
-            rank: subprocess.Popen(
-                [sys.executable, "-m", ENTRY, str(run_dir), str(rank), host],
-                stdin=subprocess.PIPE,
-                env=environment,
-                start_new_session=True,
-            )
-            for rank in ranks
-        }
-        self._run_dir = run_dir
+        self._environment = with_import_path(inherited(), Path(sys.path[0]).absolute())
+        self._run_dir, self._host = run_dir, host
         self._is_ending = False
+        self._lock = threading.Lock()  # of what runs, and of whether it is to end
+        self._processes: dict[tuple[int, int], subprocess.Popen[bytes]] = {}
+        places = [(rank, FIRST.head) for rank in ranks] + [(rank, FIRST.replica) for rank in replicas]
+        for place in places:
+            self._start(*place)
         self._watches = [
-            threading.Thread(target=self._watch, args=(rank,), name=f"paceline-server-{rank}", daemon=True)
-            for rank in ranks
+            threading.Thread(target=self._watch, args=place, name=f"paceline-server-{place[0]}", daemon=True)
+            for place in places
         ]
         for watch in self._watches:
             watch.start()
 
-    def _watch(self, rank: int) -> None:
-        """Let the workers know at once, and not once they have tried to connect again, how a server has ended."""
-        code = self._processes[rank].wait()
-        if code and not self._is_ending:
-            tell_user(f"server {rank} {describe_exit(code)}; the run ends")
-            record_server_ended(self._run_dir, rank, describe_exit(code))
+    def _start(self, rank: int, process: int) -> None:
+        """Start a process of a server, unless all are to end."""
+        with self._lock:
+            if not self._is_ending:
+                self._processes[rank, process] = subprocess.Popen(
+                    [sys.executable, "-m", ENTRY, str(self._run_dir), str(rank), self._host, str(process)],
+                    stdin=subprocess.PIPE,
+                    env=self._environment,
+                    start_new_session=True,
+                )
+
+    def _watch(self, rank: int, process: int) -> None:
+        """Tell the workers at once how a server has ended; have a replica made in the place of a process that has."""
+        for life in range(process, process + 2 * MAX_LIVES, 2):  # those of its other place have the numbers between
+            child = self._processes.get((rank, life))
+            code = 0 if child is None else child.wait()
+            if not code or self._is_ending:
+                return
+            record_server_ended(self._run_dir, rank, describe_exit(code), life)
+            if Views(self._run_dir, rank).how_ended():
+                tell_user(f"server {rank} {describe_exit(code)}; the run ends")
+                return
+            tell_user(f"a process of server {rank} {describe_exit(code)}; the run goes on with another")
+            if life + 2 < process + 2 * MAX_LIVES:
+                self._start(rank, life + 2)
 
     @property
     def pids(self) -> list[int]:
         """Their numbers; each leads a process group."""
-        return [process.pid for process in self._processes.values()]
+        return [process.pid for process in self._running()]
+
+    def _running(self) -> list[subprocess.Popen[bytes]]:
+        with self._lock:
+            return list(self._processes.values())
 
     def check(self) -> None:
         """Raise PeerError when one of them has ended."""
-        for rank, process in self._processes.items():
+        with self._lock:
+            processes = dict(self._processes)
+        for (rank, _), process in processes.items():
             code = process.poll()
             if code is not None:
                 raise PeerError(f"server {rank} {describe_exit(code)} before the job began; look at what it wrote")
@@ -75,7 +99,7 @@ class SidecarServers:
     def wait(self, timeout_s: float) -> None:
         """Block until they have ended by themselves, at most so long."""
         deadline_s = time.monotonic() + timeout_s
-        for process in self._processes.values():
+        for process in self._running():
             try:
                 process.wait(max(0.0, deadline_s - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -83,8 +107,9 @@ class SidecarServers:
 
     def kill(self) -> None:
         """End those that still run, at once."""
-        self._is_ending = True
-        for process in self._processes.values():
+        with self._lock:
+            self._is_ending = True
+        for process in self._running():
             process.kill()
             assert process.stdin is not None
             process.stdin.close()
@@ -96,17 +121,17 @@ class SidecarServers:
 EXIT_FAILURE: Final = 1
 
 
-def serve_until_workers_end(spec: ClusterSpec, rank: int, host: str) -> None:
+def serve_until_workers_end(spec: ClusterSpec, rank: int, host: str, process: int = FIRST.head) -> None:
     """Serve one shard of the job; blocks until all workers have left or died.
 
-    By TCP it listens at `host`, an address of this machine.
+    By TCP it listens at `host`, an address of this machine. `process`: which one it is of those of its server.
     Ends the process with an error when not all have come in time.
     """
     # Deferred: workers import this module, and the fork server then runs that one as a program.
     from paceline.launch.server import serve
 
     ignore_preemption_signals()
-    serve(spec, rank, lambda node: _follow_workers(spec, rank, node), host)
+    serve(spec, rank, lambda node: _follow_workers(spec, rank, node), host, process=process)
 
 
 def _follow_workers(spec: ClusterSpec, rank: int, node: ServerNode) -> None:
@@ -140,8 +165,9 @@ def _end_with_parent() -> None:
 def main() -> None:
     """Serve as the command line says."""
     threading.Thread(target=_end_with_parent, name="paceline-parent", daemon=True).start()
+    run_dir, rank, host, process = sys.argv[1:]
     run_program(
-        lambda: serve_until_workers_end(ClusterSpec.read(Path(sys.argv[1]) / SPEC_NAME), int(sys.argv[2]), sys.argv[3])
+        lambda: serve_until_workers_end(ClusterSpec.read(Path(run_dir) / SPEC_NAME), int(rank), host, int(process))
     )
 
 

@@ -20,6 +20,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Final, Protocol, final
 
 from paceline.errors import UsageError
+from paceline.job.environment import inherited
 from paceline.job.machines import cores_here, share_of
 from paceline.launch.child import pin
 from paceline.launch.config import RunConfig, as_text, flags, option_name
@@ -213,6 +214,7 @@ class TrialProcess:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=task.working_folder,
+                env=guard.marked(inherited()),  # until the guard watches it
                 start_new_session=True,
             )
         try:

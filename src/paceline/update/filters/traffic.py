@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
+from paceline.core.messages import value_class
 
-@dataclass(frozen=True, slots=True)
+
+@value_class
 class WireBytes:
     """Traffic in one direction: exact counts, without the headers of frames.
 
@@ -71,7 +72,7 @@ class WireBytes:
 _NOTHING: Final = WireBytes()
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class RowTraffic:
     """Traffic of one table in all directions.
 

@@ -234,9 +234,13 @@ class RowUsage:
             return torch.empty(0, dtype=torch.int64)
         return self._least(NUM_USES if self._by_count else LAST_USED, num, _NEVER, num_slots)
 
+    def fades(self, num_rows: int) -> bool:
+        """Return whether `fade` is about to halve all counts."""
+        return self._num_uses >= HALVE_AFTER * max(1, num_rows)
+
     def fade(self, num_rows: int, num_slots: int) -> None:
         """Halve all counts if they are due."""
-        if self._num_uses < HALVE_AFTER * max(1, num_rows):
+        if not self.fades(num_rows):
             return
         for _, keys in self._spans(NUM_USES, num_slots):
             keys[keys != _NEVER] >>= 1

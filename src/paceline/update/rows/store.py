@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Final, final
 
@@ -10,6 +10,7 @@ import torch
 
 from paceline.errors import ProtocolBug
 from paceline.update.rows.contribution import Combined, RowContribution, combine, part_of
+from paceline.update.rows.cuts import RowsCut
 from paceline.update.rows.initializers import first_rows
 from paceline.update.rows.layout import (
     IDS,
@@ -87,11 +88,17 @@ class RowStore:
         self._echo_width = self._echo.elements(spec.width) if self._echo else 0
         counts = {name: left.get(name, 0) for name in ("num_admitted", "num_zeroed")}
         self._done = RowStatistics(**counts)  # what was counted so far
+        self._cuts: list[RowsCut] = []  # that may still need rows which change
         if lasting is not None:
             self._finish_piece(lasting)
 
     def __len__(self) -> int:
         return len(self._memory)
+
+    @property
+    def num_slots(self) -> int:
+        """The number of slots ever used."""
+        return self._memory.num_slots
 
     @property
     def read_width(self) -> int:
@@ -118,7 +125,7 @@ class RowStore:
         self._require_ids(ids)
         for piece in self._memory.pieces(len(ids)):
             slots = self._memory.find(ids[piece].contiguous())
-            self._usage.note_use(slots[slots >= 0], clock)
+            self._note_use(slots[slots >= 0], clock)
 
     def reserve(self, ids: Sequence[Tensor]) -> None:
         """Make room for the rows of all these ids, so that no update of them can run out of memory.
@@ -183,6 +190,9 @@ class RowStore:
         if not self._usage.limits:
             return _NONE
         num_slots = self._memory.num_slots
+        if self._cuts and self._usage.fades(len(self)):
+            for cut in self._cuts:
+                cut.keep_all()
         self._usage.fade(len(self), num_slots)
         expired = self._remove(self._usage.expired(clock, len(self), num_slots))
         evicted = self._remove(self._usage.surplus(len(self), num_slots))
@@ -232,13 +242,21 @@ class RowStore:
             ids = piece.ids[part].contiguous()
             slots = self._memory.find(ids)
             absent = (slots < 0).nonzero().view(-1)
+            self._keep_for_cuts(slots[slots >= 0])
             slots[absent] = self._memory.add(ids[absent])
+            self._skip_for_cuts(slots[absent])
             self._usage.note_new(slots, clock)
             self._usage.note_use(slots, clock)
             for name in self._layouts.keys() & piece.columns.keys():
                 self._memory.write_column(name, slots, piece.columns[name][part])
         self._usage.forget_bounds()
         self._commit()
+
+    def cut(self, has_room: Callable[[int], bool] = lambda _: True) -> RowsCut:
+        """Return the rows as they are now, to be read while updates go on; raises nothing, and copies nothing."""
+        cut = RowsCut(self._memory.num_slots, self.row_bytes, self._live, self._all_copies, has_room)
+        self._cuts.append(cut)
+        return cut
 
     def close(self) -> None:
         """Release all memory; no call may follow."""
@@ -258,7 +276,7 @@ class RowStore:
             out[absent] = torch.cat((first, echo), 1)
             slots = slots[slots >= 0]
         if clock is not None:
-            self._usage.note_use(slots, clock)
+            self._note_use(slots, clock)
 
     def _update(self, update: Combined, hyper: Hyper, clock: int) -> None:
         """Update distinct rows; a rule that refuses leaves them as they were."""
@@ -287,8 +305,11 @@ class RowStore:
     def _write(self, ids: Tensor, slots: Tensor, rows: Mapping[str, Tensor], clock: int) -> None:
         """Write columns of the rows with these ids, at these slots or new ones."""
         absent = _absent(slots)
+        if self._cuts:
+            self._keep_for_cuts(slots[slots >= 0])
         if absent.numel():
             slots[absent] = self._memory.add(ids[absent])
+            self._skip_for_cuts(slots[absent])
             self._usage.note_new(slots[absent], clock)
             self._done += RowStatistics(num_admitted=absent.numel())
         for name, column in rows.items():
@@ -322,10 +343,40 @@ class RowStore:
         if not slots.numel():
             return ids
         for piece in self._memory.pieces(len(slots)):
+            self._keep_for_cuts(slots[piece])
             ids[piece] = self._memory.ids_of(slots[piece])
             self._usage.note_removed(slots[piece])
         self._memory.remove(slots)
         return ids
+
+    def _note_use(self, slots: Tensor, clock: int) -> None:
+        if self._usage.limits:
+            self._keep_for_cuts(slots)
+        self._usage.note_use(slots, clock)
+
+    def _keep_for_cuts(self, slots: Tensor) -> None:
+        """Have cuts keep these rows, which are about to change."""
+        if self._cuts:
+            self._cuts = [cut for cut in self._cuts if not cut.is_over]
+            for cut in self._cuts:
+                cut.keep(slots)
+
+    def _skip_for_cuts(self, slots: Tensor) -> None:
+        for cut in self._cuts:
+            cut.skip(slots)
+
+    def _live(self, start: int, stop: int) -> Tensor:
+        pieces = self._memory.pieces(stop - start)
+        found = [self._memory.slots_in(start + piece.start, start + piece.stop) for piece in pieces]
+        return torch.cat(found) if found else _NONE
+
+    def _all_copies(self, slots: Tensor) -> dict[str, Tensor]:
+        parts = [self._copies(_NONE)]
+        for piece in self._memory.pieces(len(slots)):
+            self._memory.columns.visit(slots[piece])
+            parts.append(self._copies(slots[piece]))
+        columns = {name: torch.cat([part[name] for part in parts]) for name in self._layouts}
+        return {**columns, IDS: columns[IDS].view(-1)}
 
     def _copies(self, slots: Tensor) -> dict[str, Tensor]:
         copies: dict[str, Tensor] = {}

@@ -24,7 +24,6 @@ from paceline.update.rows.ops import RowOps, tell_of_refused_library
 from paceline.update.rows.pending import PendingRows
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.table import Hyper
-from paceline.wire.bounds import MAX_IDS, MAX_JOINED_BYTES
 from paceline.wire.messages import (
     EarlyValues,
     FetchedRest,
@@ -35,8 +34,9 @@ from paceline.wire.messages import (
     RowsUsed,
     Unsubscribe,
 )
-from paceline.wire.requests import DeclareRows
+from paceline.wire.requests import MAX_IDS, MAX_JOINED_BYTES, DeclareRows
 from paceline.wire.row_codec import ID_BYTES, ids_body
+from paceline.worker.dense import PendingRead
 from paceline.worker.pushes import PushOutcome, finished_push, may_push
 from paceline.worker.rows.in_flight import RowPush, RowPushes, RowPushPart, RowReadInFlight, RowReadsInFlight
 from paceline.worker.rows.managed import Managed
@@ -67,6 +67,8 @@ class RowClient:
     context: ClientContext
     budget: Managed | None = None
     name: str = field(init=False)
+    sharding: RowSharding = field(init=False)  # which server has which rows
+    ops: RowOps = field(init=False)  # on rows, of this process
     _budgeted: BudgetedRows | None = None  # pushes that wait for a budget
     _reads: RowReadsInFlight = field(init=False)
     _pushes: RowPushes = field(init=False)
@@ -75,7 +77,7 @@ class RowClient:
     def __post_init__(self) -> None:
         """Open the table in the core."""
         state = self.state
-        self.name = state.spec.name
+        self.name, self.sharding, self.ops = state.spec.name, self.context.row_sharding, self.context.row_sharding.ops
         self._reads, self._pushes = RowReadsInFlight(self.sharding), RowPushes(state.is_held)
         if self.budget is not None:
             self._budgeted = self._make_budgeted(self.budget)
@@ -94,16 +96,6 @@ class RowClient:
             client = cls(state, context, options.communication)
             context.add(spec.name, client, state.consistency)
         return client
-
-    @property
-    def sharding(self) -> RowSharding:
-        """Which server has which rows."""
-        return self.context.row_sharding
-
-    @property
-    def ops(self) -> RowOps:
-        """The operations on rows of this process."""
-        return self.sharding.ops
 
     @property
     def has_budget(self) -> bool:
@@ -125,7 +117,8 @@ class RowClient:
             if state.cache is not None:
                 self._unsubscribe(state.cache.use(ids))
             delivered = [self._core_reads.reached(server) for server in range(self.sharding.num_servers)]
-            reading, want = self._reads.plan(state, ids, needs, delivered, refresh=refresh)
+            started = PendingRead(context.core.clock, context.lock.changed)
+            reading, want = self._reads.plan(state, ids, needs, delivered, started, refresh=refresh)
             if state.uses is not None:
                 state.uses.note(reading.ids_not_of(want.fetch))
             self._reads.add(context.core.next_request, reading)
@@ -252,7 +245,8 @@ class RowClient:
         elif cache is not None:
             cache.applied_own(effect.id.seq, self._awaited())
         ended.future.set_result(ended.answers.outcome())
-        self.context.throttle.wake()
+        if self._budgeted is not None:
+            self.context.throttle.wake()
 
     def finish_read(self, done: ReadDone) -> None:
         """End the future of a read."""
@@ -359,11 +353,12 @@ class RowClient:
 
     def _wait(self, reading: RowReadInFlight) -> None:
         self.context.lock.wait(
-            reading.future.done,
+            reading.started.is_over,
             f"rows of table '{reading.table}' of clock {reading.needs}",
             About(f"pull {reading.table}", reading.table, reading.needs),
         )
-        reading.future.result(timeout=0)
+        if reading.started.error is not None:
+            raise reading.started.error
 
     def _install_delivered(self, effect: Install, body: memoryview) -> None:
         """Store delivered rows that are still in the cache."""

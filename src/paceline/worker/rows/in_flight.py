@@ -20,6 +20,7 @@ from paceline.update.placement import RowSharding
 from paceline.update.table import Hyper
 from paceline.wire.messages import Keys, RowPushFrame
 from paceline.wire.row_codec import ID_BYTES, RowBody
+from paceline.worker.dense import PendingRead
 from paceline.worker.pushes import Answers, ClockCounts, PushOutcome, pending_future
 from paceline.worker.rows.cache import UNKNOWN
 from paceline.worker.rows.state import RowTableState
@@ -38,7 +39,7 @@ class RowReadInFlight:
         rows: (n, width), filled from the cache and as answers arrive; None if the rows are read from the cache when the
             read is finished, with own pushes made until then.
         clocks: (n,), of each row in `rows`: it contains every update below.
-        future: ends when all rows have arrived.
+        started: ends when all rows have arrived.
     """
 
     table: str
@@ -46,8 +47,13 @@ class RowReadInFlight:
     ids: Tensor
     rows: Tensor | None
     clocks: Tensor
+    started: PendingRead
     requested: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    future: Future[ReadDone] = field(default_factory=lambda: pending_future(ReadDone))
+
+    @property
+    def future(self) -> Future[ReadDone]:
+        """How it ends; see `PendingRead.future`."""
+        return self.started.future
 
     def ids_for(self, server: int) -> Tensor:
         """Return the ids requested from a server."""
@@ -79,7 +85,14 @@ class RowReadsInFlight:
     _under_way: dict[int, RowReadInFlight] = field(default_factory=dict[int, RowReadInFlight])
 
     def plan(
-        self, state: RowTableState, ids: Tensor, needs: int, delivered: list[int], *, refresh: bool
+        self,
+        state: RowTableState,
+        ids: Tensor,
+        needs: int,
+        delivered: list[int],
+        started: PendingRead,
+        *,
+        refresh: bool,
     ) -> tuple[RowReadInFlight, WantRows]:
         """Return a read of distinct ids, and its event for the core: which servers to request rows from.
 
@@ -90,6 +103,7 @@ class RowReadsInFlight:
             ids: (n,) distinct.
             needs: as of `RowReadInFlight`.
             delivered: by server, the clock that its deliveries have reached.
+            started: as of `RowReadInFlight`.
             refresh: request every row.
         """
         cache = state.cache
@@ -99,7 +113,7 @@ class RowReadsInFlight:
             rows, clocks = cache.read(ids)[0], cache.clocks(ids)
         elif cache is None:
             rows = torch.empty((ids.numel(), state.down.full_width), dtype=state.down.dtype)
-        reading = RowReadInFlight(state.spec.name, needs, ids, rows, clocks)
+        reading = RowReadInFlight(state.spec.name, needs, ids, rows, clocks, started)
         fetch: list[int] = []
         deliver: list[int] = []
         for server, places in enumerate(self.sharding.split(ids)):
@@ -146,13 +160,13 @@ class RowReadsInFlight:
         """End a read."""
         reading = self._under_way.pop(done.request, None)
         if reading is not None:
-            reading.future.set_result(done)
+            reading.started.end(done)
 
     def abandon(self, error: PacelineError) -> None:
         """End all reads with an error."""
         while self._under_way:
             _, reading = self._under_way.popitem()
-            reading.future.set_exception(error)
+            reading.started.end(None, error)
 
 
 @dataclass(frozen=True, slots=True)

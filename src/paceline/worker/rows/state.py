@@ -54,12 +54,28 @@ class RowTableState:
     is_lazy: bool  # by default, reads use cached rows that are fresh enough
     deferral: Deferral  # how many clocks pushes wait here, and what reads need for that
     uses: CacheUses | None = None  # rows read from the cache, where servers expire unused rows
+    is_held: bool = field(init=False)  # servers hold pushes until their clock is complete
+    is_delivered: bool = field(init=False)  # servers deliver rows that change, without a request
+    # A push counts even on servers that get no rows of it: in the mean of a clock.
+    counts_all_workers: bool = field(init=False)
+    # The result of a read is fixed when it starts, whenever it is finished: where pushes are visible at the end of
+    # their clock, unless servers deliver changes.
+    reads_are_fixed: bool = field(init=False)
+    lists_ids: bool = field(init=False)  # servers keep lists of ids, which frames then name by a digest
     traffic: RowTraffic = field(default_factory=RowTraffic)
     # By server: the lists of ids that it keeps, as far as this worker knows.
     _lists: dict[int, KeyLists] = field(default_factory=dict[int, KeyLists])
     # The last hyperparameters of this worker, and the servers that have received them.
     _hyper: tuple[Hyper, ...] = ()
     _told: set[int] = field(default_factory=set[int])
+
+    def __post_init__(self) -> None:
+        """Note what follows from the declaration, which every step asks for."""
+        self.is_held = self.consistency.visible == "on_clock"
+        self.is_delivered = self.consistency.deliver == "on_clock"
+        self.counts_all_workers = self.is_held and self.spec.scale != "sum"
+        self.reads_are_fixed = self.is_held and not self.is_delivered
+        self.lists_ids = key_lists_of(self.spec.filters) is not None
 
     @staticmethod
     def make(spec: RowTableSpec, options: CacheOptions, sharding: RowSharding, worker: int) -> RowTableState:
@@ -86,34 +102,6 @@ class RowTableState:
         is_lazy = consistency.deliver == "on_clock" or bool(options.keep)
         uses = CacheUses(sharding) if keep and use_columns(spec.life) else None
         return RowTableState(spec, consistency, up, down, cache, pipeline, replays, is_lazy, deferral, uses)
-
-    @property
-    def is_held(self) -> bool:
-        """Whether servers hold pushes until their clock is complete."""
-        return self.consistency.visible == "on_clock"
-
-    @property
-    def counts_all_workers(self) -> bool:
-        """Whether a push counts even on servers that get no rows of it: in the mean of a clock."""
-        return self.is_held and self.spec.scale != "sum"
-
-    @property
-    def reads_are_fixed(self) -> bool:
-        """Whether the result of a read is fixed when it starts, whenever it is finished.
-
-        True where pushes are visible at the end of their clock, unless servers deliver changes.
-        """
-        return self.is_held and not self.is_delivered
-
-    @property
-    def is_delivered(self) -> bool:
-        """Whether servers deliver rows that change, without a request."""
-        return self.consistency.deliver == "on_clock"
-
-    @property
-    def lists_ids(self) -> bool:
-        """Whether servers keep lists of ids, which frames then name by a digest."""
-        return key_lists_of(self.spec.filters) is not None
 
     def keys(self, server: int, ids: Tensor, *, sent: bool = False) -> Keys:
         """Return how ids travel: as a digest where the server keeps the list, unless they must be `sent`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from paceline.update.rows.spec import RowTableSpec
 from paceline.update.rules import Number
 from paceline.update.summing import num_nonfinite
 from paceline.update.table import Hyper
-from paceline.wire.bounds import MAX_PUSH_BYTES, most_rows
+from paceline.wire.requests import MAX_PUSH_BYTES, most_rows
 from paceline.wire.row_codec import ID_BYTES
 from paceline.worker.metrics import StepMetrics
 from paceline.worker.node import WorkerNode
@@ -88,6 +88,11 @@ class RowTable:
     client: RowClient
     node: WorkerNode
     metrics: StepMetrics
+    _most_a_read: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Look up how many rows one read may have."""
+        self._most_a_read = most_rows(self.client.state.down.full_width)
 
     def __repr__(self) -> str:
         spec = self.spec
@@ -139,7 +144,7 @@ class RowTable:
             PeerError: a server is gone, or this worker was given up.
         """
         with torch.inference_mode(mode=False):  # see `pull_later`
-            keys, most = self.keys(ids), self._most_together
+            keys, most = self.keys(ids), _MOST_READS * self._most_a_read
             if keys.numel() <= most:
                 return self.finish(self._start(keys, refresh=refresh, exact=exact, ahead=0))
             started = (self._start(part, refresh=refresh, exact=exact, ahead=0) for part in keys.view(-1).split(most))
@@ -364,9 +369,10 @@ class RowTable:
         if not clocks.numel():
             return {}
         contained = self.client.state.deferral.contained
-        lowest, highest = (int(bound) for bound in clocks.aminmax())
-        if contained(highest) == contained(lowest):  # mostly, and found out faster than by counting
-            return {contained(lowest): clocks.numel()}
+        lowest, highest = map(int, clocks.aminmax())
+        reached = contained(lowest)
+        if contained(highest) == reached:  # mostly, and found out faster than by counting
+            return {reached: clocks.numel()}
         nums: dict[int, int] = {}
         for more, num in enumerate((clocks - lowest).bincount().tolist()):
             if num:
@@ -392,15 +398,6 @@ class RowTable:
         repeats = inverse if num < keys.numel() else None
         return RowFuture(self, tuple(keys.shape), repeats, reading, -1 if exact else clock, tuple(further))
 
-    @property
-    def _most_a_read(self) -> int:
-        return most_rows(self.client.state.down.full_width)
-
-    @property
-    def _most_together(self) -> int:
-        """The largest number of rows that one pull may request."""
-        return _MOST_READS * self._most_a_read
-
     def keys(self, ids: Ids) -> Tensor:
         """Return ids as a contiguous tensor of int64 in main memory; raises UsageError for invalid ids."""
         if type(ids) is Tensor and ids.dtype is torch.int64 and ids.is_cpu and ids.layout is torch.strided:
@@ -409,7 +406,11 @@ class RowTable:
 
     def _values(self, rows: Rows, keys: Tensor) -> Tensor:
         """Return rows as a flat tensor of the table's dtype, one row an id."""
-        values = as_values(rows, torch_dtype(self.spec), self._here(), "a push of rows")
+        dtype = torch_dtype(self.spec)
+        if type(rows) is Tensor and rows.dtype is dtype and rows.is_cpu and rows.layout is torch.strided:
+            values = rows.detach()
+        else:
+            values = as_values(rows, dtype, self._here(), "a push of rows")
         expected = (*keys.shape, self.width)
         if values.shape != expected and (keys.numel() or values.numel()):
             raise UsageError(

@@ -19,10 +19,10 @@ from paceline.core.consistency import Deferral
 from paceline.errors import PacelineError
 from paceline.update.filters.traffic import RowTraffic, WireBytes
 from paceline.update.rows.pending import PendingRows, TakenRows, relative_magnitude
-from paceline.worker.lock import WorkerLock
 from paceline.worker.pushes import PushOutcome, finished_push, pending_future
 from paceline.worker.rows.cache import RowCache
 from paceline.worker.rows.managed import Managed
+from paceline.worker.waits import WorkerLock
 
 
 @dataclass(slots=True)

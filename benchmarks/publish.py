@@ -1,0 +1,160 @@
+"""What publishing costs the trainer, and how soon readers have what it publishes.
+
+    python benchmarks/publish.py [--json] [--readers 2] [--elements 4194304] [--rounds 10]
+
+Rounds with and without publishing alternate in one job, so that other work on the machine meets both. Readers are
+processes. `visible_ms`: from the call of `publish` until a reader has the whole version, over shared memory.
+`fanout_ratio`: how long all readers together take over tcp for one version, in times of what one takes alone; without
+relays it grows with their number. `delta_ratio`: there are no deltas yet, so a version travels whole: 1.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from measuring import Sample, machine, print_json, progress
+
+HERE: Final = Path(__file__).resolve().parent
+PATIENCE_S: Final = 600.0
+
+
+class Reader:
+    """One reader process."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.process: Final = subprocess.Popen(
+            [sys.executable, str(HERE / "publish_reader.py"), str(run_dir)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, word: str) -> None:
+        """Have it do something."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{word}\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> Any:  # noqa: ANN401 - what JSON holds
+        """Wait for what came of it."""
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def close(self) -> None:
+        """End it."""
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def job(transport: str, rounds: int, elements: int) -> Generator[Path]:
+    """Run the trainer, and yield its folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        command = [sys.executable, "-m", "paceline", "run", "-n", "1", "--run-dir", str(run_dir), "--quiet"]
+        command += ["--transport", transport, str(HERE / "publish_worker.py"), folder, str(rounds), str(elements)]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        try:
+            yield Path(folder)
+            (Path(folder) / "end").touch()
+            process.wait(PATIENCE_S)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def steps_of(folder: Path) -> dict[str, dict[str, list[float]]]:
+    """Wait until the trainer has done its rounds, and return what they took."""
+    until = time.monotonic() + PATIENCE_S
+    while not (folder / "steps.json").exists():
+        if time.monotonic() > until:
+            raise TimeoutError("the trainer did not come to the end of its rounds")
+        time.sleep(0.1)
+    return json.loads((folder / "steps.json").read_text())
+
+
+def measure_steps(num_readers: int, rounds: int, elements: int) -> tuple[float, Sample, Sample]:
+    """Return the trainer's overhead, when readers had versions (ms), and how long forward passes paused (ms)."""
+    with job("shm", rounds, elements) as folder:
+        readers = [Reader(folder / "run") for _ in range(num_readers)]
+        try:
+            for reader in readers:
+                reader.ask("pull")
+            for reader in readers:
+                reader.answer()
+                reader.ask("follow")
+            found = steps_of(folder)
+            came: list[dict[str, float]] = [reader.answer() for reader in readers]
+            readers[0].ask("swap")
+            pauses: list[float] = readers[0].answer()
+        finally:
+            for reader in readers:
+                reader.close()
+    taken, published = found["taken"], found["published"]
+    pairs = zip(taken["publishing"], taken["quiet"], strict=True)
+    overhead = statistics.median(busy / quiet for busy, quiet in pairs) - 1
+    lags = [1e3 * (times[number] - published[number]) for times in came for number in times if number in published]
+    return overhead, Sample.of(lags), Sample.of([1e3 * pause for pause in pauses])
+
+
+def measure_fanout(num_readers: int, elements: int) -> float:
+    """Return how long readers together take over tcp, in times of what one takes."""
+    with job("tcp", 1, elements) as folder:
+        steps_of(folder)
+        readers = [Reader(folder / "run") for _ in range(num_readers)]
+        try:
+            alone: list[float] = []
+            for reader in readers:  # which connects
+                reader.ask("pull")
+                reader.answer()
+            for reader in readers:
+                reader.ask("pull")
+                began_s, ended_s, _ = reader.answer()
+                alone.append(ended_s - began_s)
+            for reader in readers:
+                reader.ask("pull")
+            together: list[list[float]] = [reader.answer() for reader in readers]
+        finally:
+            for reader in readers:
+                reader.close()
+    took_s = max(ended for _, ended, _ in together) - min(began for began, _, _ in together)
+    return took_s / statistics.median(alone)
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--readers", type=int, default=2)
+    parser.add_argument("--elements", type=int, default=1 << 22)
+    parser.add_argument("--rounds", type=int, default=10)
+    asked = parser.parse_args()
+    progress(f"publishing {asked.elements} float32 to {asked.readers} readers on {machine()}")
+    overhead, visible, swap = measure_steps(asked.readers, asked.rounds, asked.elements)
+    fanout = measure_fanout(asked.readers, asked.elements)
+    if asked.json:
+        values: dict[str, object] = {
+            "name": f"publish {4 * asked.elements >> 20} MiB",
+            "readers": asked.readers,
+            "trainer_overhead": overhead,
+            "visible_ms": visible.median,
+            "fanout_ratio": fanout,
+            "delta_ratio": 1.0,
+            "swap_ms": swap.median,
+        }
+        print_json(values)
+    else:
+        print(f"trainer: {100 * overhead:+.1f} % a step; visible after {visible.text(' ms')}")
+        print(f"a forward pass pauses {swap.text(' ms', 3)}; {asked.readers} readers over tcp take {fanout:.2f} x one")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""The worker of `publish.py`: trains in rounds, with and without publishing, until the file that ends it is there.
+
+`publish_worker.py FOLDER NUM_ROUNDS NUM_ELEMENTS`: writes the times of its steps, and when it published what.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import paceline
+
+STEPS_PER_ROUND, STEPS_PER_VERSION = 20, 10
+
+
+def main() -> None:
+    """Train, and write what it took."""
+    folder, num_rounds, num_elements = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    with paceline.connect() as ps:
+        paceline.init(ps)
+        model = torch.nn.Linear(num_elements // 1024, 1024, bias=False)
+        optimizer = paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
+        samples = torch.randn(64, model.in_features)
+        taken: dict[str, list[float]] = {"quiet": [], "publishing": []}
+        published: dict[int, float] = {}
+        for number in range(2 * num_rounds):
+            kind = "publishing" if number % 2 else "quiet"
+            began_s = time.perf_counter()
+            for step in range(STEPS_PER_ROUND):
+                optimizer.zero_grad()
+                model(samples).square().mean().backward()
+                optimizer.step()
+                if kind == "publishing" and step % STEPS_PER_VERSION == 0:
+                    published[ps.node.clock] = time.monotonic()
+                    paceline.publish(model)
+            taken[kind].append((time.perf_counter() - began_s) / STEPS_PER_ROUND)
+        (folder / "written").write_text(json.dumps({"taken": taken, "published": published}))
+        (folder / "written").rename(folder / "steps.json")
+        while not (folder / "end").exists():
+            time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    main()

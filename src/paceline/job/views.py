@@ -1,0 +1,134 @@
+"""Views: which process serves in the place of a server, and which one holds its replica, as files in a job's folder.
+
+A process that finds the other one gone writes the next view. Each view is a file that only one process can make, so of
+two that believe the other gone, one has decided, and the other one ends: no two processes serve in one place.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, final
+
+from paceline.job.addresses import address_path, how_server_ended, process_name
+from paceline.job.folders import names_in
+
+NO_PROCESS: Final = -1
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The `number` of a view, and by their numbers the process that serves (`head`) and the one that has its replica.
+
+    >>> View(1, head=0, replica=1).promoted()
+    View(number=2, head=1, replica=-1)
+    """
+
+    number: int
+    head: int
+    replica: int = NO_PROCESS
+
+    def promoted(self) -> View:
+        """Return the view after this one in which the replica serves."""
+        return View(self.number + 1, self.replica)
+
+    def repaired(self, replica: int) -> View:
+        """Return the view after this one in which another process has the replica."""
+        return View(self.number + 1, self.head, replica)
+
+    def alone(self) -> View:
+        """Return the view after this one in which the head has no replica any more."""
+        return View(self.number + 1, self.head)
+
+
+FIRST: Final = View(1, head=0, replica=1)
+
+
+@final
+class Views:
+    """The views of one server in the folder of its job.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     views = Views(Path(folder), 0)
+    ...     print(views.newest(), views.change(FIRST), views.change(FIRST), views.newest())
+    None True False View(number=1, head=0, replica=1)
+    """
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        """Of the server with this rank; reads and writes nothing yet."""
+        self._run_dir = run_dir
+        self._prefix = f"{process_name(rank, 0)}.view-"
+        self._rank = rank
+
+    def newest(self) -> View | None:
+        """Return the view that counts; None where the server has no replica. Raises OSError."""
+        found = [name for name in names_in(self._run_dir) if name.startswith(self._prefix)]
+        if not found:
+            return None
+        return self._read(max(found, key=lambda name: int(name.removeprefix(self._prefix))))
+
+    def _read(self, name: str) -> View:
+        head, replica = map(int, (self._run_dir / name).read_text().split())
+        return View(int(name.removeprefix(self._prefix)), head, replica)
+
+    def change(self, view: View) -> bool:
+        """Have this view count if it is the first of its number; return whether it does. Raises OSError."""
+        unfinished = self._run_dir / f".{self._prefix}{secrets.token_hex(8)}"
+        try:
+            with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(f"{view.head} {view.replica}")
+                file.flush()
+                os.fsync(file.fileno())
+            with suppress(OSError):  # a client of NFS may repeat what was done; the number of links tells
+                os.link(unfinished, self._run_dir / f"{self._prefix}{view.number}")
+            return unfinished.stat().st_nlink > 1
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    def promote(self, number: int) -> bool:
+        """Have the replica serve from now on, unless the view of this number has ended; return whether it does."""
+        view = self.newest()
+        return view is not None and view.number == number and self.change(view.promoted())
+
+    def dismiss(self, number: int) -> bool:
+        """Have the head go on without a replica, unless the view of this number has ended; return whether it does."""
+        view = self.newest()
+        return view is not None and view.number == number and self.change(view.alone())
+
+    def enlist(self, number: int, process: int) -> bool:
+        """Have a process be the replica from now on, unless the view of this number has ended; return whether it is."""
+        view = self.newest()
+        return view is not None and view.number == number and self.change(view.repaired(process))
+
+    def candidates(self) -> list[int]:
+        """Return the processes that have come to be the replica and were in no view yet, the newest first."""
+        names = names_in(self._run_dir)
+        known = [self._read(name) for name in names if name.startswith(self._prefix)]
+        used = {process for view in known for process in (view.head, view.replica)}
+        stem, suffix = f"{process_name(self._rank, 0)}.", self.published(0).suffix
+        come = [name.removeprefix(stem).removesuffix(suffix) for name in names if name.startswith(stem)]
+        numbers = [int(number) for number in come if number.isdecimal()]
+        return sorted((number for number in numbers if number not in used), reverse=True)
+
+    def published(self, process: int) -> Path:
+        """Return where a process of this server says that it listens."""
+        return self._run_dir / f"{process_name(self._rank, process)}{address_path(self._run_dir, 'server', 0).suffix}"
+
+    def how_ended(self) -> str:
+        """Return how the server has ended, once no process of it is left to serve; "" before that."""
+        view = self.newest()
+        left = [FIRST.head] if view is None else [view.head, *([] if view.replica == NO_PROCESS else [view.replica])]
+        told = [how_server_ended(self._run_dir, self._rank, process) for process in left]
+        return told[0] if all(told) else ""
+
+    def address(self) -> str:
+        """Return where the process that serves listens; "" where that is not known."""
+        view = self.newest()
+        try:
+            return "" if view is None else self.published(view.head).read_text()
+        except OSError:
+            return ""

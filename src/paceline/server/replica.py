@@ -1,0 +1,640 @@
+"""The replica of a server: a process on another machine that does what the server does, and serves once it is gone.
+
+The process that serves, the head, sends in order what it is told: each event of its core with its time, the tensors of
+pushes, and requests that change tables. No answer leaves before the replica has received all that it rests on, so what
+a worker was told is never lost with the head. Which of the two goes on when their connection breaks is decided by the
+first of them to write the next view (`job/views.py`); the other one ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final, Protocol, cast, final
+
+from paceline.core.events import Changed, Declared, NotFinite, Unapplied
+from paceline.core.messages import Push, PushId, WholeStep
+from paceline.core.server import ServerEvent
+from paceline.core.work_queue import Life
+from paceline.errors import DeadlineExceeded, PacelineError, PeerError
+from paceline.server.buffers import BodyLimits, ReceiveBuffers
+from paceline.server.connections import Stop
+from paceline.server.journal import Asked, Began, Written, decode_written, encode_written
+from paceline.server.memory_check import require_memory
+from paceline.server.recovery import ServerParts
+from paceline.server.tables import ServedTables
+from paceline.stopwatch import Stopwatch
+from paceline.transport.base import EMPTY, Connection, Frame, Listener, MeasuresSilence, Transport
+from paceline.transport.buffer_pool import Buffer
+from paceline.update.rules import Hyper
+from paceline.wire.messages import Hello, MessageCodec, PushFrame, RowPushFrame, check_server, decode, encode
+from paceline.wire.requests import MAX_HEARD_BYTES, Declare, DeclareRows, Request, WholeTable
+
+ROLE: Final = "head"  # of the process that serves, towards its replica
+_LOOK_S: Final = 0.25
+_CONNECT_TIMEOUT_S: Final = 5.0
+_REPAIR_EVERY_S: Final = 1.0  # while there is no replica
+_FOLDER: Final = "paceline-replica-"
+_SILENCE_S: Final = 1.0  # of a machine that is spoken to all the while
+_MOST_BEATS: Final = 3600  # in a row, as the head reads them with its next answer
+_END_TIMEOUT_S: Final = 10.0
+_ANSWER_TIMEOUT_S: Final = 30.0  # the connection itself says sooner that a machine is gone
+_LEAST_BYTES_PER_S: Final = 1e6
+_SILENT: Final = f"its machine has confirmed nothing for {_SILENCE_S:g} s"
+
+
+class Superseded(PacelineError):
+    """Another process serves in the place of this one, or none is to."""
+
+
+class Diverged(PacelineError):
+    """A replica has found something else than its head."""
+
+
+class Promotion(Protocol):
+    """Decides which process of a server goes on: see `job.views.Views`."""
+
+    def promote(self, number: int) -> bool:
+        """Have the replica serve from now on, unless the view of this number has ended; return whether it does."""
+        ...
+
+    def dismiss(self, number: int) -> bool:
+        """Have the head go on without a replica, unless the view of this number has ended; return whether it does."""
+        ...
+
+    def enlist(self, number: int, process: int) -> bool:
+        """Have a process be the replica from now on, unless the view of this number has ended; return whether it is."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """I serve, in this view; beside this is the state of my core and of what is kept beside it."""
+
+    view: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """Beside this are values and state of a table, as `ServedTable.save` writes them at this clock and version."""
+
+    table: str
+    clock: int
+    version: int
+    hyper: tuple[Hyper, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """The tensor beside this came with this push (a frame's header) and waits for its event."""
+
+    push: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Happened:
+    """This was written down at this time; the body of a request is beside it."""
+
+    now: float
+    written: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Idled:
+    """I have looked for requests about tables without pushes whose clock has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """I am about to give an answer that rests on nothing new: it leaves if you still follow me."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """I end as I was told to, or go on without you: serve no longer."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """I have so many of your frames, and do what they say."""
+
+    num_frames: int
+
+
+Told = Attached | Restored | Pushed | Happened | Idled | Checked | Ended
+_CODEC: Final = MessageCodec[Told](Attached, Restored, Pushed, Happened, Idled, Checked, Ended)
+_ANSWERS: Final = MessageCodec[Received](Received)
+
+
+@final
+@dataclass(slots=True)
+class LineWatch:
+    """Tells when the machine at the other end is gone: it confirms nothing, while this end keeps saying something.
+
+    What a machine confirms is said by its kernel, so a process there may be busy or stopped for as long as it likes.
+    """
+
+    connection: Connection
+    now: Callable[[], float] = time.monotonic
+    num_looks: int = 0  # in a row that have brought nothing
+    _looked_s: float = 0.0
+
+    def note_heard(self) -> None:
+        """Note that a frame has come."""
+        self.num_looks = 0
+
+    def is_silent(self) -> bool:
+        """Return whether the other machine is gone; called after each look that has brought nothing."""
+        looked_s, self._looked_s = self._looked_s, self.now()
+        is_late = self._looked_s - looked_s > 3 * _LOOK_S  # this process was stopped, or has done something else
+        self.num_looks = 1 if is_late else self.num_looks + 1
+        if self.num_looks * _LOOK_S < _SILENCE_S or not isinstance(self.connection, MeasuresSilence):
+            return False
+        return self.connection.silent_s() >= _SILENCE_S
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPlace:
+    """What it takes to reach the replica of a server, and to go on without it.
+
+    Args:
+        rank: of the server.
+        view: its number.
+        promotion: asked when the replica does not answer.
+        address: returns where the replica listens, once it does.
+        transport: makes the connection.
+        tell: called with a line for the user when there is no replica any more.
+        generation: of the job.
+        process: of the replica, if it is not in the view yet.
+    """
+
+    rank: int
+    view: int
+    promotion: Promotion
+    address: Callable[[], str]
+    transport: Transport
+    tell: Callable[[str], None]
+    generation: int = 1
+    process: int = -1
+
+
+@final
+@dataclass(slots=True)
+class ReplicaLink:
+    """The head's end: tells the replica, and waits until it has received what answers rest on. Used by one thread.
+
+    Without a place there is no replica, and all calls do nothing.
+
+    Args:
+        place: of the replica that there is from the start.
+        find: returns the places of processes that have come to be the replica, while there is none.
+    """
+
+    place: ReplicaPlace | None = None
+    find: Callable[[], list[ReplicaPlace]] | None = None
+    _look_s: float = 0.0  # when to look for one again
+    _tried: set[str] = field(default_factory=set[str])  # addresses of those that were not to be reached
+    _connection: Connection | None = None
+    _num_sent: int = 0
+    _num_received: int = 0  # of these, by the replica
+    _superseded: str = ""
+    _is_ending: bool = False
+
+    def open(self, state: bytes) -> None:
+        """Connect, and give the replica the state to begin with; raises as `Transport.connect` does."""
+        if self.place is not None:
+            self._connection = self._connect(self.place)
+            self._send(Attached(self.place.view), memoryview(state))
+            self.wait_received()
+
+    def patience_s(self, patience_s: float | None) -> float | None:
+        """Return for how long to wait for the next item at most, if it is so long otherwise (None: for ever)."""
+        if self.find is None or self._connection is not None:
+            return patience_s
+        return _REPAIR_EVERY_S if patience_s is None else min(patience_s, _REPAIR_EVERY_S)
+
+    def repair(self, parts: ServerParts, tables: ServedTables) -> None:
+        """Give all that there is to a process that has come to be the replica; called between two items.
+
+        That is possible while no push waits. Blocks until it has all of it, which counts from then on.
+        """
+        if self.find is None or self._connection is not None or time.monotonic() < self._look_s:
+            return
+        is_quiet = not any(table.num_waiting or not table.has_values for table in tables.values())
+        if not is_quiet or parts.calls.has_waiting:
+            return
+        self._look_s = time.monotonic() + _REPAIR_EVERY_S
+        try:
+            place = next((place for place in self.find() if place.address() not in self._tried), None)
+            if place is None:
+                return
+            self._tried.add(place.address())
+        except (PeerError, OSError):  # it does not listen yet
+            return
+        self._num_sent = self._num_received = 0
+        connection = None
+        try:
+            connection = self._connect(place)
+            self._give_all(connection, place, parts, tables)
+        except (PacelineError, OSError) as error:
+            if connection is not None:
+                connection.close()
+            place.tell(f"server {place.rank} has no replica yet: {error}")
+            return
+        self.place, self._connection = place, connection
+        try:
+            is_replica = place.promotion.enlist(place.view - 1, place.process)
+        except OSError as error:  # it may be in the view, and serve once this process is silent
+            self._superseded = f"server {place.rank} cannot tell whether it has a replica: {error}"
+            raise Superseded(self._superseded) from error
+        if is_replica:
+            place.tell(f"server {place.rank} has a replica again")
+        else:
+            self.close()
+
+    def _connect(self, place: ReplicaPlace) -> Connection:
+        hello = encode(Hello(ROLE, place.rank, 0, place.generation))
+        connection = place.transport.connect(place.address(), hello, timeout_s=_CONNECT_TIMEOUT_S)
+        check_server(connection, place.rank)
+        return connection
+
+    def _give_all(self, connection: Connection, place: ReplicaPlace, parts: ServerParts, tables: ServedTables) -> None:
+        """Send the state of the server, and wait until it has come."""
+        told: list[tuple[Told, bytes]] = [(Attached(place.view), parts.dump())]
+        with TemporaryDirectory(prefix=_FOLDER) as folder:
+            for name, table in tables.items():
+                clock = parts.core.clock_of(name)
+                table.save(Path(folder) / "table", clock)
+                state = (Path(folder) / "table").read_bytes()
+                told.append((Restored(name, clock, table.version, table.hyper), state))
+        for message, body in told:
+            timeout_s = _ANSWER_TIMEOUT_S + len(body) / _LEAST_BYTES_PER_S
+            connection.send(_CODEC.encode(message), memoryview(body), timeout_s=timeout_s)
+        self._num_sent, watch = len(told), Stopwatch(2 * _LOOK_S)
+        while self._num_received < self._num_sent:
+            try:
+                self._num_received = _ANSWERS.decode(connection.receive(timeout_s=_LOOK_S).header).num_frames
+            except DeadlineExceeded:
+                if watch.elapsed_s() > _ANSWER_TIMEOUT_S:
+                    raise
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is a replica by now, and still."""
+        return self._connection is not None
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether there is to be one, be it that none is there now."""
+        return self.place is not None or self.find is not None
+
+    def note_push(self, frame: PushFrame | RowPushFrame, body: memoryview) -> None:
+        """Tell of a push that was accepted, before its event."""
+        if self._connection is not None:
+            self._send(Pushed(encode(frame)), body)
+
+    def note(self, written: Written, now: float) -> None:
+        """Tell what is about to have an effect."""
+        if self._connection is not None:
+            self._send(Happened(now, encode_written(written)))
+
+    def note_request(self, life: Life, request: Request | WholeTable, body: memoryview) -> None:
+        """Tell of a request that is about to change a table by what is beside it, or runs once."""
+        if self._connection is not None:
+            self._send(Happened(time.monotonic(), encode_written(Asked(*life, encode(request)))), body)
+
+    def note_idle(self) -> None:
+        """Tell that requests about tables without pushes are about to be looked for."""
+        if self._connection is not None:
+            self._send(Idled())
+
+    def check(self) -> None:
+        """Have the next answer wait until it is known that this process still serves."""
+        if self._connection is not None:
+            self._send(Checked())
+
+    def wait_received(self) -> bool:
+        """Block until the replica has all that it was told; called before an answer leaves, and returns True.
+
+        Raises:
+            Superseded: the replica serves in the place of this process.
+        """
+        if self._superseded:
+            raise Superseded(self._superseded)
+        watch = Stopwatch(2 * _LOOK_S)
+        line = None if self._connection is None else LineWatch(self._connection)
+        while self._connection is not None and self._num_received < self._num_sent:
+            try:
+                answer = _ANSWERS.decode(self._connection.receive(timeout_s=_LOOK_S).header)
+                self._num_received = max(self._num_received, min(answer.num_frames, self._num_sent))
+            except DeadlineExceeded:
+                self.check()
+                if watch.elapsed_s() > _ANSWER_TIMEOUT_S:
+                    self._go_on_alone(f"it has not answered for {_ANSWER_TIMEOUT_S:g} s")
+                elif line is not None and line.is_silent():
+                    self._go_on_alone(_SILENT)
+            except PeerError as error:
+                self._go_on_alone(str(error))
+        return True
+
+    def end(self, reason: str) -> None:
+        """Have the replica end, if it has not, instead of serving in the place of this process."""
+        self._is_ending = True
+        with suppress(Superseded):
+            if self._connection is not None:
+                self.wait_received()  # first: frames that lie behind one that cannot be answered may be lost
+                self._send(Ended(reason))
+        self.close()
+
+    def dismiss(self, reason: str) -> None:
+        """Go on without a replica, for good; raises Superseded if that serves by now."""
+        self.find = None
+        if self._connection is not None:
+            self._send(Ended(reason))
+            self._go_on_alone(reason)
+
+    def close(self) -> None:
+        """Let go of the connection: a replica that was not told to end takes over."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _send(self, message: Told, body: memoryview = EMPTY) -> None:
+        connection = self._connection
+        if connection is None:
+            return
+        self._num_sent += 1
+        try:
+            timeout_s = _ANSWER_TIMEOUT_S + body.nbytes / _LEAST_BYTES_PER_S
+            connection.send(_CODEC.encode(message), body, timeout_s=timeout_s)
+        except PeerError as error:
+            self._go_on_alone(str(error))
+
+    def _go_on_alone(self, reason: str) -> None:
+        """Serve without a replica, unless it serves already."""
+        is_over, place = self._connection is None, self.place
+        self.close()
+        if is_over or place is None or self._is_ending:
+            return
+        try:
+            is_head = place.promotion.dismiss(place.view)
+        except OSError as error:
+            self._superseded = f"server {place.rank} has lost its replica, and cannot tell whether that serves: {error}"
+            raise Superseded(self._superseded) from error
+        if not is_head:
+            self._superseded = f"the replica of server {place.rank} serves in its place: {reason}"
+            raise Superseded(self._superseded)
+        place.tell(f"the run ends if server {place.rank} is lost, as it has no replica any more: {reason}")
+
+
+def _answer(connection: Connection, num_frames: int) -> None:
+    """Tell the head what has come; what is here already counts, be it that the head has ended."""
+    with suppress(PeerError):
+        connection.send(_ANSWERS.encode(Received(num_frames)), timeout_s=_ANSWER_TIMEOUT_S)
+
+
+@final
+@dataclass(slots=True)
+class Replay:
+    """Does in a replica what its head has done. Used by the server's thread.
+
+    Args:
+        parts: of the server, that change with what it is told.
+        tables: of the server.
+        buffers: for what arrives.
+        handle: passes an event to the core, performs the effects, and returns the pushes that the core holds.
+        carry_out: carries out a request with its body.
+    """
+
+    parts: ServerParts
+    tables: ServedTables
+    buffers: ReceiveBuffers
+    handle: Callable[[ServerEvent, float], set[PushId]]
+    carry_out: Callable[[Life, Request, memoryview], None]
+    _broken: set[str] = field(default_factory=set[str])  # tables of which an update has failed on the head
+    _fresh: dict[PushId, str] = field(default_factory=dict[PushId, str])  # came before their event; with their tables
+
+    @property
+    def _limits(self) -> BodyLimits:
+        return BodyLimits(self.tables.get, self.buffers)
+
+    def place(self, header: bytes, size_bytes: int) -> Buffer | memoryview | None:
+        """Return memory for a body; raises PeerError for an impossible size."""
+        said = _CODEC.decode(header)
+        match said:
+            case Pushed(push):
+                return self._limits.place(push, size_bytes)
+            case Happened(_, written) if isinstance(asked := decode_written(written), Asked):
+                return self._limits.place(asked.request, size_bytes)
+            case Attached() if size_bytes <= MAX_HEARD_BYTES:
+                return None
+            case Restored(table) if table in self.tables:
+                require_memory(f"table '{table}' of the head", size_bytes)
+                return None
+            case _:
+                raise PeerError(f"a {type(said).__name__} came with {size_bytes} bytes")
+
+    def take(self, message: Told, frame: Frame) -> None:
+        """Do what a frame says."""
+        match message:
+            case Attached():
+                self._begin(frame.body)
+            case Restored(table, clock, version, hyper):
+                with TemporaryDirectory(prefix=_FOLDER) as folder:
+                    path = Path(folder) / "table"
+                    path.write_bytes(frame.body)
+                    self.tables[table].restore(path, clock, version, hyper)
+            case Pushed(push):
+                self._keep(push, frame)
+            case Happened(now, written):
+                self._repeat(decode_written(written), now, frame.body)
+            case Idled():
+                self.parts.calls.advance_idle()
+            case Checked() | Ended():
+                pass
+
+    def _compare_broken(self) -> None:
+        """Raise Diverged if an update has failed here that has not on the head."""
+        for name, table in self.tables.items():
+            if table.broken and name not in self._broken:
+                raise Diverged(f"an update of table '{name}' has failed on the replica alone: {table.broken}")
+
+    def _begin(self, state: memoryview) -> None:
+        """Take over the state of the head, and declare its tables."""
+        self.parts.load(bytes(state))
+        declarations = self.parts.declarations
+        for header in declarations.messages.values():
+            self.tables.declare(cast("Declare | DeclareRows", decode(header)).spec)
+        for name, reason in declarations.broken.items():
+            self.tables[name].broken = reason
+            self._broken.add(name)
+
+    def drop_fresh(self) -> None:
+        """Let go of pushes whose event has not come: their workers repeat them."""
+        for push_id, table in self._fresh.items():
+            self.tables[table].discard(push_id)
+        self._fresh.clear()
+
+    def _keep(self, header: bytes, frame: Frame) -> None:
+        push = decode(header)
+        if not isinstance(push, PushFrame | RowPushFrame) or push.push.table not in self.tables:
+            raise PeerError(f"the head sent a {type(push).__name__} that makes no sense here")
+        name, push_id = push.push.table, push.push.id
+        accepted = self.tables[name].accept(push, frame.body, frame.buffer)
+        if accepted.problem or accepted.wanted is not None:
+            raise Diverged(f"the head has accepted push {push_id} of table '{name}': {accepted.problem or 'no ids'}")
+        self._fresh[push_id] = name
+
+    def _repeat(self, written: Written, now: float, body: memoryview) -> None:
+        match written:
+            case Asked(worker, incarnation, header):
+                self._carry_out((worker, incarnation), decode(header), body)
+            case Unapplied(table, _, reason):
+                if not self.tables[table].broken:
+                    raise Diverged(f"an update of table '{table}' has failed on the head alone: {reason}")
+                self._broken.add(table)
+            case Began() | Declared() | Changed() | NotFinite():
+                pass  # comes of what is done here
+            case event:
+                self._compare_broken()
+                held = self.handle(event, now)
+                for push in _pushes_of(event):
+                    table = self._fresh.pop(push.id, None)
+                    if table is not None and push.id not in held:
+                        self.tables[table].discard(push.id)
+
+    def _carry_out(self, life: Life, message: object, body: memoryview) -> None:
+        if isinstance(message, WholeTable):
+            try:
+                self.parts.calls.handle(life, message, body)
+            except PeerError:  # the head has refused it, too
+                return
+        else:
+            self.carry_out(life, cast("Request", message), body)
+
+
+def _pushes_of(event: ServerEvent) -> tuple[Push, ...]:
+    match event:
+        case Push():
+            return (event,)
+        case WholeStep():
+            return event.pushes
+        case _:
+            return ()
+
+
+@final
+@dataclass(slots=True)
+class Follower:
+    """The replica's end: takes in what the head says, until that ends.
+
+    Args:
+        rank: of the server.
+        promotion: asked when the head is gone.
+        listener: where the head connects, and workers once this process serves.
+        patience_s: for the head to connect.
+        tell: called with a line for the user when this process begins to serve.
+    """
+
+    rank: int
+    promotion: Promotion
+    listener: Listener
+    patience_s: float
+    tell: Callable[[str], None]
+    _view: int = 0
+
+    def follow(self, replay: Replay, next_item: Callable[[float], object | None]) -> list[object] | None:
+        """Block while the head serves; return the items that have come meanwhile, or None if told to stop.
+
+        Raises:
+            Superseded: this process is not to serve, as the head goes on without it.
+            DeadlineExceeded: the head has not connected.
+        """
+        items: list[object] = []
+
+        def is_stopped() -> bool:
+            while (item := next_item(0.0)) is not None:
+                if isinstance(item, Stop):
+                    return True
+                items.append(item)
+            return False
+
+        connection = self._accept_head(is_stopped)
+        if connection is None:
+            return None
+        try:
+            lost = self._take_all(connection, replay, is_stopped)
+        finally:
+            connection.close()
+        if lost is None:
+            return None
+        self._take_over(lost)
+        replay.drop_fresh()
+        return items
+
+    def _accept_head(self, is_stopped: Callable[[], bool]) -> Connection | None:
+        watch = Stopwatch(2 * _LOOK_S)
+        while not is_stopped():
+            try:
+                connection = self.listener.accept(timeout_s=_LOOK_S)
+            except DeadlineExceeded:
+                if watch.elapsed_s() > self.patience_s:
+                    raise DeadlineExceeded(
+                        f"server {self.rank} did not connect to its replica within {self.patience_s:g} s"
+                    ) from None
+                continue
+            if self._is_head(connection):
+                return connection
+            connection.close()
+        return None
+
+    def _is_head(self, connection: Connection) -> bool:
+        try:
+            hello = decode(connection.identity)
+        except PeerError:
+            return False
+        is_head = isinstance(hello, Hello) and (hello.role, hello.rank) == (ROLE, self.rank)
+        return is_head and connection.peer_identity.permit("server", self.rank)
+
+    def _take_all(self, connection: Connection, replay: Replay, is_stopped: Callable[[], bool]) -> str | None:
+        """Do what the head says until it is lost; return how, or None if this process is to end."""
+        num_frames, since_stop, line = 0, None, LineWatch(connection)
+        while since_stop is None or since_stop.elapsed_s() < _END_TIMEOUT_S:
+            try:
+                frame = connection.receive(timeout_s=_LOOK_S, place=replay.place)
+                message = _CODEC.decode(frame.header)
+            except DeadlineExceeded:
+                if since_stop is None and is_stopped():
+                    since_stop = Stopwatch(2 * _LOOK_S)  # the head is told the same, and says that it ends
+                if line.is_silent():
+                    return _SILENT
+                if line.num_looks < _MOST_BEATS:
+                    _answer(connection, num_frames)
+                continue
+            except PeerError as error:
+                return None if since_stop is not None or is_stopped() else str(error)
+            if isinstance(message, Ended):
+                return None
+            if isinstance(message, Attached):
+                self._view = message.view
+            line.note_heard()
+            num_frames += 1
+            if not isinstance(message, Pushed):  # its event follows
+                _answer(connection, num_frames)
+            replay.take(message, frame)
+        return None
+
+    def _take_over(self, lost: str) -> None:
+        try:
+            serves = self._view > 0 and self.promotion.promote(self._view)
+        except OSError as error:
+            raise Superseded(f"the replica of server {self.rank} cannot tell whether it serves: {error}") from error
+        if not serves:
+            raise Superseded(f"server {self.rank} goes on without its replica, or had not begun: {lost}")
+        self.tell(f"server {self.rank} is served by its replica from now on: {lost}")

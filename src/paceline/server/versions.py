@@ -1,0 +1,240 @@
+"""The versions that a server has published: immutable parts with digests, which last as retention and leases say."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Final, final
+
+from paceline.errors import UsageError
+from paceline.observe.notices import tell
+from paceline.server.served_table import PartToPublish
+from paceline.wire.malformed import describe_error
+from paceline.wire.requests import PublishTable
+from paceline.wire.versions import (
+    MAX_KEPT,
+    MAX_LEASED,
+    MAX_NAMES,
+    MAX_PARTS,
+    MAX_WAIT_S,
+    FindVersions,
+    PublicationId,
+    PublishedPart,
+    VersionHead,
+    check_published_name,
+    chunk_digests,
+    digest_of,
+)
+
+_MAX_COPIED: Final = 2  # versions of one name that are copied at once; more are refused
+_MAX_UNFINISHED: Final = 4  # versions of one name of which not all tables are here; an older one is dropped
+
+
+@dataclass(slots=True)
+class PublishedVersion:
+    """A server's part of one version. Invariant: nothing of it but the number of leases changes."""
+
+    head: VersionHead
+    layout: bytes
+    memories: tuple[memoryview, ...]  # by part
+    digests: bytes  # of all chunks, in the order of the parts
+    num_leases: int = 0
+
+
+@dataclass(slots=True)
+class _Unfinished:
+    """A version of which not all is here: by table, where its range starts, and its values once they are copied."""
+
+    request: PublishTable
+    parts: dict[str, tuple[int, memoryview | None]] = field(default_factory=dict[str, "tuple[int, memoryview | None]"])
+
+    @property
+    def has_come(self) -> bool:
+        """Whether all tables have been asked for."""
+        return set(self.parts) == set(self.request.tables)
+
+
+@dataclass(slots=True)
+class _Published:
+    """What is published under one name, the newest last."""
+
+    keep: int = 1
+    versions: dict[PublicationId, PublishedVersion] = field(default_factory=dict[PublicationId, PublishedVersion])
+    unfinished: dict[PublicationId, _Unfinished] = field(default_factory=dict[PublicationId, _Unfinished])
+
+    def retain(self) -> None:
+        """Drop versions that are neither among the newest nor leased."""
+        old = list(self.versions)[: -self.keep]
+        for each in [each for each in old if not self.versions[each].num_leases]:
+            del self.versions[each]
+
+
+class VersionGone(UsageError):
+    """There is no such version, or no longer."""
+
+
+@final
+class PublishedVersions:
+    """The published versions of one server by name. Thread-safe; a thread of its own copies values and makes digests.
+
+    A version is there for readers when all its tables are here and its digest is known; until then it is not seen.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._names: dict[str, _Published] = {}
+        self._copying: ThreadPoolExecutor | None = None
+        self._closed = False
+
+    def add(self, request: PublishTable, part: PartToPublish) -> None:
+        """Add a table to the version that a worker publishes. Does not block: the thread of versions copies it.
+
+        Raises:
+            UsageError: the request has invalid values, or too much is published, or more often than can be copied.
+        """
+        try:
+            is_new = self._begin(request, part)
+        except UsageError:
+            part.cut.close()
+            raise
+        if not is_new:
+            part.cut.close()
+
+    def _begin(self, request: PublishTable, part: PartToPublish) -> bool:
+        """Have a table copied, unless it is here; return whether it is copied."""
+        _check(request)
+        made, table = PublicationId(request.name, request.series, request.number), request.table_call.table
+        with self._changed:
+            published = self._names.get(request.name) or _Published()
+            if self._closed or made in published.versions:
+                return False
+            if request.name not in self._names and len(self._names) >= MAX_NAMES:
+                raise UsageError(f"'{request.name}' cannot be published, as {MAX_NAMES} other names are")
+            self._names[request.name] = published
+            unfinished = published.unfinished.setdefault(made, _Unfinished(request))
+            if table in unfinished.parts:
+                return False
+            if sum(each.has_come for each in published.unfinished.values()) >= _MAX_COPIED:
+                published.unfinished.pop(made)
+                raise UsageError(
+                    f"the {_MAX_COPIED} versions before it are still being copied: publish less often, with --publish "
+                    "or a larger interval"
+                )
+            unfinished.parts[table] = part.start, None
+            if len(published.unfinished) > _MAX_UNFINISHED:
+                del published.unfinished[next(iter(published.unfinished))]
+            if self._copying is None:
+                self._copying = ThreadPoolExecutor(1, "paceline-publish")
+            self._copying.submit(self._copy, made, unfinished, table, part)
+            if unfinished.has_come:
+                self._copying.submit(self._seal, made, unfinished)
+            return True
+
+    def wait_new(self, wanted: FindVersions, is_over: Callable[[], bool]) -> tuple[PublicationId, ...]:
+        """Return the versions of a name, the newest last; blocks as `wanted` says, or until `is_over` and `wake`."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: is_over() or any(each not in wanted.known for each in self._ids(wanted.name)),
+                max(0.0, min(wanted.wait_s, MAX_WAIT_S)),
+            )
+            return self._ids(wanted.name)
+
+    def wake(self) -> None:
+        """Have those that wait look again at whether it is over."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def lease(self, wanted: PublicationId) -> PublishedVersion:
+        """Return a version, which is kept until `release`.
+
+        Raises:
+            VersionGone: it is not here.
+            UsageError: too many versions are kept for readers already.
+        """
+        with self._changed:
+            published = self._names.get(wanted.name)
+            version = None if published is None else published.versions.get(wanted)
+            if published is None or version is None:
+                raise VersionGone(f"version {wanted.number} of '{wanted.name}' is not here, or no longer")
+            leased = {each for each, other in published.versions.items() if other.num_leases}
+            if len(leased | {wanted}) > MAX_LEASED:
+                raise UsageError(
+                    f"version {wanted.number} of '{wanted.name}' cannot be kept, as readers hold {MAX_LEASED} others: "
+                    "take one of these, or end a lease"
+                )
+            version.num_leases += 1
+            return version
+
+    def release(self, version: PublishedVersion) -> None:
+        """End a lease."""
+        with self._changed:
+            version.num_leases -= 1
+            published = self._names.get(version.head.id.name)
+            if published is not None:
+                published.retain()
+
+    def close(self) -> None:
+        """Drop all versions, and end the thread. Memory that readers have mapped stays with them."""
+        with self._changed:
+            self._closed = True
+            self._names.clear()
+        if self._copying is not None:
+            self._copying.shutdown(cancel_futures=True)
+
+    def _ids(self, name: str) -> tuple[PublicationId, ...]:
+        published = self._names.get(name)
+        return () if published is None else tuple(published.versions)
+
+    def _copy(self, made: PublicationId, unfinished: _Unfinished, table: str, part: PartToPublish) -> None:
+        """Copy the values of a table into memory that nothing writes to any more."""
+        try:
+            memory, at = part.allocate(part.size_bytes), 0
+            for index in range(part.cut.num_pieces):
+                piece = part.cut.read(index)
+                memory[at : at + piece.nbytes] = piece
+                at += piece.nbytes
+            unfinished.parts[table] = part.start, memory
+        except (
+            UsageError,
+            MemoryError,
+        ) as error:  # updates ran ahead, and there is no memory
+            tell(f"version {made.number} of '{made.name}' is not published: {describe_error(error)}")
+        finally:
+            part.cut.close()
+
+    def _seal(self, made: PublicationId, unfinished: _Unfinished) -> None:
+        """Compute the digests of a version whose tables are copied, and show it to readers."""
+        request = unfinished.request
+        parts, memories, digests = list[PublishedPart](), list[memoryview](), b""
+        for table in request.tables:
+            start, memory = unfinished.parts[table]
+            if memory is None:  # which was told
+                break
+            parts.append(PublishedPart(table, start, memory.nbytes))
+            memories.append(memory)
+            digests += b"".join(chunk_digests(memory))
+        head = VersionHead(made, digest_of(request.layout, digests), tuple(parts), len(request.layout))
+        with self._changed:
+            published = self._names.get(made.name)
+            is_wanted = published is not None and published.unfinished.pop(made, None) is not None
+            if published is not None and is_wanted and len(parts) == len(request.tables):
+                published.keep = request.keep
+                published.versions[made] = PublishedVersion(head, request.layout, tuple(memories), digests)
+                published.retain()
+                self._changed.notify_all()
+
+
+def _check(request: PublishTable) -> None:
+    """Raise UsageError for values that a version cannot have."""
+    check_published_name(request.name)
+    if not 1 <= request.keep <= MAX_KEPT:
+        raise UsageError(f"'{request.name}' is to keep {request.keep} versions, expected 1 to {MAX_KEPT}")
+    if not 1 <= len(request.series) <= 64 or request.number < 0:
+        raise UsageError(f"'{request.name}' has no version {request.number} in the series '{request.series[:80]}'")
+    if len(request.tables) > MAX_PARTS or len(set(request.tables)) != len(request.tables):
+        num = len(request.tables)
+        raise UsageError(f"'{request.name}' has {num} tables, expected at most {MAX_PARTS} different ones")
+    if request.table_call.table not in request.tables:
+        raise UsageError(f"'{request.name}' does not name table '{request.table_call.table}' among its tables")

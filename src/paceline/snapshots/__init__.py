@@ -1,0 +1,1 @@
+"""Snapshots: one version of all tables on disk, for a job that goes on."""

@@ -1,0 +1,241 @@
+"""A folder of snapshots: each is whole or not there, and the newest ones are kept.
+
+    DIR/snapshot-12/manifest.json                     what is in it, with a digest of every file
+    DIR/snapshot-12/manifest.sha256                   digest of that
+    DIR/snapshot-12/model.safetensors.index.json      which values are in which file
+    DIR/snapshot-12/model-00001-of-00002.safetensors  values of a dense table, by the names of its parameters
+    DIR/snapshot-12/optimizer-00001-exp_avg.safetensors   a state of its rule; `...-fixed` has what is not by element
+    DIR/snapshot-12/rows-00002-00000.safetensors      rows of a row table: ids, values, state.NAME, uses
+
+A snapshot is written in a folder beside the others, whose name begins with a dot, synced to disk, and renamed last.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import msgspec
+
+from paceline.errors import CheckpointError, UsageError
+from paceline.snapshots.files import FileEntry, digest_of, sync, write_file
+from paceline.version import __version__
+
+FORMAT: Final = "paceline snapshot 1"
+MANIFEST: Final = "manifest.json"
+MANIFEST_DIGEST: Final = "manifest.sha256"
+INDEX: Final = "model.safetensors.index.json"
+DEFAULT_KEEP: Final = 3
+MAX_MANIFEST_BYTES: Final = 256 << 20
+_PREFIX: Final = "snapshot-"
+_UNFINISHED: Final = ".unfinished-"
+_LOCK: Final = ".lock"
+_MAX_DIGITS: Final = 18
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class SnapshotTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One table of a snapshot.
+
+    Args:
+        name: of the table.
+        kind: "shape" or "rows".
+        spec: its declaration, as msgpack.
+        clock: every update of the clocks below is in it; where updates show on clocks, no other is.
+        versions: by server that there was, the number of updates in its part.
+        hyper: hyperparameters of each group as of the last update, as msgpack.
+        names: of a dense table, what its parameters are called in the files, in the order of the declaration.
+        values: file of the values of a dense table.
+        states: by name, the file of a state of its rule.
+        fixed: file of the states that do not have the shape of their parameters; empty without any.
+        rows: files of a row table.
+        num_rows: in these.
+    """
+
+    name: str
+    kind: Literal["shape", "rows"]
+    spec: bytes
+    clock: _Count
+    versions: tuple[_Count, ...]
+    hyper: bytes
+    names: tuple[str, ...] = ()
+    values: str = ""
+    states: dict[str, str] = {}
+    fixed: str = ""
+    rows: tuple[str, ...] = ()
+    num_rows: _Count = 0
+
+
+class SnapshotManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is in a snapshot.
+
+    Args:
+        clock: the next one: a job that resumes has finished all below.
+        generation: of the job that wrote it.
+        num_workers: that the job was started with.
+        num_servers: that the tables were spread over.
+        tables: in the order of their declarations.
+        files: all but the manifest.
+        sources: the positions of what `paceline.shard` has returned, in order.
+        state: what the script has added, as JSON.
+        written_at_s: seconds since 1970.
+        took_s: seconds from the cut to the disk.
+    """
+
+    clock: _Count
+    generation: _Count
+    num_workers: _Count
+    num_servers: _Count
+    tables: tuple[SnapshotTable, ...]
+    files: tuple[FileEntry, ...]
+    sources: tuple[dict[str, int | bool], ...] = ()
+    state: msgspec.Raw = msgspec.Raw(b"null")
+    written_at_s: float = 0.0
+    took_s: float = 0.0
+    format: str = FORMAT
+    written_by: str = __version__
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(entry.size_bytes for entry in self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A whole snapshot on disk."""
+
+    folder: Path
+    manifest: SnapshotManifest
+
+    @staticmethod
+    def read(folder: Path) -> Snapshot:
+        """Read a snapshot's manifest; raises CheckpointError if that is missing, damaged, or of another format."""
+        path = folder / MANIFEST
+        try:
+            if path.stat().st_size > MAX_MANIFEST_BYTES:
+                raise CheckpointError(f"{path} has more than {MAX_MANIFEST_BYTES} bytes: it is no manifest")
+            content, expected = path.read_bytes(), (folder / MANIFEST_DIGEST).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"the snapshot {folder} cannot be read: {error}") from error
+        found = hashlib.sha256(content).hexdigest()
+        if found != expected:
+            raise CheckpointError(f"{path} is damaged: its SHA-256 is {found}, expected {expected}")
+        try:
+            manifest = msgspec.json.decode(content, type=SnapshotManifest)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise CheckpointError(f"{path} is no manifest: {error}") from error
+        if manifest.format != FORMAT:
+            raise CheckpointError(f"{path} has the format {manifest.format!r}, expected {FORMAT!r}")
+        for entry in manifest.files:
+            if Path(entry.name).name != entry.name:
+                raise CheckpointError(f"{path} names a file outside of its folder: {entry.name!r}")
+        return Snapshot(folder, manifest)
+
+    def verify(self) -> None:
+        """Compare every file with its digest; raises CheckpointError for the first that is missing or damaged."""
+        for entry in self.manifest.files:
+            path = self.folder / entry.name
+            try:
+                found = digest_of(path)
+            except OSError as error:
+                raise CheckpointError(f"the snapshot {self.folder} is not whole: {error}") from error
+            if found != entry.sha256:
+                raise CheckpointError(f"{path} is damaged: its SHA-256 is {found}, expected {entry.sha256}")
+
+    def table(self, name: str) -> SnapshotTable | None:
+        """Return a table of the snapshot, or None."""
+        return next((each for each in self.manifest.tables if each.name == name), None)
+
+
+def snapshots_in(folder: Path) -> list[Path]:
+    """Return the folders of all snapshots, oldest first."""
+    found = {number: path for path in folder.glob(f"{_PREFIX}*") if (number := _number_of(path)) is not None}
+    return [path for _, path in sorted(found.items())]
+
+
+def newest(folder: Path) -> Snapshot:
+    """Return the newest snapshot of a folder, or the one that the folder is.
+
+    Raises:
+        UsageError: there is none.
+        CheckpointError: the newest one cannot be read.
+    """
+    if (folder / MANIFEST).exists():
+        return Snapshot.read(folder)
+    found = snapshots_in(folder)
+    if not found:
+        raise UsageError(f"there is no snapshot in {folder}: name a folder that was given to --snapshots")
+    return Snapshot.read(found[-1])
+
+
+def write_snapshot(folder: Path, fill: Callable[[Path], SnapshotManifest], keep: int = DEFAULT_KEEP) -> Snapshot:
+    """Write a snapshot, whose files `fill` writes into a new folder, and keep the newest ones; blocks.
+
+    Raises:
+        UsageError: another process writes snapshots there now.
+        OSError: the disk is full or fails. What was there before counts then.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder):
+        for left in folder.glob(f"{_UNFINISHED}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        number = max((number for path in folder.glob(f"{_PREFIX}*") if (number := _number_of(path))), default=0) + 1
+        unfinished = folder / f"{_UNFINISHED}{number}"
+        unfinished.mkdir()
+        try:
+            manifest = fill(unfinished)
+            entry = write_file(unfinished / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+            write_file(unfinished / MANIFEST_DIGEST, entry.sha256.encode())
+            sync(unfinished)
+            final = unfinished.rename(folder / f"{_PREFIX}{number}")
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        sync(folder)
+        for old in snapshots_in(folder)[: -max(1, keep)]:
+            _discard(old)
+    return Snapshot(final, manifest)
+
+
+def now_s() -> float:
+    """Return the seconds since 1970."""
+    return time.time()
+
+
+def _discard(old: Path) -> None:
+    """Remove a snapshot: its name goes first, so that a part of it never looks like one."""
+    aside = old.with_name(f"{_UNFINISHED}{old.name}")
+    with suppress(OSError):
+        old.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Generator[None]:
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"another process writes a snapshot to {folder} now: give each job a folder of its own"
+            ) from None
+        yield
+    finally:
+        os.close(lock)
+
+
+def _number_of(path: Path) -> int | None:
+    text = path.name.removeprefix(_PREFIX)
+    is_number = text.isdecimal() and text.isascii() and len(text) <= _MAX_DIGITS
+    return int(text) if path.name.startswith(_PREFIX) and is_number else None

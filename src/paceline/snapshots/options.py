@@ -1,0 +1,68 @@
+"""What a job is asked about snapshots: light, as the command line imports it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from paceline.errors import UsageError
+
+_SECONDS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_AUTO: Final = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotOptions:
+    """What a job is asked about snapshots.
+
+    Parameters
+    ----------
+    snapshots
+        Folder for snapshots of all tables, which are written while training goes on. On several machines one that all
+        of them see.
+    snapshot_every
+        How long to wait between two, 10m or 90s for example, or auto (the default): so long that they cost 1 % at most.
+    keep
+        How many snapshots stay; older ones are removed.
+    resume
+        Go on from the newest snapshot in this folder, with any number of workers and servers.
+    """
+
+    snapshots: Path | None = None
+    snapshot_every: str | None = None
+    keep: int = 3
+    resume: Path | None = None
+
+    @property
+    def every_s(self) -> float:
+        """Seconds between two snapshots; 0 to choose by what one takes.
+
+        Raises:
+            UsageError: it is no time.
+
+        >>> SnapshotOptions(snapshot_every="10m").every_s, SnapshotOptions().every_s
+        (600.0, 0.0)
+        """
+        text = self.snapshot_every or _AUTO
+        if text == _AUTO:
+            return 0.0
+        number, unit = (text[:-1], text[-1:]) if text[-1:] in _SECONDS else (text, "s")
+        try:
+            seconds = float(number) * _SECONDS[unit]
+        except ValueError:
+            seconds = 0.0
+        if not 0 < seconds < math.inf:
+            raise UsageError(f"--snapshot-every is '{text}', expected auto, or a time such as 90s, 10m or 2h")
+        return seconds
+
+    def validate(self) -> None:
+        """Raise UsageError for options that do not go together, or make no sense."""
+        if self.keep < 1:
+            raise UsageError(f"--keep is {self.keep}, expected 1 or more")
+        if self.snapshot_every is not None and self.snapshots is None:
+            raise UsageError(
+                f"--snapshot-every is {self.snapshot_every}, and nothing says where snapshots go: add --snapshots DIR"
+            )
+        assert self.every_s >= 0

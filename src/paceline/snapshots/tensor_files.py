@@ -1,0 +1,95 @@
+"""Files of safetensors: their headers, and how they are read by mapping them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, final
+
+import msgspec
+import torch
+from torch import Tensor
+
+from paceline.errors import CheckpointError
+
+_MAX_HEADER_BYTES: Final = 100_000_000  # as safetensors itself allows
+_NAMES: Final = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+_DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, dtype) for dtype, name in _NAMES.items()}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return a dtype by its name in torch; raises CheckpointError for one that no file has."""
+    if name not in _NAMES:
+        raise CheckpointError(f"a tensor of dtype '{name[:40]}' cannot be in a snapshot")
+    return _DTYPES[_NAMES[name]]
+
+
+def header_of(tensors: Sequence[tuple[str, str, Sequence[int]]], about: Mapping[str, str]) -> bytes:
+    """Return the header of a file whose tensors, of (name, dtype, shape), lie one after the other behind it."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **about}}
+    end = 0
+    for name, dtype, shape in tensors:
+        start, end = end, end + torch.Size(shape).numel() * dtype_of(dtype).itemsize
+        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = msgspec.json.encode(entries)
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+@final
+class TensorFile:
+    """A file of safetensors, mapped: what is read of it takes no memory of its own.
+
+    Raises:
+        CheckpointError: it cannot be read, or is none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path: Final = path
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                self._start = 8 + int.from_bytes(file.read(8), "little")
+                if not 8 <= self._start <= min(size, _MAX_HEADER_BYTES):
+                    raise CheckpointError(f"{path} is no file of safetensors: its header does not fit")
+                header = msgspec.json.decode(file.read(self._start - 8), type=dict[str, Any])
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        self.about: Final[dict[str, str]] = header.pop("__metadata__", {})
+        self._entries = header
+
+    @property
+    def names(self) -> list[str]:
+        """The names of its tensors."""
+        return list(self._entries)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor, whose pages are read as they are used; raises CheckpointError if it is not there."""
+        try:
+            entry = self._entries[name]
+            dtype, shape, (start, stop) = _DTYPES[entry["dtype"]], torch.Size(entry["shape"]), entry["data_offsets"]
+            if stop - start != shape.numel() * dtype.itemsize or not 0 <= start <= stop <= len(self._map) - self._start:
+                raise ValueError("it lies outside of the file")
+            if start == stop:
+                return torch.empty(shape, dtype=dtype)
+            return (
+                torch.frombuffer(self._map, dtype=torch.uint8, count=stop - start, offset=self._start + start)
+                .view(dtype)
+                .view(shape)
+            )
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{self.path} has no tensor '{name}' that can be read: {error}") from error

@@ -1,0 +1,1 @@
+"""Reads published versions in processes that take no part in training."""

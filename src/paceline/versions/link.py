@@ -1,0 +1,236 @@
+"""A reader's connection to one server: requests one after the other, and the bytes of a version, each checked."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final, TypeVar, final
+
+from paceline.errors import PeerError, Refused
+from paceline.transport.base import Connection, Transport
+from paceline.transport.buffers import fresh_buffer
+from paceline.transport.deadline import Deadline
+from paceline.wire.messages import Hello, check_server
+from paceline.wire.messages import encode as encode_hello
+from paceline.wire.versions import (
+    CHUNK_BYTES,
+    DIGEST_BYTES,
+    MAX_WAIT_S,
+    BytesFetched,
+    EndLease,
+    FetchBytes,
+    FindVersions,
+    LeaseVersion,
+    PublicationId,
+    ReaderRefused,
+    VersionHead,
+    VersionLeased,
+    VersionsFound,
+    decode,
+    digest_of,
+    encode,
+    num_chunks,
+)
+
+CONNECT_TIMEOUT_S: Final = 5.0
+_ANSWER_TIMEOUT_S: Final = 60.0
+_GRACE_S: Final = 5.0
+_PIECE_BYTES: Final = 4 * CHUNK_BYTES  # that one request asks for, where bytes are copied
+_AHEAD: Final = 3  # requests under way, so that the line is never idle
+_MAX_TRIES: Final = 3  # for bytes that do not have the digest that they should have
+MAX_VERSION_BYTES: Final = 1 << 42
+_Answer = TypeVar("_Answer")
+
+
+class VersionNotThere(Refused):
+    """There is no such version, or no longer: one that was not kept, or that a server did not make."""
+
+
+class DamagedVersion(PeerError):
+    """Bytes of a version do not have its digest, however often they are asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedPart:
+    """One server's part of a version, kept for this reader. `digests`: those of all chunks, in the order of parts."""
+
+    head: VersionHead
+    layout: memoryview
+    digests: memoryview
+
+    def digest_at(self, chunk: int) -> bytes:
+        """Return the digest of a chunk, counted over all parts."""
+        return bytes(self.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES])
+
+
+@dataclass(slots=True)
+class PartMemory:
+    """The bytes of a server's part of a version, as far as they are here and have their digests; by part.
+
+    With `is_mapped` they are memory of the server, which it has sealed.
+    """
+
+    memories: dict[int, memoryview] = field(default_factory=dict[int, memoryview])
+    have: dict[int, int] = field(default_factory=dict[int, int])  # by part: bytes from its beginning on
+    is_mapped: bool = False
+
+
+@final
+class ReaderLink:
+    """A connection to one server. One thread at a time."""
+
+    def __init__(self, transport: Transport, address: str, server: int, rank: int, timeout_s: float) -> None:
+        """Connect; raises PeerError if the server is not there, or does not let this reader in."""
+        self._server = server
+        # Within one process, what is mapped is the server's own memory, which this reader could write to.
+        self._maps = transport.maps_memory and transport.name != "memory"
+        self._number = 0
+        self.deadline = Deadline.after(timeout_s)  # for answers, of which each has a few seconds more
+        self._connection: Connection = transport.connect(
+            address, encode_hello(Hello("reader", rank, 0, 0)), timeout_s=min(timeout_s, CONNECT_TIMEOUT_S)
+        )
+        check_server(self._connection, server)
+
+    def close(self) -> None:
+        """End the connection, and with it all leases."""
+        self._connection.close()
+
+    def find(self, name: str, known: tuple[PublicationId, ...], wait_s: float) -> tuple[PublicationId, ...]:
+        """Return the versions here, the newest last; blocks until one is not known, for `wait_s` or 5 s at most."""
+        wait_s = max(0.0, min(wait_s, MAX_WAIT_S))
+        number = self._ask(FindVersions(self._next(), name, known, wait_s))
+        return self._answer(number, VersionsFound)[0].ids
+
+    def lease(self, wanted: PublicationId) -> LeasedPart:
+        """Have the server keep a version.
+
+        Raises:
+            VersionNotThere: it does not have it.
+            Refused: it keeps too many already.
+        """
+        number = self._ask(LeaseVersion(self._next(), wanted))
+        leased, body = self._answer(number, VersionLeased)
+        head = leased.head
+        chunks = sum(num_chunks(part.size_bytes) for part in head.parts)
+        size_bytes = sum(part.size_bytes for part in head.parts)
+        if len(body) != head.num_layout_bytes + chunks * DIGEST_BYTES or size_bytes > MAX_VERSION_BYTES:
+            raise PeerError(f"server {self._server} describes a version of {size_bytes} bytes with {len(body)} bytes")
+        layout, digests = body[: head.num_layout_bytes], body[head.num_layout_bytes :]
+        if head.id != wanted or digest_of(layout, digests) != head.digest:
+            raise DamagedVersion(f"server {self._server} describes a version that does not have its digest")
+        return LeasedPart(head, layout, digests)
+
+    def end_lease(self, version: PublicationId) -> None:
+        """Say that a version need not be kept. Does not block for an answer."""
+        self._connection.send(encode(EndLease(version)), timeout_s=_ANSWER_TIMEOUT_S)
+
+    def fetch(self, leased: LeasedPart, into: PartMemory) -> None:
+        """Fetch what is not here yet of a version; blocks. After an error, what has come stays, for another try.
+
+        Over shared memory it is mapped and not copied.
+        """
+        first_chunk = 0
+        for index, part in enumerate(leased.head.parts):
+            if into.have.get(index, 0) < part.size_bytes:
+                if self._maps:
+                    self._map(leased, index, into)
+                else:
+                    self._copy(leased, index, first_chunk, into)
+            first_chunk += num_chunks(part.size_bytes)
+
+    def _map(self, leased: LeasedPart, index: int, into: PartMemory) -> None:
+        size_bytes = leased.head.parts[index].size_bytes
+        number = self._ask(FetchBytes(self._next(), leased.head.id, index, 0, size_bytes))
+        body = self._answer(number, BytesFetched, size_bytes)[1]
+        into.memories[index], into.have[index], into.is_mapped = body, size_bytes, True
+
+    def _copy(self, leased: LeasedPart, index: int, first_chunk: int, into: PartMemory) -> None:
+        """Fetch a part piece by piece, some requests ahead; each piece is checked before it counts."""
+        size_bytes = leased.head.parts[index].size_bytes
+        memory = into.memories.get(index)
+        if memory is None:
+            memory = into.memories[index] = fresh_buffer(size_bytes)
+        begun = into.have.get(index, 0)
+        wanted = iter(range(begun, size_bytes, _PIECE_BYTES))
+        under_way: deque[tuple[int, int, int]] = deque()
+        while True:
+            for start in _some(wanted, _AHEAD - len(under_way)):
+                stop = min(start + _PIECE_BYTES, size_bytes)
+                asked = self._ask(FetchBytes(self._next(), leased.head.id, index, start, stop - start))
+                under_way.append((asked, start, stop))
+            if not under_way:
+                return
+            asked, start, stop = under_way.popleft()
+            body = self._answer(asked, BytesFetched, stop - start)[1]
+            if _damaged(leased, first_chunk + start // CHUNK_BYTES, body):
+                while under_way:  # answers come in order
+                    asked, begin, end = under_way.popleft()
+                    self._answer(asked, BytesFetched, end - begin)
+                self._again(leased, index, first_chunk, memory[start:stop], start)
+                wanted = iter(range(stop, size_bytes, _PIECE_BYTES))
+            else:
+                memory[start:stop] = body
+            into.have[index] = stop
+
+    def _again(self, leased: LeasedPart, index: int, first_chunk: int, out: memoryview, start: int) -> None:
+        """Fetch a piece anew that did not have its digests; raises DamagedVersion if it never has."""
+        for _ in range(_MAX_TRIES - 1):
+            number = self._ask(FetchBytes(self._next(), leased.head.id, index, start, out.nbytes))
+            body = self._answer(number, BytesFetched, out.nbytes)[1]
+            if not _damaged(leased, first_chunk + start // CHUNK_BYTES, body):
+                out[:] = body
+                return
+        raise DamagedVersion(
+            f"server {self._server} sends bytes {start} to {start + out.nbytes} of version {leased.head.id.number} of "
+            f"'{leased.head.id.name}' without the digest that they should have, {_MAX_TRIES} times in a row"
+        )
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _ask(self, request: FindVersions | LeaseVersion | FetchBytes) -> int:
+        self._connection.send(encode(request), timeout_s=_ANSWER_TIMEOUT_S)
+        return request.number
+
+    def _answer(self, number: int, kind: type[_Answer], size_bytes: int | None = None) -> tuple[_Answer, memoryview]:
+        """Wait for the answer to a request, and return it with the bytes beside it."""
+        frame = self._connection.receive(timeout_s=min(_ANSWER_TIMEOUT_S, self.deadline.remaining_s() + _GRACE_S))
+        message = decode(frame.header)
+        if isinstance(message, ReaderRefused):
+            kind_of_error = VersionNotThere if message.is_gone else Refused
+            raise kind_of_error(f"server {self._server}: {message.reason}")
+        if not isinstance(message, kind) or getattr(message, "number", number) != number:
+            raise PeerError(f"server {self._server} answers with a {type(message).__name__} that was not asked for")
+        if size_bytes is not None and len(frame.body) != size_bytes:
+            raise PeerError(f"server {self._server} sent {len(frame.body)} bytes of a version, expected {size_bytes}")
+        return message, frame.body
+
+
+def has_digests(leased: LeasedPart, memory: PartMemory) -> bool:
+    """Return whether all bytes of a server's part have their digests."""
+    chunk = 0
+    for index, part in enumerate(leased.head.parts):
+        if part.size_bytes and _damaged(leased, chunk, memory.memories[index]):
+            return False
+        chunk += num_chunks(part.size_bytes)
+    return True
+
+
+def _damaged(leased: LeasedPart, chunk: int, body: memoryview) -> bool:
+    """Return whether bytes that begin with a chunk do not have the digests of their chunks."""
+    return any(
+        hashlib.sha256(body[start : start + CHUNK_BYTES]).digest() != leased.digest_at(chunk + start // CHUNK_BYTES)
+        for start in range(0, body.nbytes, CHUNK_BYTES)
+    )
+
+
+def _some(numbers: Iterator[int], most: int) -> Iterator[int]:
+    """Return the next few numbers."""
+    for _ in range(most):
+        number = next(numbers, None)
+        if number is None:
+            return
+        yield number

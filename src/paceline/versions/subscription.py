@@ -1,0 +1,393 @@
+"""A subscription: what is published under one name, as a reader sees it, which outlives the servers."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Self, TypeAlias, TypeVar, final
+
+from torch import Tensor, nn
+
+from paceline.core.calls import checked_late
+from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, Refused, UsageError
+from paceline.serve.access import ClientCredentials, PathLike
+from paceline.transport.deadline import Deadline
+from paceline.versions.contents import digest_of_version, tensors_of
+from paceline.versions.link import LeasedPart, PartMemory, ReaderLink, VersionNotThere, has_digests
+from paceline.versions.places import FindServers, PublishingServers, find_place
+from paceline.versions.swap import ModuleUpdates
+from paceline.wire.versions import PublicationId, check_published_name
+
+TIMEOUT_S: Final = 60.0
+_FIRST_PAUSE_S: Final = 0.05
+_LONGEST_PAUSE_S: Final = 1.0
+_Result = TypeVar("_Result")
+
+
+@final
+class Version(Mapping[str, Tensor]):
+    """One version: tensors by name, which never change. A context manager: leaving it ends the lease.
+
+    On one machine tensors are memory of the server, mapped and not copied; what is written to them stays in this
+    process. They are valid without a lease, too, which only keeps the version for others, and for a later `pull`. A
+    version that is dropped loses its lease with the next call of its subscription.
+
+    Attributes:
+        name: under which it is published.
+        number: the clock of the worker that published it.
+        digest: SHA-256 of all its bytes, in hexadecimal.
+        series: which publisher it is from: two versions of one number and series are one.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[LeasedPart],
+        memories: Sequence[PartMemory],
+        end_lease: Callable[[], None],
+        note_dropped: Callable[[], None],
+    ) -> None:
+        """Make the tensors; raises PeerError for a layout that does not fit the bytes."""
+        published = parts[0].head.id
+        self.name: Final = published.name
+        self.number: Final = published.number
+        self.series: Final = published.series
+        self.digest: Final = digest_of_version(parts)
+        self._parts = parts
+        self._memories = memories
+        self._tensors = tensors_of(parts, memories)
+        self._end_lease = end_lease
+        self._dropped = weakref.finalize(self, note_dropped)
+        self._dropped.atexit = False
+
+    def __repr__(self) -> str:
+        return f"Version('{self.name}', {self.number}, {len(self)} tensors, digest {self.digest[:12]})"
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return the tensor of this name."""
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Return the names, in the order of the model."""
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        """Count the tensors."""
+        return len(self._tensors)
+
+    def __enter__(self) -> Self:
+        """Return this version."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """End the lease."""
+        self.close()
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether the tensors are memory of the servers, which was not copied."""
+        return all(memory.is_mapped for memory in self._memories)
+
+    @property
+    def id(self) -> PublicationId:
+        """Its name on the wire."""
+        return self._parts[0].head.id
+
+    def verify(self) -> bool:
+        """Return whether all its bytes have their digests; reads all of them. What came by a network was checked."""
+        return all(has_digests(part, memory) for part, memory in zip(self._parts, self._memories, strict=True))
+
+    def close(self) -> None:
+        """End the lease: the servers need not keep the version. Its tensors stay. Idempotent."""
+        if self._dropped.detach() is not None:
+            self._end_lease()
+
+
+@dataclass(slots=True)
+class _Unfinished:
+    """What has come of a version before its servers were lost: another connection goes on from there."""
+
+    digest: str
+    memories: list[PartMemory]
+
+
+_Lease: TypeAlias = tuple[PublicationId, int]  # with the connections that it is held over
+
+
+@final
+class VersionSubscription:
+    """What is published under one name: see `paceline.subscribe`. A context manager; threads may share it.
+
+    Every call connects anew where the connection is lost, until its deadline: servers may be replaced, a job may end
+    and another one begin in its place.
+    """
+
+    def __init__(self, name: str, place: str, find: FindServers) -> None:
+        """Begin without connections."""
+        self.name: Final = name
+        self._place = place
+        self._find = find
+        self._links: list[ReaderLink] = []
+        self._life = 0  # counts connections to all servers: leases end with theirs
+        self._unfinished: dict[PublicationId, _Unfinished] = {}
+        self._newest: PublicationId | None = None  # that was taken
+        self._leases: Counter[_Lease] = Counter()  # how many versions hold each
+        # Leases of versions that were dropped: any thread may add one, as the garbage collector runs in it.
+        self._dropped: deque[_Lease] = deque()
+        self._lock = threading.RLock()
+        self._closing = threading.Event()
+
+    def __repr__(self) -> str:
+        return f"VersionSubscription('{self.name}' of {self._place})"
+
+    def __enter__(self) -> Self:
+        """Return this subscription."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """End it."""
+        self.close()
+
+    # -- the user's calls --------------------------------------------------------------------------------------------
+
+    def versions(self, *, timeout_s: float = TIMEOUT_S) -> list[int]:
+        """Return the numbers of the versions that all servers have, the newest last."""
+        found = self._repeat(self._everywhere, Deadline.after(timeout_s))
+        return [each.number for each in found]
+
+    def latest(self, *, timeout_s: float = TIMEOUT_S) -> Version:
+        """Return the newest version; blocks until there is one, and its bytes are here.
+
+        Raises:
+            DeadlineExceeded: there is none in time, or no server.
+            AuthenticationFailed: the servers do not let this reader in.
+        """
+        return self._take(lambda _: True, Deadline.after(timeout_s), "a version")
+
+    def pull(self, number: int, *, timeout_s: float = TIMEOUT_S) -> Version:
+        """Return the version of this number; blocks until its bytes are here.
+
+        Raises:
+            VersionNotThere: there is no such version, or no longer; the message says which there are.
+            DeadlineExceeded: its bytes did not come in time.
+        """
+
+        def once(deadline: Deadline) -> Version:
+            found = self._everywhere(deadline)
+            wanted = next((each for each in reversed(found) if each.number == number), None)
+            if wanted is None:
+                there = ", ".join(str(each.number) for each in found) or "none"
+                raise VersionNotThere(f"there is no version {number} of '{self.name}' at {self._place}, but {there}")
+            return self._fetch(wanted)
+
+        return self._repeat(once, Deadline.after(timeout_s))
+
+    def wait(self, number: int | None = None, *, timeout_s: float = TIMEOUT_S) -> Version:
+        """Wait for a version of this number or a higher one, and return the newest.
+
+        Without a number: wait for one that is newer than what this subscription has returned last, which may be the
+        first one of a job that began anew. Raises as `latest` does.
+        """
+        last = self._newest
+
+        def wanted(found: PublicationId) -> bool:
+            if number is not None:
+                return found.number >= number
+            return last is None or found.series != last.series or found.number > last.number
+
+        what = "another version" if number is None else f"version {number} or a newer one"
+        return self._take(wanted, Deadline.after(timeout_s), what)
+
+    def close(self) -> None:
+        """End all leases and connections, and calls that wait. The tensors of versions stay. Idempotent."""
+        self._closing.set()
+        for link in self._links:  # first, as a call in another thread may wait for an answer
+            link.close()
+        with self._lock:
+            self._drop_links()
+            self._unfinished.clear()
+
+    def into(self, module: nn.Module, *, timeout_s: float = TIMEOUT_S) -> ModuleUpdates:
+        """Keep a module at the newest version: blocks for the first one, then swaps weights between forward passes.
+
+        A thread fetches each new version beside the forward passes; when all of it is here, the next forward begins
+        with its weights, and a forward that runs ends with those that it began with. The result is a context manager,
+        whose `number` says which version the module has; closing it leaves the module with the weights that it has.
+
+        Raises:
+            UsageError: the module has parameters that the version has not, or of another shape.
+            DeadlineExceeded: there is no version in time.
+        """
+        own = VersionSubscription(self.name, self._place, self._find)
+        return ModuleUpdates(module, own, timeout_s)
+
+    # -- one try -----------------------------------------------------------------------------------------------------
+
+    def _take(self, is_wanted: Callable[[PublicationId], bool], deadline: Deadline, what: str) -> Version:
+        """Return the newest version that is wanted; waits for it."""
+
+        def once(deadline: Deadline) -> Version:
+            while True:
+                lists = [link.find(self.name, (), 0.0) for link in self._connected(deadline)]
+                wanted = [each for each in lists[0] if is_wanted(each)]
+                whole = [each for each in wanted if all(each in found for found in lists)]
+                if whole:
+                    try:
+                        return self._fetch(whole[-1])
+                    except VersionNotThere:
+                        continue  # it was dropped meanwhile, so a newer one is there
+                if self._closing.is_set() or not deadline.remaining_s():
+                    raise DeadlineExceeded(f"there is none yet; there are {[each.number for each in lists[0]]}")
+                self._wait_change(lists, wanted, deadline)
+
+        return self._repeat(once, deadline, what)
+
+    def _wait_change(
+        self, lists: list[tuple[PublicationId, ...]], wanted: list[PublicationId], deadline: Deadline
+    ) -> None:
+        """Wait for a server to have what it lacks: the first server a version that is wanted, another one that one."""
+        late = next((rank for rank, found in enumerate(lists) if wanted and wanted[-1] not in found), 0)
+        self._links[late].find(self.name, lists[late], deadline.remaining_s())
+
+    def _everywhere(self, deadline: Deadline) -> list[PublicationId]:
+        """Return the versions that all servers have, the newest last."""
+        lists = [link.find(self.name, (), 0.0) for link in self._connected(deadline)]
+        return [each for each in lists[0] if all(each in found for found in lists)]
+
+    def _fetch(self, wanted: PublicationId) -> Version:
+        """Lease a version on all servers, and fetch it."""
+        links, life = self._links, self._life
+        parts = list[LeasedPart]()
+        try:
+            for link in links:
+                parts.append(link.lease(wanted))
+        except Refused:
+            for link, _ in zip(links, parts, strict=False):
+                link.end_lease(wanted)
+            raise
+        digest = digest_of_version(parts)
+        unfinished = self._unfinished.get(wanted)
+        if unfinished is None or unfinished.digest != digest:
+            unfinished = _Unfinished(digest, [PartMemory() for _ in parts])
+            self._unfinished = {wanted: unfinished}
+        for link, part, memory in zip(links, parts, unfinished.memories, strict=True):
+            link.fetch(part, memory)
+        self._unfinished.clear()
+        self._newest = wanted
+        lease, dropped = (wanted, life), self._dropped
+        made = Version(parts, unfinished.memories, lambda: self._end_lease(lease), lambda: dropped.append(lease))
+        self._leases[lease] += 1
+        return made
+
+    def _end_lease(self, lease: _Lease) -> None:
+        """End the lease of one version that was returned; the servers are told with the last of a number."""
+        with self._lock:
+            self._leases[lease] -= 1
+            if self._leases[lease] > 0:
+                return
+            del self._leases[lease]
+            version, life = lease
+            if life == self._life:
+                try:
+                    for link in self._links:
+                        link.end_lease(version)
+                except PeerError:
+                    self._drop_links()  # and so its leases have ended
+
+    # -- connections -------------------------------------------------------------------------------------------------
+
+    def _repeat(self, once: Callable[[Deadline], _Result], deadline: Deadline, what: str = "an answer") -> _Result:
+        """Return what `once` returns; after a lost connection it is called again, until the deadline."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            if self._closing.is_set():
+                raise UsageError(f"the subscription to '{self.name}' is closed")
+            with self._lock:
+                try:
+                    return once(deadline)
+                except AuthenticationFailed:
+                    self._drop_links()
+                    raise
+                except Refused as error:
+                    if isinstance(error, VersionNotThere) or not deadline.remaining_s():
+                        raise
+                    problem: Exception = error
+                except (PeerError, UsageError) as error:
+                    self._drop_links()
+                    problem = error
+            if not deadline.remaining_s():
+                raise DeadlineExceeded(
+                    f"waited for {what} of '{self.name}' at {self._place}, which did not come in time: {problem}"
+                ) from problem
+            self._closing.wait(min(pause_s, deadline.remaining_s()))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _connected(self, deadline: Deadline) -> list[ReaderLink]:
+        """Return connections to all servers, which are made where there are none."""
+        while self._dropped:
+            self._end_lease(self._dropped.popleft())  # which may find that the connections are lost
+        if not self._links:
+            servers: PublishingServers = self._find()
+            made = list[ReaderLink]()
+            try:
+                for rank, address in enumerate(servers.addresses):
+                    made.append(ReaderLink(servers.transport, address, rank, servers.rank, deadline.remaining_s()))
+            except PeerError:
+                for link in made:
+                    link.close()
+                raise
+            self._links, self._life = made, self._life + 1
+        for link in self._links:
+            link.deadline = deadline
+        return self._links
+
+    def _drop_links(self) -> None:
+        links, self._links = self._links, []
+        for link in links:
+            link.close()
+
+
+@checked_late
+def subscribe(
+    source: object,
+    *,
+    name: str = "policy",
+    token: PathLike | bytes | None = None,
+    keys: PathLike | None = None,
+    ca: PathLike | None = None,
+    certificate: PathLike | None = None,
+    key: PathLike | None = None,
+) -> VersionSubscription:
+    """Read what `paceline.publish` publishes, as a process that takes no part in training. Does not block.
+
+    A reader finishes no clock, holds up no worker, and can write nothing. It may begin before the job does, and last
+    longer: calls connect anew until their deadline.
+
+    Args:
+        source: where versions are published: the folder of a job (`paceline run --run-dir FOLDER`), the address of a
+            namespace of a standalone server ("paceline://HOST:PORT/NAME"), or a session of this process.
+        name: as it was published.
+        token: for an address: the server's token, see `paceline.connect`; as are the others.
+        keys: for an address: a folder with a certificate for `reader-0`, or for any process.
+        ca: for an address, with `certificate` and `key`: of your own authority.
+        certificate: path of this reader's certificate.
+        key: path of this reader's private key.
+
+    Raises:
+        UsageError: there cannot be such a place, or arguments do not go together.
+
+    Example:
+        >>> import paceline
+        >>> ps = paceline.init()
+        >>> w = ps.table("read", shape=(2,), update=paceline.update.Add())
+        >>> _ = paceline.publish(w, name="zeros")
+        >>> with paceline.subscribe(ps, name="zeros") as reader:
+        ...     reader.latest()["read"]
+        tensor([0., 0.])
+    """
+    check_published_name(name)
+    place, find = find_place(source, ClientCredentials(token, keys, ca, certificate, key))
+    return VersionSubscription(name, place, find)

@@ -1,0 +1,226 @@
+"""The messages between readers and servers: which versions are published, leases on them, and their bytes.
+
+A reader has a role and messages of its own: none of these can change a table, and no other is decoded from a reader. A
+version is named by its `PublicationId`; it never changes, and each server holds one part of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Final
+
+import msgspec
+
+from paceline.core.messages import value_class
+from paceline.errors import PeerError, UsageError
+from paceline.wire.messages import MessageCodec
+
+CHUNK_BYTES: Final = 1 << 20  # that one digest covers
+DIGEST_BYTES: Final = 32
+MAX_FETCH_BYTES: Final = 1 << 34  # of one answer; over tcp a reader asks for less at a time
+MAX_WAIT_S: Final = 5.0  # for one answer; a reader that wants to wait longer asks again
+MAX_KEPT: Final = 64  # versions of one name, those aside that are kept for readers alone
+MAX_LEASED: Final = 8  # versions of one name that are kept for readers alone
+MAX_NAMES: Final = 64  # published on one server
+MAX_PARTS: Final = 1024  # tables in one version
+MAX_PUBLISHED_NAME: Final = 100
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PUBLISHED_NAME)]
+Series = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+
+
+@value_class
+class PublicationId:
+    """One version of a name: `number` is the clock at which it was published, in the `series` of one publisher."""
+
+    name: Name
+    series: Series
+    number: Size
+
+
+@value_class
+class PublishedPart:
+    """The elements from `start` on of a table, as `size_bytes` bytes in the part of one server."""
+
+    table: str
+    start: Size
+    size_bytes: Size
+
+
+@value_class
+class VersionHead:
+    """What a server says of its part of a version.
+
+    `digest` is the SHA-256 of the layout and of the digests of all chunks, in the order of `parts`.
+    """
+
+    id: PublicationId
+    digest: bytes
+    parts: tuple[PublishedPart, ...]
+    num_layout_bytes: Size
+
+
+class PublishedTensor(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of a version: its elements follow each other from `start` on in a table, or in the layout's `rest`.
+
+    `table`: empty for those in the `rest`, where `start` counts bytes.
+    """
+
+    name: str
+    table: str
+    start: Size
+    shape: tuple[Size, ...]
+    dtype: str
+
+
+class VersionLayout(msgspec.Struct, frozen=True, array_like=True):
+    """Which tensors a version has, and the values of those that no table has, such as counts in buffers."""
+
+    tensors: tuple[PublishedTensor, ...]
+    rest: bytes = b""
+
+
+_LAYOUT: Final = msgspec.msgpack.Decoder(VersionLayout)
+encode_layout: Final = msgspec.msgpack.Encoder().encode
+
+
+def decode_layout(encoded: memoryview) -> VersionLayout:
+    """Read a layout; raises PeerError when it is none."""
+    try:
+        return _LAYOUT.decode(encoded)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise PeerError(f"a version has a malformed layout ({error}): is the publisher of another version?") from error
+
+
+@value_class
+class FindVersions:
+    """From a reader: say which versions of this name there are, the newest last.
+
+    Reply when there is one that is not in `known`, or after `wait_s` seconds, up to `MAX_WAIT_S`.
+    """
+
+    number: int
+    name: Name
+    known: tuple[PublicationId, ...]
+    wait_s: float
+
+
+@value_class
+class LeaseVersion:
+    """From a reader: keep this version until I end the lease, or my connection ends; reply with its head.
+
+    The body of the answer has the layout, then the digests of all chunks.
+    """
+
+    number: int
+    id: PublicationId
+
+
+@value_class
+class FetchBytes:
+    """From a reader: send me these bytes of a part of a version that I have leased."""
+
+    number: int
+    id: PublicationId
+    part: Size
+    start: Size
+    size_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_FETCH_BYTES)]
+
+
+@value_class
+class EndLease:
+    """From a reader: I no longer need this version. There is no answer."""
+
+    id: PublicationId
+
+
+@value_class
+class VersionsFound:
+    """From a server: these versions of the name are here, the newest last."""
+
+    number: int
+    ids: tuple[PublicationId, ...]
+
+
+@value_class
+class VersionLeased:
+    """From a server: this version is kept for you; layout and digests travel beside this."""
+
+    number: int
+    head: VersionHead
+
+
+@value_class
+class BytesFetched:
+    """From a server: the bytes that you have asked for travel beside this."""
+
+    number: int
+
+
+@value_class
+class ReaderRefused:
+    """From a server: your request has failed, for this reason. `is_gone`: the version is not, or no longer, here."""
+
+    number: int
+    reason: str
+    is_gone: bool = False
+
+
+# The position is the kind byte: append, never reorder.
+_CODEC: Final = MessageCodec[object](
+    FindVersions,
+    LeaseVersion,
+    FetchBytes,
+    EndLease,
+    VersionsFound,
+    VersionLeased,
+    BytesFetched,
+    ReaderRefused,
+)
+encode = _CODEC.encode
+decode = _CODEC.decode
+READER_SAYS: Final = (FindVersions, LeaseVersion, FetchBytes, EndLease)
+SERVER_SAYS: Final = (VersionsFound, VersionLeased, BytesFetched, ReaderRefused)
+
+
+def num_chunks(size_bytes: int) -> int:
+    """Return how many chunks a part has.
+
+    >>> num_chunks(0), num_chunks(1), num_chunks(CHUNK_BYTES), num_chunks(CHUNK_BYTES + 1)
+    (0, 1, 1, 2)
+    """
+    return -(-size_bytes // CHUNK_BYTES)
+
+
+def chunk_digests(memory: memoryview) -> Iterator[bytes]:
+    """Return the digest of each chunk of a part, one after the other."""
+    for start in range(0, memory.nbytes, CHUNK_BYTES):
+        yield hashlib.sha256(memory[start : start + CHUNK_BYTES]).digest()
+
+
+def digest_of(layout: bytes | memoryview, digests: bytes | memoryview) -> bytes:
+    """Return the digest of a server's part of a version, from its layout and the digests of its chunks."""
+    return hashlib.sha256(hashlib.sha256(layout).digest() + bytes(digests)).digest()
+
+
+def whole_digest(digests: Sequence[bytes]) -> str:
+    """Return the digest of a version in hexadecimal, from those of its parts by the rank of their server."""
+    return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def check_published_name(name: object) -> str:
+    """Return a valid name of what is published; raises UsageError."""
+    if not isinstance(name, str) or not name.isprintable() or not 1 <= len(name) <= MAX_PUBLISHED_NAME:
+        raise UsageError(
+            f"{str(name)[:120]!r} cannot be the name of what is published: expected a text of 1 to "
+            f"{MAX_PUBLISHED_NAME} characters that can be printed"
+        )
+    return name
+
+
+def require_said_by_reader(message: object) -> None:
+    """Raise PeerError unless this is what a reader may say."""
+    if not isinstance(message, READER_SAYS):
+        raise PeerError(f"a reader may not say {type(message).__name__}")

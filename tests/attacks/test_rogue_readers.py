@@ -1,0 +1,114 @@
+"""A reader that was taken over: it may read what is published, and nothing that it says reaches a table or a clock."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from tests.jobs import Job, job
+
+import paceline
+from paceline.api.session import Session
+from paceline.core.messages import Clock, Join, Leave, Push, PushId, Sender
+from paceline.errors import PeerError
+from paceline.transport.base import Connection
+from paceline.wire import messages as wire
+from paceline.wire import versions as spoken
+from paceline.wire.messages import Hello, PushFrame
+from paceline.wire.versions import EndLease, FetchBytes, FindVersions, LeaseVersion, PublicationId, ReaderRefused
+
+PATIENCE_S = 60.0
+KNOWN = PublicationId("w", "s", 1)
+
+
+@contextmanager
+def reading(started: Job, role: str = "reader") -> Iterator[Connection]:
+    hello = wire.encode(Hello(role, 0, 0, 1))
+    connection = started.transport.connect(started.spec.addresses[0], hello, timeout_s=PATIENCE_S)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def is_cut(connection: Connection) -> bool:
+    try:
+        connection.receive(timeout_s=PATIENCE_S)
+    except PeerError:
+        return True
+    return False
+
+
+def said_by_workers() -> list[bytes]:
+    sender = Sender(1, 0, 0)
+    push = PushFrame(Push(PushId(1, 0, 0, 0), "w", 0, 0), 1.0, (), ())
+    return [wire.encode(message) for message in (push, Join(sender), Clock(sender, 5), Leave(sender))]
+
+
+BREACHES: dict[str, list[tuple[bytes, bytes]]] = {
+    "what workers say": [(header, bytes(8)) for header in said_by_workers()],
+    "what servers say": [(spoken.encode(ReaderRefused(1, "no")), b"")],
+    "a body": [(spoken.encode(FindVersions(1, "w", (), 0.0)), bytes(100))],
+    "a large body": [(spoken.encode(FindVersions(1, "w", (), 0.0)), bytes(1 << 20))],
+    "nothing": [(b"", b"")],
+    "noise": [(os.urandom(50), b"")],
+    "a negative size": [(spoken.encode(FetchBytes(1, KNOWN, 0, 0, 1))[:-1] + b"\xff", b"")],
+    "a name that is too long": [(spoken.encode(FindVersions(1, "w" * 10_000, (), 0.0)), b"")],
+}
+
+
+@pytest.mark.parametrize("breach", BREACHES)
+def test_a_reader_that_says_what_it_may_not_is_cut_and_training_goes_on(breach: str, tmp_path: Path) -> None:
+    def work(ps: Session) -> None:
+        w = ps.table("w", shape=(2,), update=paceline.update.Add())
+        for header, body in BREACHES[breach]:
+            with reading(started) as rogue:
+                with suppress(PeerError):  # while a large body is on its way
+                    rogue.send(header, memoryview(body), timeout_s=PATIENCE_S)
+                assert is_cut(rogue)
+        w.push([1.0, 2.0])
+        assert ps.clock() == 1
+        assert w.pull().tolist() == [1.0, 2.0]
+
+    with job(tmp_path, carrier="tcp") as started:
+        started.run(work)
+
+
+def test_what_is_not_there_is_refused_and_the_next_request_is_answered(tmp_path: Path) -> None:
+    with job(tmp_path, carrier="tcp") as started, started.join(0) as ps:
+        w = ps.table("w", shape=(4,), update=paceline.update.Add())
+        ps.models.publish(w, "w", keep=1).wait()
+        with reading(started) as rogue:
+
+            def ask(message: object) -> object:
+                rogue.send(spoken.encode(message), timeout_s=PATIENCE_S)
+                return spoken.decode(rogue.receive(timeout_s=PATIENCE_S).header)
+
+            found = ask(FindVersions(1, "w", (), PATIENCE_S))
+            assert isinstance(found, spoken.VersionsFound)
+            (there,) = found.ids
+            for message in (
+                LeaseVersion(2, KNOWN),
+                FetchBytes(2, there, 0, 0, 1),  # without a lease
+            ):
+                refused = ask(message)
+                assert isinstance(refused, ReaderRefused)
+                assert refused.is_gone
+            assert isinstance(ask(LeaseVersion(3, there)), spoken.VersionLeased)
+            for part, start, size in ((0, 0, 17), (0, 16, 1), (1, 0, 1), (0, 1 << 62, 1), (1 << 62, 0, 1)):
+                refused = ask(FetchBytes(4, there, part, start, size))
+                assert isinstance(refused, ReaderRefused)
+                assert not refused.is_gone
+            assert isinstance(ask(FetchBytes(5, there, 0, 0, 16)), spoken.BytesFetched)
+            rogue.send(spoken.encode(EndLease(KNOWN)), timeout_s=PATIENCE_S)  # of what it does not hold
+            rogue.send(spoken.encode(EndLease(there)), timeout_s=PATIENCE_S)
+            assert isinstance(ask(FetchBytes(6, there, 0, 0, 16)), ReaderRefused)
+
+
+def test_a_worker_cannot_say_what_readers_say(tmp_path: Path) -> None:
+    with job(tmp_path, carrier="tcp") as started, reading(started, "worker") as rogue:
+        rogue.send(spoken.encode(FindVersions(1, "w", (), 0.0)), timeout_s=PATIENCE_S)
+        assert is_cut(rogue)

@@ -1,0 +1,119 @@
+"""Servers and machines are killed under a job over several hosts, and training goes on with their replicas."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.shaped_network import ShapedNetwork
+from tests.hosts.replicas_worker import NUM_CLOCKS, STOPS, train
+from tests.hosts.test_nodes import PATIENCE_S, hosts, wait_for
+from tests.jobs import run_job
+
+from paceline.job.views import Views
+
+WORKER = Path(__file__).with_name("replicas_worker.py")
+MASTER_PORT = "29437"
+
+
+@contextmanager
+def started(network: ShapedNetwork, folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start a worker on each host, as a launcher does that tells ranks alone."""
+    variables = {
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": network.address(0),
+        "MASTER_PORT": MASTER_PORT,
+        "WORLD_SIZE": str(len(network.lines)),
+        "PACELINE_RUN_DIR": str(folder / "runs"),
+        "PACELINE_SERVERS": "node:1+replicas:1",
+    }
+    with ExitStack() as running:
+        workers: list[subprocess.Popen[str]] = []
+        for host in range(len(network.lines)):
+            worker = subprocess.Popen(
+                network.command(host, sys.executable, str(WORKER), str(folder)),
+                env=os.environ | variables | {"RANK": str(host)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            running.callback(worker.communicate)
+            running.callback(worker.kill)
+            workers.append(worker)
+        yield workers
+
+
+def views_of(folder: Path, rank: int) -> Views:
+    [run_dir] = [path for path in (folder / "runs").iterdir() if path.is_dir()]
+    return Views(run_dir, rank)
+
+
+def server_pid(folder: Path, rank: int, process: int) -> int:
+    """The process that serves, or is the replica, in the place of a server of this job."""
+    [run_dir] = [path for path in (folder / "runs").iterdir() if path.is_dir()]
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if str(run_dir) in words and words[words.index(str(run_dir)) + 1 :: 2][:2] == [str(rank), str(process)]:
+                return int(entry.name)
+    raise AssertionError(f"there is no process {process} of server {rank}")
+
+
+def wait_at(workers: list[subprocess.Popen[str]], folder: Path, clock: int) -> None:
+    """Block until all workers wait before a clock."""
+    wait_for(workers, lambda: all((folder / f"at-{clock}-{rank}").exists() for rank in range(len(workers))))
+
+
+@pytest.mark.campaign
+def test_servers_are_killed_and_the_bytes_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    with hosts(2) as network, started(network, tmp_path) as workers:
+        for rank, clock in enumerate(STOPS):
+            wait_at(workers, tmp_path, clock)
+            os.kill(server_pid(tmp_path, rank, 0), signal.SIGKILL)
+            if clock == STOPS[-1]:  # and once more what goes on in the place of the first
+                wait_for(workers, lambda: (view := views_of(tmp_path, 0).newest()) is not None and view.replica > 1)
+                os.kill(server_pid(tmp_path, 0, 1), signal.SIGKILL)
+            (tmp_path / f"go-{clock}").touch()
+        told = [worker.communicate(timeout=PATIENCE_S) for worker in workers]
+
+    assert [worker.returncode for worker in workers] == [0, 0], told
+    (tmp_path / "here").mkdir()
+    undisturbed = set(run_job(tmp_path / "here", train, workers=2, servers=2))
+    assert {(tmp_path / f"bits-{rank}").read_text() for rank in range(2)} == undisturbed
+    said = "".join(errors for _, errors in told)
+    assert said.count("server 0 is served by its replica from now on") == 2
+    assert "server 0 has a replica again" in said
+    for rank in range(2):
+        assert f"server {rank} is served by its replica from now on" in said
+        assert f"a process of server {rank} was killed by SIGKILL; the run goes on with another" in said
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_machine_is_lost_with_all_that_runs_there_and_no_push_that_was_made(is_silent: bool, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    first = STOPS[0]
+    with hosts(2) as network, started(network, tmp_path) as workers:
+        wait_at(workers, tmp_path, first)
+        if is_silent:
+            network.signal(1, signal.SIGSTOP)
+            network.cut(1)
+        else:
+            network.signal(1, signal.SIGKILL)
+        for clock in STOPS:
+            (tmp_path / f"go-{clock}").touch()
+        _, errors = workers[0].communicate(timeout=PATIENCE_S)
+        network.signal(1, signal.SIGKILL)
+
+    assert workers[0].returncode == 0, errors
+    whole, part = sum(range(NUM_CLOCKS + 1)), sum(range(first + 1))  # what each worker has added, clock by clock
+    rows = torch.tensor([whole, *[whole + part] * 4, part, 0, 0], dtype=torch.float32)[:, None].expand(8, 4)
+    assert (tmp_path / "bits-0").read_text().endswith(rows.contiguous().numpy().tobytes().hex())
+    assert "server 1 is served by its replica from now on" in errors
+    assert "the run ends if server 0 is lost, as it has no replica any more" in errors

@@ -1,0 +1,98 @@
+"""Views of a server: of processes that decide at once, one has decided; and when a server has ended."""
+
+import threading
+from pathlib import Path
+
+from paceline.job.addresses import record_server_ended
+from paceline.job.views import FIRST, View, Views
+
+NUM_PROCESSES = 8
+
+
+def begun(folder: Path) -> Views:
+    views = Views(folder, 3)
+    assert views.newest() is None
+    assert views.change(FIRST)
+    return views
+
+
+def test_of_processes_that_decide_at_once_one_has_decided(tmp_path: Path) -> None:
+    views, won, meet = begun(tmp_path), list[str](), threading.Barrier(NUM_PROCESSES)
+
+    def decide(number: int) -> None:
+        own, promotes = Views(tmp_path, 3), number % 2 == 0
+        meet.wait(60.0)
+        if (own.promote if promotes else own.dismiss)(FIRST.number):
+            won.append("promoted" if promotes else "dismissed")
+
+    threads = [threading.Thread(target=decide, args=(number,)) for number in range(NUM_PROCESSES)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    [outcome] = won
+    assert views.newest() == View(2, head=1 if outcome == "promoted" else 0)
+    assert not any(path.name.startswith(".") for path in tmp_path.iterdir()), "something unfinished is left"
+
+
+def test_a_view_that_has_ended_is_not_followed_by_another(tmp_path: Path) -> None:
+    views = begun(tmp_path)
+    assert views.promote(FIRST.number)
+    assert not views.dismiss(FIRST.number)
+    assert not views.promote(FIRST.number)
+    assert not views.change(View(2, head=0))
+    assert views.newest() == View(2, head=1)
+
+
+def test_a_process_that_has_come_is_the_replica_in_one_view(tmp_path: Path) -> None:
+    views = begun(tmp_path)
+    for process in range(4):
+        views.published(process).write_text("")
+    assert views.candidates() == [3, 2]
+    assert views.promote(FIRST.number)
+    assert views.enlist(2, 3)
+    assert not views.enlist(2, 2), "another is the replica"
+    assert views.newest() == View(3, head=1, replica=3)
+    assert views.candidates() == [2]
+    assert views.dismiss(3)
+    assert views.candidates() == [2], "what was lost is not taken again"
+    assert Views(tmp_path, 30).candidates() == []
+
+
+def test_without_views_no_process_is_promoted(tmp_path: Path) -> None:
+    views = Views(tmp_path / "cleared", 0)
+    assert not views.promote(FIRST.number)
+    assert views.address() == ""
+
+
+def test_a_server_listens_where_the_process_that_serves_does(tmp_path: Path) -> None:
+    views = begun(tmp_path)
+    assert views.address() == ""
+    for process in range(2):
+        views.published(process).write_text(f"address {process}")
+    assert views.address() == "address 0"
+    assert views.promote(FIRST.number)
+    assert views.address() == "address 1"
+
+
+def test_a_server_has_ended_when_no_process_of_it_is_left_to_serve(tmp_path: Path) -> None:
+    views = begun(tmp_path)
+    record_server_ended(tmp_path, 3, "was killed", process=0)
+    assert views.how_ended() == ""
+    assert views.promote(FIRST.number)
+    assert views.how_ended() == ""
+    record_server_ended(tmp_path, 3, "ran out of memory", process=1)
+    assert views.how_ended() == "ran out of memory"
+
+
+def test_a_server_whose_two_processes_end_at_once_has_ended(tmp_path: Path) -> None:
+    views = begun(tmp_path)
+    record_server_ended(tmp_path, 3, "was killed", process=1)
+    assert views.how_ended() == ""
+    record_server_ended(tmp_path, 3, "was killed, too", process=0)
+    assert views.how_ended() == "was killed, too"
+
+
+def test_a_server_without_a_replica_has_ended_with_its_process(tmp_path: Path) -> None:
+    record_server_ended(tmp_path, 0, "was killed")
+    assert Views(tmp_path, 0).how_ended() == "was killed"

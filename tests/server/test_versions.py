@@ -1,0 +1,221 @@
+"""What a server publishes: it never changes, is there whole or not at all, and lasts as retention and leases say."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import UsageError
+from paceline.server.served_table import PartToPublish
+from paceline.server.versions import PublishedVersion, PublishedVersions, VersionGone
+from paceline.update.cuts import ShardCut
+from paceline.wire.requests import PublishTable, TableCall
+from paceline.wire.versions import (
+    CHUNK_BYTES,
+    MAX_LEASED,
+    MAX_NAMES,
+    FindVersions,
+    PublicationId,
+    chunk_digests,
+    digest_of,
+)
+
+NAMES = ("a", "b")
+TABLES = ("w", "x")
+
+
+def request(number: int, table: str = "w", tables: tuple[str, ...] = ("w",), **changed: Any) -> PublishTable:
+    given = {"name": "a", "series": "s", "number": number, "keep": 2, "tables": tables, "layout": b"layout", **changed}
+    return PublishTable(TableCall(1, table, number, 0), **given)
+
+
+def part(number: int, size_bytes: int = 5) -> PartToPublish:
+    values = torch.full((size_bytes,), number % 251, dtype=torch.uint8)
+    return PartToPublish(0, size_bytes, ShardCut({"values": values}), lambda size: memoryview(bytearray(size)))
+
+
+def content(number: int) -> bytes:
+    return bytes([number % 251]) * 5
+
+
+class ByHand:
+    """An executor whose calls run when the test says, so that digests come at any time."""
+
+    def __init__(self) -> None:
+        self.calls: deque[Callable[[], None]] = deque()
+
+    def submit(self, call: Callable[..., None], *args: object) -> Future[None]:
+        self.calls.append(lambda: call(*args))
+        return Future()
+
+    def run(self) -> None:
+        while self.calls:
+            self.calls.popleft()()
+
+    def shutdown(self, **_: object) -> None:
+        self.calls.clear()
+
+
+def by_hand() -> tuple[PublishedVersions, ByHand]:
+    versions, executor = PublishedVersions(), ByHand()
+    versions._copying = executor  # pyright: ignore
+    return versions, executor
+
+
+def there(versions: PublishedVersions, name: str = "a") -> list[int]:
+    return [each.number for each in versions.wait_new(FindVersions(1, name, (), 0.0), lambda: True)]
+
+
+def intact(version: PublishedVersion) -> bool:
+    digests = b"".join(digest for memory in version.memories for digest in chunk_digests(memory))
+    return digests == version.digests and digest_of(version.layout, digests) == version.head.digest
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.sampled_from(NAMES), st.integers(0, 9), st.sampled_from(TABLES)),
+        st.tuples(st.just("seal"), st.just(""), st.just(0), st.just("")),
+        st.tuples(st.just("lease"), st.sampled_from(NAMES), st.integers(0, 9), st.just("")),
+        st.tuples(st.just("release"), st.just(""), st.integers(0, 9), st.just("")),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(STEPS, st.integers(1, 3))
+def test_versions_are_whole_and_stay_as_they_are_for_as_long_as_they_should(
+    steps: list[tuple[str, str, int, str]], keep: int
+) -> None:
+    versions, executor = by_hand()
+    sealed: dict[PublicationId, bytes] = {}
+    leased: list[PublishedVersion] = []
+    for what, name, number, table in steps:
+        if what == "add":
+            with suppress(UsageError):  # while two are copied
+                versions.add(request(number, table, TABLES, name=name, keep=keep), part(number))
+        elif what == "seal" and executor.calls:
+            executor.calls.popleft()()
+        elif what == "release" and leased:
+            versions.release(leased.pop(number % len(leased)))
+        elif what == "lease":
+            wanted = PublicationId(name, "s", number)
+            try:
+                leased.append(versions.lease(wanted))
+            except VersionGone:
+                assert wanted not in versions._ids(name)
+        for each in NAMES:
+            ids = versions._ids(each)
+            held = {version.head.id for version in leased if version.head.id.name == each}
+            assert len(set(ids) - held) <= keep
+            assert held <= set(ids)
+            for found in ids:
+                version = versions._names[each].versions[found]
+                assert intact(version)
+                assert [part.table for part in version.head.parts] == list(TABLES)
+                assert version.memories[0].tobytes() == content(found.number)
+                assert sealed.setdefault(found, version.head.digest) == version.head.digest
+    versions.close()
+
+
+def test_a_version_is_not_there_before_all_its_tables_and_its_digest() -> None:
+    versions, executor = by_hand()
+    versions.add(request(1, "w", TABLES), part(1))
+    executor.run()
+    assert there(versions) == []
+    versions.add(request(1, "x", TABLES), part(1, CHUNK_BYTES + 1))
+    executor.calls.popleft()()
+    assert there(versions) == []
+    executor.run()
+    assert there(versions) == [1]
+    versions.add(request(1, "w", TABLES), part(9))  # again, from a worker that came back
+    assert not executor.calls
+    assert len(versions.lease(PublicationId("a", "s", 1)).digests) == 3 * 32
+
+
+def test_versions_of_which_a_table_never_comes_are_dropped() -> None:
+    versions, executor = by_hand()
+    for number in range(50):
+        versions.add(request(number, "w", TABLES), part(number))
+    assert len(versions._names["a"].unfinished) <= 5
+    versions.add(request(49, "x", TABLES), part(49))
+    executor.run()
+    assert there(versions) == [49]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"name": ""},
+        {"name": "x" * 101},
+        {"name": "a\x1b[2J"},
+        {"keep": 0},
+        {"keep": 1 << 40},
+        {"number": -1},
+        {"series": ""},
+        {"series": "x" * 65},
+        {"tables": ("other",)},
+        {"tables": ("w", "w")},
+        {"tables": tuple(map(str, range(2000)))},
+    ],
+)
+def test_values_that_a_version_cannot_have_are_refused(wrong: dict[str, Any]) -> None:
+    versions = PublishedVersions()
+    with pytest.raises(UsageError):
+        versions.add(request(**{"number": 1, **wrong}), part(1))
+    assert not versions._names
+
+
+def test_what_is_published_faster_than_it_is_copied_is_refused_and_keeps_nothing() -> None:
+    versions, executor = by_hand()
+    parts = [part(number) for number in range(3)]
+    for number in range(2):
+        versions.add(request(number), parts[number])
+    with pytest.raises(UsageError, match="the 2 versions before it are still being copied: publish less often"):
+        versions.add(request(2), parts[2])
+    executor.run()
+    assert there(versions) == [0, 1]
+    assert all(each.cut.is_over for each in parts), "updates keep nothing for them any more"
+
+
+def test_a_version_that_there_is_no_memory_for_is_told_and_never_there(capsys: pytest.CaptureFixture[str]) -> None:
+    versions, executor = by_hand()
+    given_up = part(1)
+    versions.add(request(1), given_up)
+    given_up.cut.close()  # as updates do that have run too far ahead
+    executor.run()
+    assert there(versions) == []
+    assert "version 1 of 'a' is not published: a cut was given up" in capsys.readouterr().err
+    versions.add(request(2), part(2))
+    executor.run()
+    assert there(versions) == [2]
+
+
+def test_names_and_leases_are_bounded() -> None:
+    versions, executor = by_hand()
+    for number in range(MAX_NAMES):
+        versions.add(request(1, name=f"name {number}"), part(1))
+    with pytest.raises(UsageError, match=f"as {MAX_NAMES} other names are"):
+        versions.add(request(1, name="one more"), part(1))
+    versions.close()
+    versions, executor = by_hand()
+    leases = list[PublishedVersion]()
+    for number in range(MAX_LEASED):
+        versions.add(request(number, keep=1), part(number))
+        executor.run()
+        leases.append(versions.lease(PublicationId("a", "s", number)))
+    versions.add(request(99, keep=1), part(99))
+    executor.run()
+    with pytest.raises(UsageError, match="readers hold 8 others"):
+        versions.lease(PublicationId("a", "s", 99))
+    versions.release(leases[0])
+    assert versions.lease(PublicationId("a", "s", 99)).num_leases == 1
+    assert there(versions) == [*range(1, MAX_LEASED), 99]

@@ -1,0 +1,183 @@
+"""Jobs that go on from a snapshot, with the bits of one that was never interrupted."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from tests.jobs import job
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+from paceline.api.session import Session
+from paceline.errors import CheckpointError, UsageError
+from paceline.snapshots.folder import Snapshot, newest
+from paceline.update import cuts
+
+WAIT_S = 60.0
+NUM_CLOCKS, AT = 12, 5
+Bits = list[list[torch.Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuts, "CHUNK", 128)
+
+
+def model_of() -> torch.nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(16, 20), torch.nn.BatchNorm1d(20), torch.nn.Linear(20, 3))
+
+
+def data_of() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(64, 16, generator=generator), torch.randint(0, 3, (64,), generator=generator))
+
+
+def train(session: Session, rule: type[torch.optim.Optimizer], folder: Path | None) -> list[torch.Tensor]:
+    """Train to the last clock, with a snapshot on the way where there is a folder; return all that was learned."""
+    model, ends = model_of(), None
+    loader = paceline.shard(DataLoader(data_of(), batch_size=8, shuffle=True))
+    optimizer = paceline.distributed(rule(model.parameters(), lr=0.05), model=model)
+    rows = session.table("rows", rows=4, update=paceline.update.Adam(lr=0.1), init=paceline.first.normal(0.1))
+    while session.node.clock < NUM_CLOCKS:
+        for images, labels in loader:
+            ids = torch.arange(session.node.clock, session.node.clock + 5)
+            rows.push(ids, rows.pull(ids) + session.rank)
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+            if session.node.clock == AT and folder is not None:
+                ends = paceline.snapshot(folder, state={"best": 0.5})
+            if session.node.clock == NUM_CLOCKS:
+                break
+    if ends is not None:
+        assert ends.result(WAIT_S).parent == folder
+    with optimizer.snapshot():
+        state = model.state_dict().values()
+        found = [value.detach().clone() for value in state if value.is_floating_point()]  # others are on no server
+    found.append(rows.pull(torch.arange(NUM_CLOCKS + 5)))
+    states = optimizer.state_dict()["state"]
+    return [*found, *(value.clone() for each in states.values() for value in each.values())]
+
+
+def run(directory: Path, rule: type[torch.optim.Optimizer], folder: Path | None = None, **settings: Any) -> Bits:
+    directory.mkdir()
+    with job(directory, **settings) as started:
+        return started.run(lambda session: train(session, rule, folder))
+
+
+def resuming(folder: Path) -> dict[str, Any]:
+    found = newest(folder)
+    found.verify()
+    return {
+        "resume": str(found.folder),
+        "clock": found.manifest.clock,
+        "generation": found.manifest.generation + 1,
+    }
+
+
+def same(one: Bits, other: Bits) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
+
+
+@pytest.mark.parametrize("rule", [torch.optim.Adam, torch.optim.Adadelta])
+def test_a_job_that_resumes_ends_with_the_bits_of_one_that_was_never_interrupted(
+    rule: type[torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    whole = run(tmp_path / "whole", rule, tmp_path / "snapshots", workers=2, servers=2)
+    found = newest(tmp_path / "snapshots").manifest
+    assert (found.clock, found.num_servers, found.generation) == (AT, 2, 1)
+    for servers in (1, 3):
+        after = run(tmp_path / f"{servers}", rule, workers=2, servers=servers, **resuming(tmp_path / "snapshots"))
+        assert same(after, whole)
+
+
+def test_it_goes_on_from_a_snapshot_of_its_own_and_with_other_workers(tmp_path: Path) -> None:
+    folder, rule = tmp_path / "snapshots", torch.optim.SGD
+    run(tmp_path / "first", rule, folder, workers=2)
+    values = torch.arange(4.0)
+
+    def work(session: Session) -> None:
+        told = paceline.resumed()
+        assert told is not None
+        assert (told.clock, told.state, session.node.clock) == (AT, {"best": 0.5}, AT)
+        table = session.table("new", shape=(4,), update=paceline.update.Add(), init=values)
+        assert table.pull().tolist() == values.tolist(), "it was not there before"
+        table.push(torch.ones(4))
+        session.clock()
+        again = paceline.snapshot(folder, keep=1)
+        if session.rank == 0:
+            assert again is not None
+            again.result(WAIT_S)
+
+    (tmp_path / "second").mkdir()
+    with job(tmp_path / "second", workers=3, servers=2, **resuming(folder)) as started:
+        started.run(work)
+    manifest = newest(folder).manifest
+    assert (manifest.clock, manifest.generation, manifest.num_workers) == (AT + 1, 2, 3)
+    assert [table.name for table in manifest.tables] == ["new"], "what no worker has opened is not in the job"
+    assert len(list(folder.glob("snapshot-*"))) == 1
+
+
+def test_its_files_open_without_paceline_under_the_names_of_the_model(tmp_path: Path) -> None:
+    import json
+
+    folder = tmp_path / "snapshots"
+    run(tmp_path / "first", torch.optim.Adam, folder, workers=1, servers=3)
+    found = newest(folder).folder
+    index = json.loads((found / "model.safetensors.index.json").read_text())["weight_map"]
+    shapes = {name: tuple(value.shape) for name, value in model_of().state_dict().items() if value.is_floating_point()}
+    assert index.keys() == shapes.keys()
+    values = {}
+    for file in set(index.values()):
+        with safe_open(found / file, framework="pt") as opened:
+            values |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+    assert {name: tuple(value.shape) for name, value in values.items()} == shapes
+    model_of().load_state_dict(values, strict=False)
+    with safe_open(found / "optimizer-00001-exp_avg.safetensors", framework="pt") as opened:
+        assert tuple(opened.get_tensor("0.weight.exp_avg").shape) == (20, 16)
+
+
+def test_another_model_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "snapshots"
+    run(tmp_path / "first", torch.optim.SGD, folder, workers=1)
+
+    def work(session: Session) -> None:
+        with pytest.raises(UsageError, match=r"differs from the one in the snapshot .* the shape|parameter 0"):
+            paceline.distributed(torch.optim.SGD(torch.nn.Linear(3, 3).parameters(), lr=0.1))
+
+    (tmp_path / "second").mkdir()
+    with job(tmp_path / "second", **resuming(folder)) as started:
+        started.run(work)
+    file = next(newest(folder).folder.glob("model-*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        Snapshot.read(newest(folder).folder).verify()
+
+
+@pytest.mark.parametrize("consistency", ["ssp:1", "essp:1", "asynchronous", "backup:1", "bound=none,visible=on_clock"])
+def test_under_every_policy_a_snapshot_is_made_while_workers_push(consistency: str, tmp_path: Path) -> None:
+    def work(session: Session) -> None:
+        table = session.table("w", shape=(600,), update=paceline.update.Add(), consistency=consistency)
+        ends = None
+        for clock in range(6):
+            table.push(torch.ones(600))
+            session.clock()
+            table.pull()
+            if clock == 2:
+                ends = paceline.snapshot(tmp_path / "snapshots")
+        if ends is not None:
+            error = ends.exception(WAIT_S)
+            assert error is None or (consistency == "backup:1" and "cannot be cut at clock" in str(error))
+
+    (tmp_path / "job").mkdir()
+    with job(tmp_path / "job", workers=2, servers=2) as started:
+        started.run(work)
+    if consistency != "backup:1":
+        found = newest(tmp_path / "snapshots")
+        found.verify()
+        (table,) = found.manifest.tables
+        assert sum(table.versions) >= (0 if consistency == "asynchronous" else 2 * 3)  # updates of two servers

@@ -1,0 +1,28 @@
+"""A worker's script for tests of readers: all elements are the number of clocks; it publishes each, until told to end.
+
+`publishes.py END_FILE`
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import paceline
+
+paceline.init()
+model = torch.nn.Linear(300, 400)
+for parameter in model.parameters():
+    torch.nn.init.zeros_(parameter)
+optimizer = paceline.distributed(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
+paceline.publish(model)
+while not Path(sys.argv[1]).exists():
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, -1.0)
+    began_s = time.monotonic()
+    optimizer.step()
+    paceline.publish(model)
+    if time.monotonic() - began_s > 5.0:
+        print("a long step", flush=True)
+    time.sleep(0.002)

@@ -1,0 +1,135 @@
+"""What comes over a line is checked: damaged bytes are fetched anew, and what has come is not fetched again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.jobs import job
+
+import paceline
+from paceline.errors import ConnectionLost, PeerError
+from paceline.transport.base import Connection, Frame
+from paceline.versions.link import DamagedVersion, PartMemory, ReaderLink
+from paceline.versions.places import PublishingServers
+from paceline.versions.subscription import VersionSubscription
+from paceline.wire.versions import CHUNK_BYTES, BytesFetched, VersionLeased, decode
+
+NUMEL = 5 * CHUNK_BYTES // 4 + 3  # over several chunks and requests of float32
+PATIENCE_S = 60.0
+
+
+class Line:
+    """A connection that hands each received frame to a function first, which may change it or break the line."""
+
+    def __init__(self, inner: Connection, change: Callable[[Frame, object], Frame]) -> None:
+        self.inner = inner
+        self.change = change
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def receive(self, **settings: Any) -> Frame:
+        frame = self.inner.receive(**settings)
+        return self.change(frame, decode(frame.header))
+
+
+def damaged(frame: Frame) -> Frame:
+    body = bytearray(frame.body)
+    body[len(body) // 2] ^= 1
+    return Frame(frame.header, memoryview(body))
+
+
+class Published:
+    """A version of a table over a line that a test changes."""
+
+    def __init__(self, directory: Path, change: Callable[[Frame, object], Frame]) -> None:
+        self.job = job(directory, carrier="memory")
+        self.started = self.job.__enter__()
+        self.ps = self.started.join(0)
+        values = torch.arange(float(NUMEL))
+        table = self.ps.table("w", shape=(NUMEL,), update=paceline.update.Add(), init=values)
+        self.ps.models.publish(table, "w", keep=1).wait()
+        self.values = values
+        self.change = change
+        self.num_connections = 0
+        servers = PublishingServers(self.started.transport, self.started.spec.addresses)
+        self.reader = VersionSubscription("w", "the test", lambda: servers)
+
+    def __enter__(self) -> Published:
+        connect = self.started.transport.connect
+
+        def changed(*args: Any, **settings: Any) -> Any:
+            self.num_connections += 1
+            return Line(connect(*args, **settings), self.change)
+
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(self.started.transport, "connect", changed)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.patch.undo()
+        self.reader.close()
+        self.ps.close()
+        self.job.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_damaged_bytes_are_fetched_anew(which: int, tmp_path: Path) -> None:
+    num_fetched = [0]
+
+    def change(frame: Frame, message: object) -> Frame:
+        if not isinstance(message, BytesFetched):
+            return frame
+        num_fetched[0] += 1
+        return damaged(frame) if num_fetched[0] == which + 1 else frame
+
+    with Published(tmp_path, change) as published:
+        version = published.reader.latest(timeout_s=PATIENCE_S)
+        assert torch.equal(version["w"], published.values)
+        assert num_fetched[0] > 2
+        assert published.num_connections == 1
+
+
+def test_bytes_that_are_always_damaged_are_never_shown(tmp_path: Path) -> None:
+    def change(frame: Frame, message: object) -> Frame:
+        return damaged(frame) if isinstance(message, BytesFetched) else frame
+
+    with Published(tmp_path, change) as published:
+        link = ReaderLink(published.started.transport, published.started.spec.addresses[0], 0, 0, PATIENCE_S)
+        (wanted,) = link.find("w", (), PATIENCE_S)
+        with pytest.raises(DamagedVersion, match="without the digest that they should have, 3 times in a row"):
+            link.fetch(link.lease(wanted), PartMemory())
+        link.close()
+
+
+def test_a_description_without_its_digest_is_refused(tmp_path: Path) -> None:
+    def change(frame: Frame, message: object) -> Frame:
+        return damaged(frame) if isinstance(message, VersionLeased) else frame
+
+    with Published(tmp_path, change) as published:
+        link = ReaderLink(published.started.transport, published.started.spec.addresses[0], 0, 0, PATIENCE_S)
+        (wanted,) = link.find("w", (), PATIENCE_S)
+        with pytest.raises(PeerError, match="does not have its digest"):
+            link.lease(wanted)
+        link.close()
+
+
+def test_a_transfer_goes_on_where_its_connection_broke(tmp_path: Path) -> None:
+    received = list[int]()
+
+    def change(frame: Frame, message: object) -> Frame:
+        if isinstance(message, BytesFetched):
+            received.append(len(frame.body))
+            if len(received) == 2:
+                raise ConnectionLost("the test cut it")
+        return frame
+
+    with Published(tmp_path, change) as published:
+        version = published.reader.latest(timeout_s=PATIENCE_S)
+        assert torch.equal(version["w"], published.values)
+        assert published.num_connections == 2
+        assert sum(received) == 4 * NUMEL + received[1], "only what was under way came twice"

@@ -1,0 +1,132 @@
+"""A module that follows what is published: each forward pass has the weights of one version, whole."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tests.jobs import run_job
+from torch import Tensor, nn
+
+import paceline
+from paceline.api.session import Session
+from paceline.errors import DeadlineExceeded, UsageError
+from paceline.versions.swap import ForwardGate, pairs_of
+
+PATIENCE_S = 60.0
+
+
+class Alike(nn.Module):
+    """Three parameters whose elements are all the number of their version; a forward pass returns what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(300))
+        self.inner = nn.Linear(7, 11)
+        for parameter in self.inner.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, again: bool = False) -> set[float]:
+        seen = set(self.first.tolist())
+        if again:
+            seen |= self(again=False)
+        for parameter in self.inner.parameters():
+            seen |= set(parameter.flatten().tolist())
+        return seen
+
+
+def publish_ones(ps: Session, model: Alike, optimizer: torch.optim.Optimizer) -> int:
+    """Add one to each element, and publish; return the number, when it is there."""
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, -1.0)
+    optimizer.step()
+    with paceline.subscribe(ps) as reader:
+        return reader.wait(ps.models.publish(model, keep=2).number, timeout_s=PATIENCE_S).number
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_forward_pass_sees_one_version_while_others_come_in(servers: int, tmp_path: Path) -> None:
+    def work(ps: Session) -> None:
+        model = Alike()
+        optimizer = paceline.distributed(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
+        publish_ones(ps, model, optimizer)
+        served, seen, over = Alike(), [list[float](), list[float]()], threading.Event()
+        with paceline.subscribe(ps) as reader, reader.into(served, timeout_s=PATIENCE_S) as updates:
+
+            def run(own: list[float]) -> None:
+                while not over.is_set():
+                    (value,) = served(again=True)
+                    own.append(value)
+
+            running = [threading.Thread(target=run, args=(own,)) for own in seen]
+            for thread in running:
+                thread.start()
+            try:
+                for _ in range(20):
+                    number = publish_ones(ps, model, optimizer)
+                assert updates.wait(number, timeout_s=PATIENCE_S) == number
+            finally:
+                over.set()
+                for thread in running:
+                    thread.join(PATIENCE_S)
+            assert served() == {float(number)}
+            assert updates.num_swaps >= 2
+        for own in seen:
+            assert own == sorted(own), "no forward pass goes back"
+        publish_ones(ps, model, optimizer)
+        assert served() == {float(number)}, "a closed one keeps its weights"
+
+    run_job(tmp_path, work, carrier="shm", servers=servers)
+
+
+def test_a_version_that_does_not_fit_leaves_the_module_as_it_is(tmp_path: Path) -> None:
+    def work(ps: Session) -> None:
+        w = ps.table("w", shape=(300,), update=paceline.update.Add())
+        ps.models.publish(w, "policy", keep=1).wait()
+        with paceline.subscribe(ps) as reader:
+            with pytest.raises(UsageError, match=r"has no 'first', 'inner.weight', 'inner.bias'"):
+                reader.into(Alike())
+            with pytest.raises(UsageError, match=r"the shapes differ of 'w'"):
+                pairs_of(nn.ParameterDict({"w": nn.Parameter(torch.zeros(3))}), reader.latest())
+        with paceline.subscribe(ps, name="another") as reader, pytest.raises(DeadlineExceeded):
+            reader.into(Alike(), timeout_s=0.05)
+
+    run_job(tmp_path, work, carrier="shm")
+
+
+def test_a_swap_waits_for_the_forward_passes_that_run_and_is_not_put_off_by_others() -> None:
+    gate, tensor = ForwardGate(), torch.zeros(1)
+    begun, in_second = threading.Event(), threading.Event()
+
+    def second() -> None:
+        begun.set()
+        gate.enter()
+        in_second.set()
+        gate.leave()
+
+    gate.enter()
+    gate.enter()  # one inside another
+    gate.offer([(tensor, torch.ones(1))])
+    gate.offer([(tensor, torch.full((1,), 2.0))])
+    thread = threading.Thread(target=second)
+    thread.start()
+    assert begun.wait(PATIENCE_S)
+    gate.leave()
+    assert (tensor.item(), in_second.is_set()) == (0.0, False)
+    gate.leave()
+    assert in_second.wait(PATIENCE_S)
+    thread.join(PATIENCE_S)
+    gate.leave()  # after a hook that failed before `enter`
+    assert tensor.item() == 2.0
+    gate.offer([(tensor, torch.full((1,), 3.0))])
+    assert tensor.item() == 3.0, "while none runs it is swapped at once"
+
+
+def test_values_take_the_dtype_of_the_module() -> None:
+    module = nn.Linear(2, 1, bias=False).to(torch.bfloat16)
+    given: dict[str, Tensor] = {"weight": torch.tensor([[1.0, 2.0]])}
+    (pair,) = pairs_of(module, given)
+    assert pair[0] is module.weight
+    assert pair[1].dtype == torch.bfloat16
