@@ -1,5 +1,8 @@
 """Jobs that go on from a snapshot, with the bits of one that was never interrupted."""
 
+import errno
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline.api.session import Session
 from paceline.errors import CheckpointError, UsageError
+from paceline.snapshots.files import FileWriter
 from paceline.snapshots.folder import Snapshot, newest
 from paceline.update import cuts
 
@@ -156,6 +160,30 @@ def test_another_model_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     with pytest.raises(CheckpointError, match="is damaged"):
         Snapshot.read(newest(folder).folder).verify()
+
+
+def test_a_full_disk_is_said_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(_: FileWriter, _bytes: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def work(session: Session) -> None:
+        table = session.table("w", shape=(6,), update=paceline.update.Add())
+        table.push(torch.ones(6))
+        session.clock()
+        with monkeypatch.context() as patched:
+            patched.setattr(FileWriter, "write", write)
+            error = paceline.snapshot(tmp_path / "snapshots").exception(WAIT_S)
+        assert isinstance(error, CheckpointError)
+        assert re.search(
+            r"of clock 1 was not written to .*snapshots: No space left on device. Those before", str(error)
+        )
+        table.push(torch.ones(6))
+        session.clock()
+        assert paceline.snapshot(tmp_path / "snapshots").result(WAIT_S).exists()
+
+    (tmp_path / "job").mkdir()
+    with job(tmp_path / "job") as started:
+        started.run(work)
 
 
 @pytest.mark.parametrize("consistency", ["ssp:1", "essp:1", "asynchronous", "backup:1", "bound=none,visible=on_clock"])

@@ -18,6 +18,7 @@ import paceline
 from paceline.api.session import Session
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.job.addresses import CLUSTER_NAME
+from paceline.transport.shm import ShmTransport
 from paceline.versions.link import VersionNotThere
 from paceline.versions.subscription import Version
 
@@ -230,6 +231,31 @@ def test_a_job_that_was_told_to_publishes_every_few_clocks(tmp_path: Path) -> No
 
     with readable(tmp_path, publish_every=3) as started:
         started.run(work)
+
+
+def test_a_version_that_cannot_be_copied_is_told_and_the_next_one_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def work(ps: Session) -> None:
+        w, failed = ps.table("w", shape=(2,), update=ADD), threading.Event()
+
+        def allocate(_self: object, _size_bytes: int) -> memoryview:
+            failed.set()
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patched, paceline.subscribe(ps, name="w") as reader:
+            patched.setattr(ShmTransport, "allocate", allocate)
+            ps.models.publish(w, "w", keep=1).wait()
+            assert failed.wait(PATIENCE_S)
+            patched.undo()
+            ps.clock()
+            ps.models.publish(w, "w", keep=1).wait()
+            assert reader.wait(1, timeout_s=PATIENCE_S).number == 1
+            assert reader.versions() == [1]
+
+    with readable(tmp_path, carrier="shm") as started:
+        started.run(work)
+    assert "version 0 of 'w' is not published: OSError: [Errno 28] No space left on device" in capfd.readouterr().err
 
 
 def test_versions_that_are_dropped_lose_their_leases(tmp_path: Path) -> None:

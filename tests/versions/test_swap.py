@@ -124,6 +124,37 @@ def test_a_swap_waits_for_the_forward_passes_that_run_and_is_not_put_off_by_othe
     assert tensor.item() == 3.0, "while none runs it is swapped at once"
 
 
+def test_frozen_and_tied_parameters_of_a_module_stay_what_they_are(tmp_path: Path) -> None:
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(3, 3).requires_grad_(False)
+            self.embed = nn.Embedding(4, 3)
+            self.head = nn.Linear(3, 4, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(self.base(self.embed(ids)))
+
+    def work(ps: Session) -> None:
+        model, served = Adapted(), Adapted()
+        served.base.load_state_dict(model.base.state_dict())
+        frozen = served.base.weight.data_ptr()
+        trained = [each for each in model.parameters() if each.requires_grad]
+        optimizer = paceline.distributed(torch.optim.SGD(trained, lr=0.1), model=model)
+        model(torch.arange(4)).square().sum().backward()
+        optimizer.step()
+        paceline.publish(model)
+        with paceline.subscribe(ps) as reader, reader.into(served, timeout_s=PATIENCE_S) as updates:
+            assert updates.number == 1
+            assert reader.latest().absent == {"base.weight", "base.bias"}
+            assert torch.equal(served(torch.arange(4)), model(torch.arange(4)))
+            assert served.head.weight is served.embed.weight
+            assert served.base.weight.data_ptr() == frozen
+
+    run_job(tmp_path, work, carrier="shm")
+
+
 def test_values_take_the_dtype_of_the_module() -> None:
     module = nn.Linear(2, 1, bias=False).to(torch.bfloat16)
     given: dict[str, Tensor] = {"weight": torch.tensor([[1.0, 2.0]])}

@@ -11,7 +11,7 @@ from typing import Final, final
 from paceline.errors import UsageError
 from paceline.observe.notices import tell
 from paceline.server.served_table import PartToPublish
-from paceline.wire.malformed import describe_error
+from paceline.wire.malformed import REQUEST_ERRORS, describe_error
 from paceline.wire.requests import PublishTable
 from paceline.wire.versions import (
     MAX_KEPT,
@@ -197,9 +197,8 @@ class PublishedVersions:
                 at += piece.nbytes
             unfinished.parts[table] = part.start, memory
         except (
-            UsageError,
-            MemoryError,
-        ) as error:  # updates ran ahead, and there is no memory
+            REQUEST_ERRORS
+        ) as error:  # updates ran ahead, or there is no memory: a thread that ended would tell nothing
             tell(f"version {made.number} of '{made.name}' is not published: {describe_error(error)}")
         finally:
             part.cut.close()

@@ -17,7 +17,7 @@ from safetensors.torch import save
 
 from paceline.core.consistency import Consistency
 from paceline.core.partition import Range
-from paceline.errors import DeadlineExceeded, PacelineError, UsageError
+from paceline.errors import CheckpointError, DeadlineExceeded, PacelineError, UsageError
 from paceline.snapshots.folder import DEFAULT_KEEP, Snapshot, SnapshotManifest, SnapshotTable, now_s, write_snapshot
 from paceline.snapshots.reading import row_pieces, saved_dense, saved_rows, spec_of
 from paceline.snapshots.writing import CutOfTable, FolderWriter
@@ -158,6 +158,11 @@ class SnapshotTaker:
         def write() -> Path:
             try:
                 return write_snapshot(folder, fill, keep).folder
+            except OSError as error:
+                raise CheckpointError(
+                    f"the snapshot of clock {clock} was not written to {error.filename or folder}: {error.strerror}. "
+                    "Those before it are whole; free space there, or name another folder."
+                ) from error
             finally:
                 with suppress(PacelineError):  # a server is gone, and its cuts with it
                     for _, reader in cuts:

@@ -49,7 +49,7 @@ class _Plan:
             tensors.append(PublishedTensor(name, "", at, tuple(tensor.shape), dtype))
             at += tensor.nbytes
         tables = {one.table.name: one.table for _, one in places}
-        whole = b"" if rest else encode_layout(VersionLayout(tuple(tensors)))
+        whole = b"" if rest else encode_layout(VersionLayout(tuple(tensors), b"", tuple(absent)))
         return _Plan(tuple(tensors), list(tables.values()), list(rest.values()), absent, whole)
 
     def layout(self) -> bytes:
@@ -60,7 +60,7 @@ class _Plan:
                 f"publish: buffers of the model that are on no server have {len(rest)} bytes, expected at most "
                 f"{MAX_REST_BYTES}. Register them with persistent=False, or publish them as a table."
             )
-        layout = self.whole or encode_layout(VersionLayout(self.tensors, rest))
+        layout = self.whole or encode_layout(VersionLayout(self.tensors, rest, tuple(self.absent)))
         if len(layout) > MAX_LAYOUT_BYTES:
             raise UsageError(
                 f"publish: the names and shapes of the model have {len(layout)} bytes, expected at most "

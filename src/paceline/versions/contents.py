@@ -44,12 +44,11 @@ def digest_of_version(parts: Sequence[LeasedPart]) -> str:
     return whole_digest([part.head.digest for part in parts])
 
 
-def tensors_of(parts: Sequence[LeasedPart], memories: Sequence[PartMemory]) -> dict[str, Tensor]:
+def tensors_of(layout: VersionLayout, parts: Sequence[LeasedPart], memories: Sequence[PartMemory]) -> dict[str, Tensor]:
     """Return the tensors of a version by name: views of the servers' memory, or of what came from there.
 
     A tensor whose elements lie on two servers is copied. Raises PeerError for a layout that does not fit the bytes.
     """
-    layout = shared_layout(parts)
     runs: dict[str, list[tuple[int, memoryview]]] = {}
     for part, memory in zip(parts, memories, strict=True):
         for index, published in enumerate(part.head.parts):

@@ -16,7 +16,7 @@ from paceline.core.calls import checked_late
 from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, Refused, UsageError
 from paceline.serve.access import ClientCredentials, PathLike
 from paceline.transport.deadline import Deadline
-from paceline.versions.contents import digest_of_version, tensors_of
+from paceline.versions.contents import digest_of_version, shared_layout, tensors_of
 from paceline.versions.link import LeasedPart, PartMemory, ReaderLink, VersionNotThere, has_digests
 from paceline.versions.places import FindServers, PublishingServers, find_place
 from paceline.versions.swap import ModuleUpdates
@@ -41,6 +41,7 @@ class Version(Mapping[str, Tensor]):
         number: the clock of the worker that published it.
         digest: SHA-256 of all its bytes, in hexadecimal.
         series: which publisher it is from: two versions of one number and series are one.
+        absent: names of parameters that were published without their values, as no server holds them: frozen ones.
     """
 
     def __init__(
@@ -58,7 +59,9 @@ class Version(Mapping[str, Tensor]):
         self.digest: Final = digest_of_version(parts)
         self._parts = parts
         self._memories = memories
-        self._tensors = tensors_of(parts, memories)
+        layout = shared_layout(parts)
+        self.absent: Final = frozenset(layout.absent)
+        self._tensors = tensors_of(layout, parts, memories)
         self._end_lease = end_lease
         self._dropped = weakref.finalize(self, note_dropped)
         self._dropped.atexit = False

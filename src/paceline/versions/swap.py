@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, final
 
@@ -161,7 +161,7 @@ class ModuleUpdates:
     def _give(self, version: Version) -> None:
         """Offer a version to the module, whose bytes are all here; raises UsageError if it does not fit."""
         with version:
-            pairs = pairs_of(self._module, version)
+            pairs = pairs_of(self._module, version, version.absent)
             self._gate.offer(pairs)
         with self._changed:
             self.number, self.problem = version.number, ""
@@ -169,21 +169,23 @@ class ModuleUpdates:
             self._changed.notify_all()
 
 
-def pairs_of(module: nn.Module, version: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Return each tensor of a module with its values, on its device and of its dtype.
+def pairs_of(
+    module: nn.Module, version: Mapping[str, Tensor], kept: Collection[str] = ()
+) -> list[tuple[Tensor, Tensor]]:
+    """Return each tensor of a module with its values, on its device and of its dtype; those that are `kept` need none.
 
     Raises:
         UsageError: a parameter is not in the version, or a tensor has another shape.
     """
     parameters = dict(module.named_parameters())
     own: dict[str, Any] = {**dict(module.named_buffers()), **parameters}
-    absent = [name for name in parameters if name not in version]
+    absent = [name for name in parameters if name not in version and name not in kept]
     others = [name for name in own if name in version and own[name].shape != version[name].shape]
     if absent or others:
         what = f"it has no {_listed(absent)}" if absent else f"the shapes differ of {_listed(others)}"
         raise UsageError(
-            f"the version does not fit the module: {what}. Publish the model that this module is a copy of; what is "
-            "not trained, load before, and give `into` the part that is trained."
+            f"the version does not fit the module: {what}. Publish the model that this module is a copy of, or "
+            "give `into` the part of it that was published."
         )
     return [
         (tensor, version[name].to(device=tensor.device, dtype=tensor.dtype))

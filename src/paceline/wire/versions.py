@@ -76,10 +76,14 @@ class PublishedTensor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class VersionLayout(msgspec.Struct, frozen=True, array_like=True):
-    """Which tensors a version has, and the values of those that no table has, such as counts in buffers."""
+    """Which tensors a version has, and the values of those that no table has, such as counts in buffers.
+
+    `absent`: parameters of the model that no server holds, as they are frozen: readers take them from elsewhere.
+    """
 
     tensors: tuple[PublishedTensor, ...]
     rest: bytes = b""
+    absent: tuple[str, ...] = ()
 
 
 _LAYOUT: Final = msgspec.msgpack.Decoder(VersionLayout)
