@@ -129,7 +129,7 @@ def test_a_lease_keeps_a_version_until_it_ends_or_its_reader_does(tmp_path: Path
         also_held.close()
         also_held.close()  # ends no lease of another reader
         assert second.versions() == [1, 2]
-        first._drop_links()  # as when its process dies
+        first._servers.drop()  # as when its process dies
         ended = time.monotonic() + PATIENCE_S
         while second.versions() != [2]:  # the server notices that its connection has ended
             assert time.monotonic() < ended
@@ -269,7 +269,7 @@ def test_versions_that_are_dropped_lose_their_leases(tmp_path: Path) -> None:
                 assert reader.wait(timeout_s=PATIENCE_S).number == number
             assert reader.versions() == [19]
             assert reader.latest().number == 19  # which is dropped at once
-            for link in reader._links:
+            for link in reader._servers.links:
                 link.close()  # as when the server is killed
             assert reader.versions() == [19]
 

@@ -210,8 +210,8 @@ class Namespaces:
             return self._begin(name, workers, self._memory_of(name))
 
     def _begin(self, name: str, workers: int | None, memory: NamespaceMemory | None) -> Namespace:
-        versions = self._readers_of(name).versions
-        begun = Namespace(name, self._state.folder(name), self._transport, self._config, workers, memory, versions)
+        published = self._readers_of(name).published
+        begun = Namespace(name, self._state.folder(name), self._transport, self._config, workers, memory, published)
         begun.expel(self._expelled)
         self._open[name] = begun
         return begun

@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from paceline.core.membership import Incarnation
     from paceline.serve.messages import EnterFrame
     from paceline.serve.state import NamespaceFolder, Save
+    from paceline.server.readers import Published
     from paceline.server.tables import ServerState
-    from paceline.server.versions import PublishedVersions
     from paceline.transport.base import Transport
     from paceline.transport.lasting_memory import LastingMemory
 
@@ -272,11 +272,11 @@ class Namespace:
         config: NamespaceConfig,
         workers: int | None,
         memory: NamespaceMemory | None = None,
-        versions: PublishedVersions | None = None,
+        published: Published | None = None,
     ) -> None:
         """Start its thread; see `EnterRequest` for `workers`. What was opened in `memory` goes on, and is not read.
 
-        What is published goes to `versions`, which last longer than the namespace is served.
+        What is published goes to `published`, which lasts longer than the namespace is served.
         """
         self.name: Final = name
         self.failure = ""
@@ -285,7 +285,7 @@ class Namespace:
         self._transport = transport
         self._config = config
         self._memory = memory
-        self._versions = versions
+        self._published = published
         self._workers = workers
         self._handoffs = HandoffQueue(f"namespace '{name}'")
         self._changed = threading.Condition()
@@ -495,7 +495,7 @@ class Namespace:
             memory=None if self._memory is None else self._memory.memory,
             tell=self._config.tell,
             without=without,
-            versions=self._versions,
+            published=self._published,
         )
 
     def _admit(self, held: ServerState, ask: EnterRequest, holder_rank: int | None) -> EnterAccepted:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import torch
 from safetensors.torch import load, load_file, save, save_file
@@ -517,6 +517,14 @@ class ServedDenseTable:
         if not isinstance(request, CallFunction):
             raise UsageError(f"table '{self.spec.name}' on {self.host.name} has a shape, and no rows")
         return call_over_range(request, self.shard, self.host)
+
+    @property
+    def log(self) -> None:
+        """There is none: what readers take of a table with a shape are versions."""
+
+    def follow(self, clock: int) -> NoReturn:
+        """Refuse: see `log`."""
+        raise UsageError(f"table '{self.spec.name}' has a shape, and no rows: publish it")
 
     def part_to_publish(self) -> PartToPublish:
         """See `ServedTable.part_to_publish`."""

@@ -45,7 +45,7 @@ from paceline.server.buffers import BodyLimits, ReceiveBuffers
 from paceline.server.connections import Acceptor, Connections, Expel, Incoming, LoadMeter, Stop
 from paceline.server.journal import Asked, Began, Journal, JournalFull, OtherFormat, Written
 from paceline.server.preload import RulePreload
-from paceline.server.readers import ReaderService
+from paceline.server.readers import Published, ReaderService
 from paceline.server.records import ServerRecords
 from paceline.server.recovery import CannotGoOn, Declarations, JournalReplay, Recovery, ServerParts
 from paceline.server.replica import Follower, Replay, ReplicaLink
@@ -53,7 +53,6 @@ from paceline.server.requests import RequestHandler, WaitReports
 from paceline.server.served_table import ACCEPTED, TableHost
 from paceline.server.table_rpc import TableRpc
 from paceline.server.tables import ServedTables, ServerCall, ServerState
-from paceline.server.versions import PublishedVersions
 from paceline.stopwatch import Stopwatch
 from paceline.transport.base import EMPTY, Connection, Frame, Listener, Transport
 from paceline.transport.buffers import LentBody
@@ -117,7 +116,7 @@ class ServerNode:
         without: what happens without memory that outlives it when it is killed; by default the run ends.
         replica: a process that is told all, and serves once this one is gone.
         follows: has this process be such a replica until then.
-        versions: where it publishes, if others serve readers from there; by default it serves them itself.
+        published: what readers may read, if others serve them; by default it serves them itself.
     """
 
     settings: ServerSettings
@@ -134,9 +133,10 @@ class ServerNode:
     without: str = ""
     replica: ReplicaLink = field(default_factory=ReplicaLink)
     follows: Follower | None = None
-    versions: PublishedVersions | None = None
+    published: Published | None = None
     _core: ServerCore = field(init=False)
     _acceptor: Acceptor = field(init=False)
+    _readable: Published = field(init=False)
     _peers: Connections = field(init=False)
     _receive_buffers: ReceiveBuffers = field(init=False)
     _tables: ServedTables = field(init=False)
@@ -171,7 +171,9 @@ class ServerNode:
                 replica=self.replica if self._is_replicated else None,
             )
         )
-        readers = ReaderService(self.versions)
+        readers = ReaderService(self.published)
+        self._readable = readers.published
+        self._readable.feeds.attach(self.do, self._tables)
         self._acceptor = Acceptor(self.listener, BodyLimits(self._tables.get, self._receive_buffers).place, readers)
         may_send = self._may_send if self._is_replicated else None
         self._peers = Connections(
@@ -179,7 +181,7 @@ class ServerNode:
         )
         send, clock_of = self._peers.send_worker, self._core.clock_of
         self._request_handler = RequestHandler(self._tables, send)
-        self._table_rpc = TableRpc(self._tables, send, clock_of, self._note_began, readers.versions)
+        self._table_rpc = TableRpc(self._tables, send, clock_of, self._note_began, self._readable.versions)
         self._load_meter = LoadMeter(settings.server, self.trace, self._peers, self._acceptor)
         self._records = ServerRecords(self.trace, settings.server)
         self._wait_reports = WaitReports(self._core, self._request_handler)
@@ -240,6 +242,7 @@ class ServerNode:
         if self._table_rpc.has_waiting:
             self.replica.note_idle()
             self._table_rpc.advance_idle()
+        self._readable.feeds.note_clocks(self._core.clock_of)
         if self._journal is not None:
             self._keep_up(self._journal)
         if self.replica.find is not None:
@@ -288,6 +291,7 @@ class ServerNode:
     def _close(self) -> None:
         self.replica.close()
         self._peers.close()
+        self._readable.feeds.detach(self._tables)
         self._acceptor.close()
         self._preload.close(_CLOSING_TIMEOUT_S)
         self._tables.close()

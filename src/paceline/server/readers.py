@@ -1,6 +1,6 @@
-"""Serves readers: processes that take published versions, and can neither change nor delay anything.
+"""Serves readers: processes that take published versions and rows as they change, and can change nothing.
 
-Each has a thread of its own, and nothing that it does reaches the thread of the server.
+Each has a thread of its own. Nothing that it does reaches the thread of the server, but what `feeds` says.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ import threading
 import time
 from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Final, NoReturn, final
 
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
+from paceline.server.feeds import HasNoRows, RowFeeds, RowReading, RowsRequest
 from paceline.server.versions import PublishedVersion, PublishedVersions, VersionGone
 from paceline.transport.base import EMPTY, Connection
+from paceline.update.rows.changes import CursorExpired
 from paceline.wire.messages import Hello, check_caller
 from paceline.wire.messages import decode as decode_hello
 from paceline.wire.versions import (
@@ -38,17 +41,25 @@ _SEND_TIMEOUT_S: Final = 60.0
 _CLOSING_TIMEOUT_S: Final = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What readers of one server may read: the versions that were published, and the rows of its tables."""
+
+    versions: PublishedVersions = field(default_factory=PublishedVersions)
+    feeds: RowFeeds = field(default_factory=RowFeeds)
+
+
 @final
 class ReaderService:
     """The readers that are connected to one server.
 
     Args:
-        versions: what they may read, which goes on after `close`; by default what lasts until then.
+        published: what they may read, which goes on after `close`; by default what lasts until then.
     """
 
-    def __init__(self, versions: PublishedVersions | None = None) -> None:
-        self.versions: Final = PublishedVersions() if versions is None else versions
-        self._owns_versions = versions is None
+    def __init__(self, published: Published | None = None) -> None:
+        self.published: Final = Published() if published is None else published
+        self._owns_published = published is None
         self._lock = threading.Lock()
         self._serving: dict[Connection, threading.Thread] = {}
         self._closing = threading.Event()
@@ -86,29 +97,34 @@ class ReaderService:
     def close(self) -> None:
         """End all connections, and join their threads."""
         self._closing.set()
-        self.versions.wake()
+        self.published.versions.wake()
+        self.published.feeds.wake()
         with self._lock:
             serving = dict(self._serving)
         for connection in serving:
             connection.close()
         for thread in serving.values():
             thread.join(_CLOSING_TIMEOUT_S)
-        if self._owns_versions:
-            self.versions.close()
+        if self._owns_published:
+            self.published.versions.close()
 
     def _serve(self, connection: Connection) -> None:
         leased: dict[PublicationId, PublishedVersion] = {}
+        rows = RowReading(self.published.feeds, self._closing)
         try:
-            while not self._closing.is_set() and self._serve_for_a_second(connection, leased):
+            while not self._closing.is_set() and self._serve_for_a_second(connection, leased, rows):
                 pass
         finally:
+            rows.close()
             for version in leased.values():
-                self.versions.release(version)
+                self.published.versions.release(version)
             with self._lock:
                 self._serving.pop(connection, None)
             connection.close()
 
-    def _serve_for_a_second(self, connection: Connection, leased: dict[PublicationId, PublishedVersion]) -> bool:
+    def _serve_for_a_second(
+        self, connection: Connection, leased: dict[PublicationId, PublishedVersion], rows: RowReading
+    ) -> bool:
         """Answer as many requests as a reader may make in a second; return False when its connection has ended."""
         until = time.monotonic() + 1.0
         for _ in range(MAX_REQUESTS_PER_S):
@@ -121,7 +137,10 @@ class ReaderService:
             try:
                 message = decode(frame.header)
                 require_said_by_reader(message)
-                self._answer(connection, leased, message)
+                if isinstance(message, RowsRequest):
+                    _answer_rows(connection, rows, message)
+                else:
+                    self._answer(connection, leased, message)
             except PeerError:
                 return False
             if time.monotonic() >= until:
@@ -136,13 +155,13 @@ class ReaderService:
             match message:
                 case FindVersions():
                     number = message.number
-                    found = self.versions.wait_new(message, self._closing.is_set)
+                    found = self.published.versions.wait_new(message, self._closing.is_set)
                     _say(connection, VersionsFound(number, found))
                 case LeaseVersion():
                     number = message.number
                     version = leased.get(message.id)
                     if version is None:
-                        version = leased[message.id] = self.versions.lease(message.id)
+                        version = leased[message.id] = self.published.versions.lease(message.id)
                     _say(connection, VersionLeased(number, version.head), memoryview(version.layout + version.digests))
                 case FetchBytes():
                     number = message.number
@@ -150,11 +169,23 @@ class ReaderService:
                 case EndLease():
                     version = leased.pop(message.id, None)
                     if version is not None:
-                        self.versions.release(version)
+                        self.published.versions.release(version)
                 case _:
                     pass
         except UsageError as error:
             _say(connection, ReaderRefused(number, str(error), is_gone=isinstance(error, VersionGone)))
+
+
+def _answer_rows(connection: Connection, rows: RowReading, request: RowsRequest) -> None:
+    """Answer a request for rows; raises PeerError when the connection has ended."""
+    try:
+        answer, body = rows.answer(request)
+    except UsageError as error:
+        _say(
+            connection, ReaderRefused(request.number, str(error), is_gone=isinstance(error, CursorExpired | HasNoRows))
+        )
+    else:
+        _say(connection, answer, body)
 
 
 def is_reader(connection: Connection) -> bool:

@@ -28,8 +28,9 @@ from paceline.update.cuts import TableCut
 from paceline.update.filters.check import check_filters
 from paceline.update.filters.key_cache import KeyLists, digest, key_lists_of
 from paceline.update.lasting import RowsMemory
+from paceline.update.rows.changes import LEAST_LOG_BYTES, ChangeLog
 from paceline.update.rows.column import RowColumn
-from paceline.update.rows.cuts import CUT_SLOT_BYTES
+from paceline.update.rows.cuts import CUT_SLOT_BYTES, RowsCut
 from paceline.update.rows.export import load_rows, save_rows
 from paceline.update.rows.index import RowIndex
 from paceline.update.rows.layout import IDS, VALUES, RowPiece, use_columns
@@ -182,6 +183,7 @@ class ServedRowTable:
     )
     # The ids of these; None after a push was removed, until the next one arrives.
     _waiting_ids: _WaitingIds | None = None
+    log: ChangeLog | None = None  # while readers follow the table
 
     def __post_init__(self) -> None:
         """Create the rule and an empty store."""
@@ -346,6 +348,7 @@ class ServedRowTable:
                 self.broken = describe_broken_table(self.spec.name, self.host.settings.server, error)
                 ids, _ = self.host.ops.unique(torch.cat([contribution.ids for contribution, _ in pushes]))
                 self._spoilt = self.store.stored(ids)
+                self._end_log(self.broken)
         for _, buffer in pushes:
             if buffer is not None:
                 buffer.release()
@@ -425,7 +428,9 @@ class ServedRowTable:
             self.store.use(ids, message.clock)
 
     def mark_changed(self, ids: Tensor) -> None:
-        """Mark these rows as changed for all subscribers; ids are distinct."""
+        """Mark these rows as changed, or gone, for all subscribers and readers; ids are distinct."""
+        if self.log is not None:
+            self._log_changes(self.log, ids)
         for subscription in self.subscriptions.values():
             subscription.note(ids)
 
@@ -461,6 +466,8 @@ class ServedRowTable:
         expired = self.store.advance(clock)
         if len(expired):
             self.mark_changed(expired)
+        if self.log is not None:
+            self.log.note_clock(clock)
 
     def forget_worker(self, life: Life) -> None:
         """See `ServedTable.forget_worker`."""
@@ -476,6 +483,7 @@ class ServedRowTable:
 
     def close(self) -> None:
         """See `ServedTable.close`."""
+        self._end_log("the server has ended")
         self.store.close()
         for subscription in self.subscriptions.values():
             subscription.close()
@@ -511,11 +519,35 @@ class ServedRowTable:
         return UsageError(f"table '{self.spec.name}' on {self.host.name} has rows, and no shape")
 
     def cut(self, *, values_only: bool = False) -> TableCut:
-        """Return the rows of now with all their columns; see `ServedTable.cut`."""
+        """Return the rows of now; see `ServedTable.cut`."""
+        return self._cut(values_only=values_only)
+
+    def _cut(self, *, values_only: bool) -> RowsCut:
         if self.broken:
             raise UsageError(self.broken)
         require_memory(f"a cut of table '{self.spec.name}'", CUT_SLOT_BYTES * self.store.num_slots)
-        return self.store.cut(has_plenty)
+        return self.store.cut(has_plenty, values_only=values_only)
+
+    # -- readers that are no workers ---------------------------------------------------------------------------------
+
+    def follow(self, clock: int) -> tuple[ChangeLog, int, RowsCut]:
+        """Begin the log if there is none; see `ServedTable.follow`."""
+        cut = self._cut(values_only=True)
+        if self.log is None:
+            limit_bytes = max(LEAST_LOG_BYTES, len(self.store) * self.store.row_bytes // 4)
+            self.log = ChangeLog(limit_bytes, clock)
+        return self.log, self.log.sequence, cut
+
+    def _log_changes(self, log: ChangeLog, ids: Tensor) -> None:
+        if log.is_unread:
+            self._end_log("no reader had asked for it for a long time")
+        elif len(ids):
+            log.append(*self.store.find_values(ids))
+
+    def _end_log(self, why: str) -> None:
+        log, self.log = self.log, None
+        if log is not None:
+            log.end(why)
 
     def carry_out(self, request: TableOperation, body: memoryview, clock: int) -> memoryview:
         """Run a function over the rows here, count, read or write them; see `ServedTable.carry_out`."""

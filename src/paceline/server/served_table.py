@@ -28,6 +28,8 @@ from paceline.transport.buffer_pool import Buffer
 from paceline.transport.buffers import LentBody
 from paceline.transport.lasting_memory import LastingMemory
 from paceline.update.cuts import TableCut
+from paceline.update.rows.changes import ChangeLog
+from paceline.update.rows.cuts import RowsCut
 from paceline.update.rows.ops import RowOps, row_ops
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.rules import Hyper
@@ -340,6 +342,21 @@ class ServedTable(Protocol):
         Raises:
             PacelineError: it failed; the message says what and where.
             SafetensorError: the tensors in its body cannot be read.
+        """
+        ...
+
+    @property
+    def log(self) -> ChangeLog | None:
+        """The changes of rows, while readers follow them."""
+        ...
+
+    def follow(self, clock: int) -> tuple[ChangeLog, int, RowsCut]:
+        """Return the log of changes, its newest entry, and the rows as they are there; called between two updates.
+
+        The log begins with its first reader. `clock`: every clock below is complete.
+
+        Raises:
+            UsageError: the table has no rows, an update of it has failed, or memory is short.
         """
         ...
 

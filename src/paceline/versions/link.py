@@ -1,4 +1,4 @@
-"""A reader's connection to one server: requests one after the other, and the bytes of a version, each checked."""
+"""A reader's connection to one server: requests one after the other, the checked bytes of versions, and rows."""
 
 from __future__ import annotations
 
@@ -8,23 +8,38 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, TypeVar, final
 
-from paceline.errors import PeerError, Refused
+import msgspec
+from torch import Tensor
+
+from paceline.errors import PeerError, Refused, UsageError
 from paceline.transport.base import Connection, Transport
 from paceline.transport.buffers import fresh_buffer
 from paceline.transport.deadline import Deadline
+from paceline.update.placement import torch_dtype
+from paceline.update.rows.changes import LogEntry
+from paceline.update.rows.spec import RowTableSpec
 from paceline.wire.messages import Hello, check_server
 from paceline.wire.messages import encode as encode_hello
+from paceline.wire.row_codec import changes_of
 from paceline.wire.versions import (
     CHUNK_BYTES,
     DIGEST_BYTES,
     MAX_WAIT_S,
     BytesFetched,
+    ChangesFetched,
+    DescribeRows,
     EndLease,
     FetchBytes,
+    FetchChanges,
+    FetchRows,
     FindVersions,
+    FollowRows,
     LeaseVersion,
     PublicationId,
     ReaderRefused,
+    RowsDescribed,
+    RowsFetched,
+    RowsShown,
     VersionHead,
     VersionLeased,
     VersionsFound,
@@ -41,10 +56,15 @@ _PIECE_BYTES: Final = 4 * CHUNK_BYTES  # that one request asks for, where bytes 
 _AHEAD: Final = 3  # requests under way, so that the line is never idle
 _MAX_TRIES: Final = 3  # for bytes that do not have the digest that they should have
 MAX_VERSION_BYTES: Final = 1 << 42
+_ROWS: Final = msgspec.msgpack.Decoder(RowTableSpec)
 _Answer = TypeVar("_Answer")
 
 
-class VersionNotThere(Refused):
+class Gone(Refused):
+    """What is asked for is not there, however often it is asked for."""
+
+
+class VersionNotThere(Gone):
     """There is no such version, or no longer: one that was not kept, or that a server did not make."""
 
 
@@ -140,6 +160,46 @@ class ReaderLink:
                     self._copy(leased, index, first_chunk, into)
             first_chunk += num_chunks(part.size_bytes)
 
+    def describe_rows(self, table: str) -> RowTableSpec:
+        """Return the declaration of a row table.
+
+        Raises:
+            Gone: the table has no rows.
+            Refused: there is no such table yet.
+        """
+        body = self._answer(self._ask(DescribeRows(self._next(), table)), RowsDescribed)[1]
+        try:
+            spec = _ROWS.decode(body)
+            spec.validate()
+        except (msgspec.DecodeError, UnicodeDecodeError, UsageError) as error:
+            raise PeerError(f"server {self._server} describes table '{table}' in a malformed way: {error}") from error
+        return spec
+
+    def show_rows(self, table: str) -> RowsShown:
+        """Have the server show all rows of a table as they are now; raises Refused where it cannot now."""
+        return self._answer(self._ask(FollowRows(self._next(), table)), RowsShown)[0]
+
+    def fetch_rows(self, piece: int, spec: RowTableSpec) -> tuple[Tensor, Tensor]:
+        """Return the ids, (n,), and values, (n, width), of a piece of the rows that were shown, which is had once."""
+        fetched, body = self._answer(self._ask(FetchRows(self._next(), piece)), RowsFetched)
+        ids, values, _ = changes_of(body, [(fetched.num_rows, 0)], spec.width, torch_dtype(spec))[0]
+        return ids, values
+
+    def ask_changes(self, table: str, log: str, since: int, wait_s: float) -> int:
+        """Ask for the changes after entry `since` of a log; return the number of the request. Does not block."""
+        return self._ask(FetchChanges(self._next(), table, log, since, wait_s))
+
+    def changes(self, number: int, spec: RowTableSpec) -> tuple[ChangesFetched, list[LogEntry]]:
+        """Return the answer to a request for changes, and these; blocks for it.
+
+        Raises:
+            Gone: the log does not have them any more.
+        """
+        fetched, body = self._answer(number, ChangesFetched)
+        nums = [(each.num_rows, each.num_removed) for each in fetched.entries]
+        found = changes_of(body, nums, spec.width, torch_dtype(spec))
+        return fetched, [LogEntry(head.clock, *each) for head, each in zip(fetched.entries, found, strict=True)]
+
     def _map(self, leased: LeasedPart, index: int, into: PartMemory) -> None:
         size_bytes = leased.head.parts[index].size_bytes
         number = self._ask(FetchBytes(self._next(), leased.head.id, index, 0, size_bytes))
@@ -191,7 +251,10 @@ class ReaderLink:
         self._number += 1
         return self._number
 
-    def _ask(self, request: FindVersions | LeaseVersion | FetchBytes) -> int:
+    def _ask(
+        self,
+        request: FindVersions | LeaseVersion | FetchBytes | DescribeRows | FollowRows | FetchRows | FetchChanges,
+    ) -> int:
         self._connection.send(encode(request), timeout_s=_ANSWER_TIMEOUT_S)
         return request.number
 
@@ -200,8 +263,8 @@ class ReaderLink:
         frame = self._connection.receive(timeout_s=min(_ANSWER_TIMEOUT_S, self.deadline.remaining_s() + _GRACE_S))
         message = decode(frame.header)
         if isinstance(message, ReaderRefused):
-            kind_of_error = VersionNotThere if message.is_gone else Refused
-            raise kind_of_error(f"server {self._server}: {message.reason}")
+            gone = Gone if issubclass(kind, ChangesFetched | RowsDescribed) else VersionNotThere
+            raise (gone if message.is_gone else Refused)(f"server {self._server}: {message.reason}")
         if not isinstance(message, kind) or getattr(message, "number", number) != number:
             raise PeerError(f"server {self._server} answers with a {type(message).__name__} that was not asked for")
         if size_bytes is not None and len(frame.body) != size_bytes:

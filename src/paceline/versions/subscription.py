@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Self, TypeAlias, TypeVar, final
+from typing import Final, Self, TypeAlias, final
 
 from torch import Tensor, nn
 
 from paceline.core.calls import checked_late
-from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, Refused, UsageError
+from paceline.errors import DeadlineExceeded, PeerError, Refused
 from paceline.serve.access import ClientCredentials, PathLike
 from paceline.transport.deadline import Deadline
 from paceline.versions.contents import digest_of_version, shared_layout, tensors_of
 from paceline.versions.link import LeasedPart, PartMemory, ReaderLink, VersionNotThere, has_digests
-from paceline.versions.places import FindServers, PublishingServers, find_place
+from paceline.versions.links import ServerLinks
+from paceline.versions.places import FindServers, find_place
+from paceline.versions.rows import SubscribedRows
 from paceline.versions.swap import ModuleUpdates
 from paceline.wire.versions import PublicationId, check_published_name
 
 TIMEOUT_S: Final = 60.0
-_FIRST_PAUSE_S: Final = 0.05
-_LONGEST_PAUSE_S: Final = 1.0
-_Result = TypeVar("_Result")
 
 
 @final
@@ -131,17 +129,13 @@ class VersionSubscription:
     def __init__(self, name: str, place: str, find: FindServers) -> None:
         """Begin without connections."""
         self.name: Final = name
-        self._place = place
-        self._find = find
-        self._links: list[ReaderLink] = []
-        self._life = 0  # counts connections to all servers: leases end with theirs
+        self._place, self._find = place, find
+        self._servers = ServerLinks(name, place, find)
         self._unfinished: dict[PublicationId, _Unfinished] = {}
         self._newest: PublicationId | None = None  # that was taken
         self._leases: Counter[_Lease] = Counter()  # how many versions hold each
         # Leases of versions that were dropped: any thread may add one, as the garbage collector runs in it.
         self._dropped: deque[_Lease] = deque()
-        self._lock = threading.RLock()
-        self._closing = threading.Event()
 
     def __repr__(self) -> str:
         return f"VersionSubscription('{self.name}' of {self._place})"
@@ -158,7 +152,7 @@ class VersionSubscription:
 
     def versions(self, *, timeout_s: float = TIMEOUT_S) -> list[int]:
         """Return the numbers of the versions that all servers have, the newest last."""
-        found = self._repeat(self._everywhere, Deadline.after(timeout_s))
+        found = self._servers.repeat(self._everywhere, Deadline.after(timeout_s))
         return [each.number for each in found]
 
     def latest(self, *, timeout_s: float = TIMEOUT_S) -> Version:
@@ -186,7 +180,7 @@ class VersionSubscription:
                 raise VersionNotThere(f"there is no version {number} of '{self.name}' at {self._place}, but {there}")
             return self._fetch(wanted)
 
-        return self._repeat(once, Deadline.after(timeout_s))
+        return self._servers.repeat(once, Deadline.after(timeout_s))
 
     def wait(self, number: int | None = None, *, timeout_s: float = TIMEOUT_S) -> Version:
         """Wait for a version of this number or a higher one, and return the newest.
@@ -206,11 +200,8 @@ class VersionSubscription:
 
     def close(self) -> None:
         """End all leases and connections, and calls that wait. The tensors of versions stay. Idempotent."""
-        self._closing.set()
-        for link in self._links:  # first, as a call in another thread may wait for an answer
-            link.close()
-        with self._lock:
-            self._drop_links()
+        self._servers.close()
+        with self._servers.lock:
             self._unfinished.clear()
 
     def into(self, module: nn.Module, *, timeout_s: float = TIMEOUT_S) -> ModuleUpdates:
@@ -227,6 +218,27 @@ class VersionSubscription:
         own = VersionSubscription(self.name, self._place, self._find)
         return ModuleUpdates(module, own, timeout_s)
 
+    def table(self, name: str, *, follow: bool = True, timeout_s: float = TIMEOUT_S) -> SubscribedRows:
+        """Return the row table of this name, as a reader sees it: `pull`, `changes`. Blocks until the table is there.
+
+        It has connections of its own, and is closed by itself: it is a context manager.
+
+        Args:
+            name: as the job declares it; a row table need not be published.
+            follow: keep its rows up to date; else they change only when `SubscribedRows.advance` says to which clock.
+            timeout_s: how long to wait for the table.
+
+        Raises:
+            UsageError: the table has a shape, and no rows.
+            Refused: there is no such table in time.
+            DeadlineExceeded: there is no server in time.
+        """
+
+        def links() -> ServerLinks:
+            return ServerLinks(name, self._place, self._find)
+
+        return SubscribedRows(name, links, Deadline.after(timeout_s), follow=follow)
+
     # -- one try -----------------------------------------------------------------------------------------------------
 
     def _take(self, is_wanted: Callable[[PublicationId], bool], deadline: Deadline, what: str) -> Version:
@@ -242,18 +254,18 @@ class VersionSubscription:
                         return self._fetch(whole[-1])
                     except VersionNotThere:
                         continue  # it was dropped meanwhile, so a newer one is there
-                if self._closing.is_set() or not deadline.remaining_s():
+                if self._servers.is_closed or not deadline.remaining_s():
                     raise DeadlineExceeded(f"there is none yet; there are {[each.number for each in lists[0]]}")
                 self._wait_change(lists, wanted, deadline)
 
-        return self._repeat(once, deadline, what)
+        return self._servers.repeat(once, deadline, what)
 
     def _wait_change(
         self, lists: list[tuple[PublicationId, ...]], wanted: list[PublicationId], deadline: Deadline
     ) -> None:
         """Wait for a server to have what it lacks: the first server a version that is wanted, another one that one."""
         late = next((rank for rank, found in enumerate(lists) if wanted and wanted[-1] not in found), 0)
-        self._links[late].find(self.name, lists[late], deadline.remaining_s())
+        self._servers.links[late].find(self.name, lists[late], deadline.remaining_s())
 
     def _everywhere(self, deadline: Deadline) -> list[PublicationId]:
         """Return the versions that all servers have, the newest last."""
@@ -262,7 +274,7 @@ class VersionSubscription:
 
     def _fetch(self, wanted: PublicationId) -> Version:
         """Lease a version on all servers, and fetch it."""
-        links, life = self._links, self._life
+        links, life = self._servers.links, self._servers.life
         parts = list[LeasedPart]()
         try:
             for link in links:
@@ -287,70 +299,24 @@ class VersionSubscription:
 
     def _end_lease(self, lease: _Lease) -> None:
         """End the lease of one version that was returned; the servers are told with the last of a number."""
-        with self._lock:
+        with self._servers.lock:
             self._leases[lease] -= 1
             if self._leases[lease] > 0:
                 return
             del self._leases[lease]
             version, life = lease
-            if life == self._life:
+            if life == self._servers.life:
                 try:
-                    for link in self._links:
+                    for link in self._servers.links:
                         link.end_lease(version)
                 except PeerError:
-                    self._drop_links()  # and so its leases have ended
-
-    # -- connections -------------------------------------------------------------------------------------------------
-
-    def _repeat(self, once: Callable[[Deadline], _Result], deadline: Deadline, what: str = "an answer") -> _Result:
-        """Return what `once` returns; after a lost connection it is called again, until the deadline."""
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            if self._closing.is_set():
-                raise UsageError(f"the subscription to '{self.name}' is closed")
-            with self._lock:
-                try:
-                    return once(deadline)
-                except AuthenticationFailed:
-                    self._drop_links()
-                    raise
-                except Refused as error:
-                    if isinstance(error, VersionNotThere) or not deadline.remaining_s():
-                        raise
-                    problem: Exception = error
-                except (PeerError, UsageError) as error:
-                    self._drop_links()
-                    problem = error
-            if not deadline.remaining_s():
-                raise DeadlineExceeded(
-                    f"waited for {what} of '{self.name}' at {self._place}, which did not come in time: {problem}"
-                ) from problem
-            self._closing.wait(min(pause_s, deadline.remaining_s()))
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                    self._servers.drop()  # and so its leases have ended
 
     def _connected(self, deadline: Deadline) -> list[ReaderLink]:
-        """Return connections to all servers, which are made where there are none."""
+        """Return connections to all servers, once the leases of versions that were dropped are ended."""
         while self._dropped:
             self._end_lease(self._dropped.popleft())  # which may find that the connections are lost
-        if not self._links:
-            servers: PublishingServers = self._find()
-            made = list[ReaderLink]()
-            try:
-                for rank, address in enumerate(servers.addresses):
-                    made.append(ReaderLink(servers.transport, address, rank, servers.rank, deadline.remaining_s()))
-            except PeerError:
-                for link in made:
-                    link.close()
-                raise
-            self._links, self._life = made, self._life + 1
-        for link in self._links:
-            link.deadline = deadline
-        return self._links
-
-    def _drop_links(self) -> None:
-        links, self._links = self._links, []
-        for link in links:
-            link.close()
+        return self._servers.connected(deadline)
 
 
 @checked_late

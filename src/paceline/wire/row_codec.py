@@ -5,6 +5,7 @@ An echo is a column of the rule's state that readers are sent with the values an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from paceline.core.messages import value_class
 from paceline.errors import PeerError
+from paceline.transport.base import EMPTY
 from paceline.update.filters.encoding import RowEncoding, codec_of
 from paceline.update.placement import torch_dtype
 from paceline.update.rows.rules import RowRule
@@ -102,6 +104,33 @@ def ids_of(body: memoryview) -> Tensor:
 def ids_body(ids: Tensor) -> memoryview:
     """Return a body of ids alone."""
     return _as_bytes(ids).data
+
+
+def changes_body(changes: Sequence[tuple[Tensor, Tensor, Tensor]]) -> memoryview:
+    """Return a body of changes of rows: the ids, (n,), values, (n, width), and removed ids, (m,), of each."""
+    parts = [_as_bytes(part) for change in changes for part in change]
+    return np.concatenate(parts).data if parts else EMPTY
+
+
+def changes_of(
+    body: memoryview, nums: Sequence[tuple[int, int]], width: int, dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Read a body of changes, of which each has so many rows and removed ids; the tensors may be views of it.
+
+    Raises:
+        PeerError: the body has another size.
+    """
+    value_bytes = width * dtype.itemsize
+    expected = sum(num * (ID_BYTES + value_bytes) + num_removed * ID_BYTES for num, num_removed in nums)
+    if len(body) != expected:
+        raise PeerError(f"changes of {len(nums)} updates came in {len(body)} bytes, expected {expected}")
+    found, at = list[tuple[Tensor, Tensor, Tensor]](), 0
+    for num, num_removed in nums:
+        ends = [at + ID_BYTES * num, at + (ID_BYTES + value_bytes) * num]
+        ids, values = body[at : ends[0]], body[ends[0] : ends[1]]
+        at = ends[1] + ID_BYTES * num_removed
+        found.append((ids_of(ids), _from_bytes(values, dtype).view(num, width), ids_of(body[ends[1] : at])))
+    return found
 
 
 def _as_bytes(part: Tensor) -> npt.NDArray[np.uint8]:

@@ -1,4 +1,4 @@
-"""The messages between readers and servers: which versions are published, leases on them, and their bytes.
+"""The messages between readers and servers: published versions, leases on them and their bytes; rows as they change.
 
 A reader has a role and messages of its own: none of these can change a table, and no other is decoded from a reader. A
 version is named by its `PublicationId`; it never changes, and each server holds one part of it.
@@ -14,6 +14,7 @@ import msgspec
 
 from paceline.core.messages import value_class
 from paceline.errors import PeerError, UsageError
+from paceline.update.table import MAX_NAME
 from paceline.wire.messages import MessageCodec
 
 CHUNK_BYTES: Final = 1 << 20  # that one digest covers
@@ -25,9 +26,12 @@ MAX_LEASED: Final = 8  # versions of one name that are kept for readers alone
 MAX_NAMES: Final = 64  # published on one server
 MAX_PARTS: Final = 1024  # tables in one version
 MAX_PUBLISHED_NAME: Final = 100
+MAX_CHANGES_WAIT_S: Final = 0.5  # for one answer
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PUBLISHED_NAME)]
 Series = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+TableName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
+LogName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
@@ -165,11 +169,113 @@ class BytesFetched:
 
 @value_class
 class ReaderRefused:
-    """From a server: your request has failed, for this reason. `is_gone`: the version is not, or no longer, here."""
+    """From a server: your request has failed, for this reason. `is_gone`: what you ask for is not here, or no longer."""
 
     number: int
     reason: str
     is_gone: bool = False
+
+
+@value_class
+class DescribeRows:
+    """From a reader: reply with the declaration of this row table, as msgpack in the body."""
+
+    number: int
+    table: TableName
+
+
+@value_class
+class RowsDescribed:
+    """From a server: the declaration of the table travels beside this."""
+
+    number: int
+
+
+@value_class
+class FollowRows:
+    """From a reader: show me the rows of this table as they are now, instead of those that I was shown before."""
+
+    number: int
+    table: TableName
+
+
+@value_class
+class RowsShown:
+    """From a server: ask for the rows, in `num_pieces` pieces. They are those at an entry of the log of changes.
+
+    Args:
+        number: of the request.
+        log: name of the log.
+        sequence: number of the entry.
+        clock: every clock below is complete there.
+        num_pieces: of the rows.
+    """
+
+    number: int
+    log: LogName
+    sequence: Size
+    clock: int
+    num_pieces: Size
+
+
+@value_class
+class FetchRows:
+    """From a reader: send me this piece of the rows that I was shown; each can be had once."""
+
+    number: int
+    piece: Size
+
+
+@value_class
+class RowsFetched:
+    """From a server: the ids of so many rows, and then their values, travel beside this."""
+
+    number: int
+    num_rows: Size
+
+
+@value_class
+class FetchChanges:
+    """From a reader: send me the entries of a log after number `since`.
+
+    Reply when there are some, or after `wait_s` seconds, up to `MAX_CHANGES_WAIT_S`.
+    """
+
+    number: int
+    table: TableName
+    log: LogName
+    since: Size
+    wait_s: float
+
+
+@value_class
+class ChangesHead:
+    """One entry of a log: every clock below `clock` was complete before; how many rows changed, and how many went."""
+
+    clock: int
+    num_rows: Size
+    num_removed: Size
+
+
+@value_class
+class ChangesFetched:
+    """From a server: entries of a log travel beside this: the ids, values and removed ids of each, one after the other.
+
+    Args:
+        number: of the request.
+        entries: what each has.
+        sequence: number of the last of them.
+        clock: every clock below is complete behind them.
+        is_all: there were no more when this was made.
+        waited_s: seconds from the arrival of the request until then, or less.
+    """
+
+    number: int
+    entries: tuple[ChangesHead, ...]
+    sequence: Size
+    clock: int
+    is_all: bool
+    waited_s: float
 
 
 # The position is the kind byte: append, never reorder.
@@ -182,11 +288,37 @@ _CODEC: Final = MessageCodec[object](
     VersionLeased,
     BytesFetched,
     ReaderRefused,
+    DescribeRows,
+    RowsDescribed,
+    FollowRows,
+    RowsShown,
+    FetchRows,
+    RowsFetched,
+    FetchChanges,
+    ChangesFetched,
 )
 encode = _CODEC.encode
 decode = _CODEC.decode
-READER_SAYS: Final = (FindVersions, LeaseVersion, FetchBytes, EndLease)
-SERVER_SAYS: Final = (VersionsFound, VersionLeased, BytesFetched, ReaderRefused)
+READER_SAYS: Final = (
+    FindVersions,
+    LeaseVersion,
+    FetchBytes,
+    EndLease,
+    DescribeRows,
+    FollowRows,
+    FetchRows,
+    FetchChanges,
+)
+SERVER_SAYS: Final = (
+    VersionsFound,
+    VersionLeased,
+    BytesFetched,
+    ReaderRefused,
+    RowsDescribed,
+    RowsShown,
+    RowsFetched,
+    ChangesFetched,
+)
 
 
 def num_chunks(size_bytes: int) -> int:

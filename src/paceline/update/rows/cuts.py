@@ -90,6 +90,10 @@ class RowsCut:
 
     def read(self, index: int) -> memoryview:
         """Return the rows of one piece as safetensors, once; see `TableCut.read`."""
+        return memoryview(save(self.read_columns(index)))
+
+    def read_columns(self, index: int) -> Columns:
+        """Return the rows of one piece, once; raises as `read` does."""
         if self.problem:
             raise UsageError(f"a cut was given up: {self.problem}")
         if index not in self._left:
@@ -101,7 +105,7 @@ class RowsCut:
         self._settled[start:stop] = True
         if self.is_over:
             self._parts.clear()
-        return memoryview(save({name: torch.cat([part[name] for part in parts]) for name in parts[0]}))
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def close(self) -> None:
         """See `TableCut.close`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Final, final
 
@@ -116,6 +117,16 @@ class RowStore:
             self._read(part_of(ids, piece).contiguous(), part_of(out, piece), clock)
         return out
 
+    def find_values(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return those of distinct ids that have a row, (n,), their values, (n, width), and the others, (m,)."""
+        slots, values = torch.empty_like(ids), torch.empty((len(ids), self.spec.width), dtype=self._dtype)
+        for piece in self._memory.pieces(len(ids)):
+            slots[piece] = self._memory.find(ids[piece].contiguous())
+            self._memory.read_column(VALUES, slots[piece], values[piece])
+        if not _absent(slots).numel():
+            return ids, values, ids[:0]
+        return ids[slots >= 0], values[slots >= 0], ids[slots < 0]
+
     def stored(self, ids: Tensor) -> Tensor:
         """Return those of these ids that have a row, in the same order."""
         return ids[self._memory.find(ids) >= 0]
@@ -219,9 +230,10 @@ class RowStore:
         it does not change meanwhile.
         """
         stop = min(start_slot + limit, self._memory.num_slots)
-        parts = [self._copies(torch.empty(0, dtype=torch.int64))]
+        parts = [self._copies(_NONE, self._layouts)]
         for piece in self._memory.pieces(stop - start_slot):
-            parts.append(self._copies(self._memory.slots_in(start_slot + piece.start, start_slot + piece.stop)))
+            slots = self._memory.slots_in(start_slot + piece.start, start_slot + piece.stop)
+            parts.append(self._copies(slots, self._layouts))
         columns = {name: torch.cat([part[name] for part in parts]) for name in self._layouts}
         ids = columns.pop(IDS).view(-1)
         return RowPiece(ids, columns, stop if stop < self._memory.num_slots else None)
@@ -252,9 +264,12 @@ class RowStore:
         self._usage.forget_bounds()
         self._commit()
 
-    def cut(self, has_room: Callable[[int], bool] = lambda _: True) -> RowsCut:
+    def cut(self, has_room: Callable[[int], bool] = lambda _: True, *, values_only: bool = False) -> RowsCut:
         """Return the rows as they are now, to be read while updates go on; raises nothing, and copies nothing."""
-        cut = RowsCut(self._memory.num_slots, self.row_bytes, self._live, self._all_copies, has_room)
+        names = (IDS, VALUES) if values_only else tuple(self._layouts)
+        row_bytes = sum(self._layouts[name].row_bytes for name in names)
+        copies = partial(self._all_copies, names=names)
+        cut = RowsCut(self._memory.num_slots, row_bytes, self._live, copies, has_room)
         self._cuts.append(cut)
         return cut
 
@@ -370,17 +385,18 @@ class RowStore:
         found = [self._memory.slots_in(start + piece.start, start + piece.stop) for piece in pieces]
         return torch.cat(found) if found else _NONE
 
-    def _all_copies(self, slots: Tensor) -> dict[str, Tensor]:
-        parts = [self._copies(_NONE)]
+    def _all_copies(self, slots: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
+        parts = [self._copies(_NONE, names)]
         for piece in self._memory.pieces(len(slots)):
             self._memory.columns.visit(slots[piece])
-            parts.append(self._copies(slots[piece]))
-        columns = {name: torch.cat([part[name] for part in parts]) for name in self._layouts}
+            parts.append(self._copies(slots[piece], names))
+        columns = {name: torch.cat([part[name] for part in parts]) for name in names}
         return {**columns, IDS: columns[IDS].view(-1)}
 
-    def _copies(self, slots: Tensor) -> dict[str, Tensor]:
+    def _copies(self, slots: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
         copies: dict[str, Tensor] = {}
-        for name, layout in self._layouts.items():
+        for name in names:
+            layout = self._layouts[name]
             copies[name] = torch.empty((len(slots), layout.width), dtype=layout.dtype)
             self._memory.read_column(name, slots, copies[name])
         return copies

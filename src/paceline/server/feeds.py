@@ -1,0 +1,236 @@
+"""Rows of a server for its readers: all rows at one moment, and then what changes.
+
+What changes is read from logs by the readers' own threads. Only the rows at one moment need the server's thread, which
+reads one piece between two updates; a reader waits longer than that took before it asks for the next one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Final, TypeVar, final
+
+from torch import Tensor
+
+from paceline.errors import UsageError
+from paceline.server.served_table import ServedTable
+from paceline.server.tables import ServedTables, ServerState
+from paceline.transport.base import EMPTY
+from paceline.update.rows.changes import ChangeLog, CursorExpired
+from paceline.update.rows.cuts import RowsCut
+from paceline.update.rows.layout import IDS, VALUES
+from paceline.wire.malformed import REQUEST_ERRORS, describe_error
+from paceline.wire.row_codec import changes_body
+from paceline.wire.versions import (
+    MAX_CHANGES_WAIT_S,
+    ChangesFetched,
+    ChangesHead,
+    DescribeRows,
+    FetchChanges,
+    FetchRows,
+    FollowRows,
+    RowsDescribed,
+    RowsFetched,
+    RowsShown,
+)
+
+MAX_SHOWN: Final = 2  # readers of one server that are shown all rows at once; others ask again later
+_LOOK_S: Final = 0.5  # between two looks at whether the reader is closed
+_BUSY_S: Final = 30.0  # after which a server that has not answered is too busy
+_PAUSES: Final = 3.0  # in times of what a piece took on the server's thread, which has three quarters of its time left
+_LONGEST_PAUSE_S: Final = 0.1
+_T = TypeVar("_T")
+
+RowsRequest = DescribeRows | FollowRows | FetchRows | FetchChanges
+RowsAnswer = RowsDescribed | RowsShown | RowsFetched | ChangesFetched
+
+
+class HasNoRows(UsageError):
+    """Rows are asked for of a table that has a shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """What serves the tables at present: `do` has its thread make a call, between two messages."""
+
+    do: Callable[[Callable[[ServerState], None]], None]
+    tables: ServedTables
+
+
+@final
+class RowFeeds:
+    """The row tables of one server, as its readers see them, whatever node serves them. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._server: _Server | None = None
+        self._free = threading.BoundedSemaphore(MAX_SHOWN)
+        self._followed = set[str]()  # tables that may have logs; for the server's thread
+
+    def attach(self, do: Callable[[Callable[[ServerState], None]], None], tables: ServedTables) -> None:
+        """Serve these tables from now on."""
+        self._server = _Server(do, tables)
+
+    def detach(self, tables: ServedTables) -> None:
+        """Serve these tables no more."""
+        if self._server is not None and self._server.tables is tables:
+            self._server = None
+
+    def wake(self) -> None:
+        """Have readers that wait for changes look again at whether it is over."""
+        server = self._server
+        for table in [] if server is None else list(server.tables.values()):
+            log = table.log
+            if log is not None:
+                log.wake()
+
+    def table(self, name: str) -> ServedTable:
+        """Return a table; raises UsageError if it is not served here now."""
+        table = self._required().tables.get(name)
+        if table is None:
+            raise UsageError(f"there is no table '{name}' here yet")
+        return table
+
+    def ask(self, call: Callable[[ServerState], _T], is_over: Callable[[], bool]) -> _T:
+        """Return what a call returns that the server's thread makes; blocks.
+
+        Raises:
+            UsageError: it failed, `is_over`, or the server is too busy.
+        """
+        future, until = Future[_T](), time.monotonic() + _BUSY_S
+        self._required().do(lambda held: _settle(future, call, held))
+        while True:
+            try:
+                return future.result(_LOOK_S)
+            except TimeoutError as error:
+                if (is_over() or time.monotonic() > until) and future.cancel():
+                    raise UsageError(f"the server did not come to it in {_BUSY_S:g} s") from error
+
+    def follow(self, held: ServerState, table: str) -> tuple[ChangeLog, int, RowsCut, int]:
+        """Return what `ServedTable.follow` returns, and the clock; for the server's thread."""
+        found, clock = held.tables.require(table), held.core.clock_of(table)
+        followed = found.follow(clock)
+        self._followed.add(table)
+        return *followed, clock
+
+    def note_clocks(self, clock_of: Callable[[str], int]) -> None:
+        """Note the clocks of tables that pass them without an update; for the server's thread, between two events."""
+        for table in [*self._followed]:
+            log = self.table(table).log
+            if log is None:
+                self._followed.discard(table)
+            else:
+                log.note_clock(clock_of(table))
+
+    def begin(self) -> bool:
+        """Return whether one reader more may be shown all rows; `end` is due then."""
+        return self._free.acquire(blocking=False)
+
+    def end(self, cut: RowsCut | None) -> None:
+        """Note that a reader has all rows, or needs no more of them."""
+        self._free.release()
+        server = self._server
+        if server is not None and cut is not None:
+            server.do(lambda _: cut.close())  # on the thread that may be keeping rows for it
+
+    def _required(self) -> _Server:
+        server = self._server
+        if server is None:
+            raise UsageError("no tables are served here now: no worker takes part")
+        return server
+
+
+def _settle(future: Future[_T], call: Callable[[ServerState], _T], held: ServerState) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(call(held))
+    except REQUEST_ERRORS as error:
+        future.set_exception(error if isinstance(error, UsageError) else UsageError(describe_error(error)))
+
+
+@final
+class RowReading:
+    """What one reader has asked for. For the thread of this reader.
+
+    Args:
+        feeds: the tables.
+        closing: set when the server's readers are to end.
+    """
+
+    def __init__(self, feeds: RowFeeds, closing: threading.Event) -> None:
+        self._feeds = feeds
+        self._closing = closing
+        self._cut: RowsCut | None = None
+
+    def answer(self, request: RowsRequest) -> tuple[RowsAnswer, memoryview]:
+        """Answer a request; raises UsageError for what is not there, CursorExpired for changes that are not."""
+        match request:
+            case DescribeRows():
+                return RowsDescribed(request.number), self._describe(request.table)
+            case FollowRows():
+                return self._show(request), EMPTY
+            case FetchRows():
+                return self._fetch(request)
+            case FetchChanges():
+                return self._changes(request)
+
+    def close(self) -> None:
+        """Let go of the rows that the reader was shown. Idempotent."""
+        cut, self._cut = self._cut, None
+        if cut is not None:
+            self._feeds.end(cut)
+
+    def _describe(self, name: str) -> memoryview:
+        table = self._feeds.table(name)
+        if table.kind != "rows":
+            raise HasNoRows(f"table '{name}' has a shape, and no rows: publish it, and pull versions")
+        return memoryview(table.encoded_spec())
+
+    def _show(self, request: FollowRows) -> RowsShown:
+        """Have the rows of now kept for this reader."""
+        self.close()
+        if not self._feeds.begin():
+            raise UsageError(f"{MAX_SHOWN} readers are being shown all rows of a table already: ask again")
+        try:
+            log, sequence, cut, clock = self._feeds.ask(
+                lambda held: self._feeds.follow(held, request.table), self._closing.is_set
+            )
+        except UsageError:
+            self._feeds.end(None)
+            raise
+        self._cut = cut
+        if cut.is_over:  # there is no row
+            self.close()
+        return RowsShown(request.number, log.name, sequence, clock, cut.num_pieces)
+
+    def _fetch(self, request: FetchRows) -> tuple[RowsFetched, memoryview]:
+        """Have the server's thread read a piece."""
+        cut = self._cut
+        if cut is None:
+            raise UsageError("no rows were asked for, or all were had")
+
+        def read(_: ServerState) -> tuple[dict[str, Tensor], float]:
+            began_s = time.monotonic()
+            return cut.read_columns(request.piece), time.monotonic() - began_s
+
+        columns, took_s = self._feeds.ask(read, self._closing.is_set)
+        if cut.is_over:
+            self.close()
+        else:
+            self._closing.wait(min(_PAUSES * took_s, _LONGEST_PAUSE_S))
+        ids = columns[IDS]
+        return RowsFetched(request.number, len(ids)), changes_body([(ids, columns[VALUES], ids[:0])])
+
+    def _changes(self, request: FetchChanges) -> tuple[ChangesFetched, memoryview]:
+        log = self._feeds.table(request.table).log
+        if log is None or log.name != request.log:
+            raise CursorExpired(f"the log of changes of table '{request.table}' is another one, or has ended")
+        began_s = time.monotonic()
+        found = log.read(request.since, max(0.0, min(request.wait_s, MAX_CHANGES_WAIT_S)), self._closing.is_set)
+        heads = tuple(ChangesHead(each.clock, len(each.ids), len(each.removed)) for each in found.entries)
+        body = changes_body([(each.ids, each.values, each.removed) for each in found.entries])
+        waited_s = found.read_s - began_s
+        return ChangesFetched(request.number, heads, found.sequence, found.clock, found.is_all, waited_s), body
