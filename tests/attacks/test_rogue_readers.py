@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -14,11 +14,23 @@ import paceline
 from paceline.api.session import Session
 from paceline.core.messages import Clock, Join, Leave, Push, PushId, Sender
 from paceline.errors import PeerError
+from paceline.server.feeds import MAX_SHOWN
 from paceline.transport.base import Connection
 from paceline.wire import messages as wire
 from paceline.wire import versions as spoken
 from paceline.wire.messages import Hello, PushFrame
-from paceline.wire.versions import EndLease, FetchBytes, FindVersions, LeaseVersion, PublicationId, ReaderRefused
+from paceline.wire.versions import (
+    DescribeRows,
+    EndLease,
+    FetchBytes,
+    FetchChanges,
+    FetchRows,
+    FindVersions,
+    FollowRows,
+    LeaseVersion,
+    PublicationId,
+    ReaderRefused,
+)
 
 PATIENCE_S = 60.0
 KNOWN = PublicationId("w", "s", 1)
@@ -106,6 +118,66 @@ def test_what_is_not_there_is_refused_and_the_next_request_is_answered(tmp_path:
             rogue.send(spoken.encode(EndLease(KNOWN)), timeout_s=PATIENCE_S)  # of what it does not hold
             rogue.send(spoken.encode(EndLease(there)), timeout_s=PATIENCE_S)
             assert isinstance(ask(FetchBytes(6, there, 0, 0, 16)), ReaderRefused)
+
+
+def test_a_reader_of_rows_gets_what_there_is_once_and_training_goes_on(tmp_path: Path) -> None:
+    def work(ps: Session) -> None:
+        ps.table("w", shape=(4,), update=paceline.update.Add())
+        rows = ps.table("rows", rows=2, update=paceline.update.Add())
+        rows.push([1, 2], [[1.0, 1.0], [2.0, 2.0]])
+        ps.clock()
+        with reading(started) as rogue:
+
+            def ask(message: object) -> tuple[object, int]:
+                rogue.send(spoken.encode(message), timeout_s=PATIENCE_S)
+                frame = rogue.receive(timeout_s=PATIENCE_S)
+                return spoken.decode(frame.header), len(frame.body)
+
+            for message, is_gone in (
+                (FetchRows(1, 0), False),  # which were not shown
+                (FollowRows(1, "w"), False),
+                (FollowRows(1, "absent"), False),
+                (DescribeRows(1, "w"), True),
+                (FetchChanges(1, "rows", "0" * 16, 0, 0.0), True),
+                (FetchChanges(1, "w", "0" * 16, 0, 0.0), True),
+                (FetchChanges(1, "absent", "0" * 16, 0, 0.0), False),
+            ):
+                refused, _ = ask(message)
+                assert isinstance(refused, ReaderRefused)
+                assert refused.is_gone == is_gone, message
+            for _ in range(3 * MAX_SHOWN):  # each time instead of the one before
+                shown, _ = ask(FollowRows(2, "rows"))
+                assert isinstance(shown, spoken.RowsShown)
+            refused, _ = ask(FetchRows(3, shown.num_pieces))
+            assert isinstance(refused, ReaderRefused)
+            assert ask(FetchRows(4, 0)) == (spoken.RowsFetched(4, 2), 2 * 8 + 2 * 2 * 4)
+            assert isinstance(ask(FetchRows(5, 0))[0], ReaderRefused)
+            for since, wait_s in ((1, 0.0), (1 << 62, 0.0), (0, float("nan")), (0, 1e300), (0, -1e300)):
+                answer, _ = ask(FetchChanges(6, "rows", shown.log, since, wait_s))
+                assert isinstance(answer, ReaderRefused) == (since > 0)
+            shown, _ = ask(FollowRows(7, "rows"))  # of which nothing is fetched before the connection ends
+        for step in range(3):
+            rows.push([1, 3], [[1.0, 1.0], [1.0, 1.0]])
+            assert ps.clock() == step + 2
+        assert rows.pull([1]).tolist() == [[4.0, 4.0]]
+        with paceline.subscribe(ps) as reader, reader.table("rows", timeout_s=PATIENCE_S) as copy:
+            assert copy.pull([1, 2, 3], timeout_s=PATIENCE_S)[:, 0].tolist() == [4.0, 2.0, 3.0]
+
+    with job(tmp_path, carrier="tcp") as started:
+        started.run(work)
+
+
+def test_readers_that_are_shown_all_rows_at_once_are_few(tmp_path: Path) -> None:
+    with job(tmp_path, carrier="tcp") as started, started.join(0) as ps, ExitStack() as opened:
+        rows = ps.table("rows", rows=2, update=paceline.update.Add())
+        rows.push([1], [[1.0, 1.0]])
+        ps.clock()
+        answers = list[object]()
+        for _ in range(MAX_SHOWN + 1):
+            rogue = opened.enter_context(reading(started))
+            rogue.send(spoken.encode(FollowRows(1, "rows")), timeout_s=PATIENCE_S)
+            answers.append(spoken.decode(rogue.receive(timeout_s=PATIENCE_S).header))
+        assert [type(each).__name__ for each in answers] == ["RowsShown"] * MAX_SHOWN + ["ReaderRefused"]
 
 
 def test_a_worker_cannot_say_what_readers_say(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from tests.faults.running import Run, running
 from tests.faults.test_server_killed import GOES_ON, kill_server
 
 import paceline
+from paceline.versions.rows import SubscribedRows
 from paceline.versions.subscription import Version, VersionSubscription
 
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -30,10 +31,19 @@ def check_some(reader: VersionSubscription, num: int) -> int:
     return number
 
 
+def check_rows(rows: SubscribedRows, before: float) -> float:
+    """Check that rows are of one update each time, whole, and do not go back; return what they are at last."""
+    for _ in range(20):
+        (value,) = rows.pull(range(100), timeout_s=PATIENCE_S).unique().tolist()
+        assert value >= before
+        before = value
+    return before
+
+
 def check_job(run: Run, end: Path, folder: Path, num_kills: int, reading: list[str]) -> None:
     """Read while servers, and readers with leases, are killed as often as that."""
-    with paceline.subscribe(folder) as reader:
-        newest, killed = check_some(reader, 3), list[int]()
+    with paceline.subscribe(folder) as reader, reader.table("rows", timeout_s=PATIENCE_S) as rows:
+        newest, killed, before = check_some(reader, 3), list[int](), 0.0
         for _ in range(num_kills):
             killed.append(kill_server(run, 0, but=tuple(killed)))
             run.wait_for(GOES_ON, times=len(killed))
@@ -47,6 +57,7 @@ def check_job(run: Run, end: Path, folder: Path, num_kills: int, reading: list[s
                 one.wait()
                 one.stdout.close()
             newest = check_some(reader, 3)
+            before = check_rows(rows, before)
         end.touch()
         assert run.end() == 0, run.output
 

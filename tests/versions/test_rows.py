@@ -101,7 +101,7 @@ def test_rows_and_a_dense_version_are_of_one_clock(tmp_path: Path) -> None:
             assert rows.advance(8, timeout_s=PATIENCE_S) == 8
             with pytest.raises(UsageError, match="are at clock 8 already: take version 8 or a newer one"):
                 rows.advance(7)
-            with pytest.raises(DeadlineExceeded, match="did not come to clock 9 within 0.2 s"):
+            with pytest.raises(DeadlineExceeded, match=r"did not come to clock 9 within 0\.2 s"):
                 rows.advance(9, timeout_s=0.2)
 
     with readable(tmp_path, servers=2, carrier="tcp") as started:
@@ -202,13 +202,14 @@ def test_what_has_no_rows_and_what_is_too_old_is_said(tmp_path: Path) -> None:
                 for wrong in ({"max_age_s": 0.0}, {"max_age_s": float("nan")}):
                     with pytest.raises(UsageError, match=r"expected at least 0\.01 s, or None"):
                         rows.pull([1], **wrong)
-                with pytest.raises(UsageError, match="expected 64-bit integers|ids are"):
+                with pytest.raises(UsageError, match="expected integers of at most 64 bits"):
                     rows.pull([0.5])  # pyright: ignore[reportArgumentType]
         for node in started.servers:
             node.stop()
-        with pytest.raises(DeadlineExceeded, match=r"'users' are .* s old after 0.1 s, expected at most 0.05 s"):
-            for _ in range(10**6):
-                rows.pull([1], max_age_s=0.05, timeout_s=0.1)
+        while rows.age_s < 0.1:
+            rows.pull([1], max_age_s=None)
+        with pytest.raises(DeadlineExceeded, match=r"'users' are .* s old after 0\.1 s, expected at most 0\.05 s"):
+            rows.pull([1], max_age_s=0.05, timeout_s=0.1)
         assert rows.pull([1], max_age_s=None).shape == (1, 3), "what is here is read however old it is"
         rows.close()
         rows.close()

@@ -153,9 +153,7 @@ class SubscribedRows:
             DeadlineExceeded: the copy was too old; the message says why.
         """
         if max_age_s is not None and not max_age_s >= LEAST_AGE_S:
-            raise UsageError(
-                f"max_age_s is {max_age_s}, expected at least {LEAST_AGE_S} s, or None"
-            )
+            raise UsageError(f"max_age_s is {max_age_s}, expected at least {LEAST_AGE_S} s, or None")
         keys = row_ids(ids, f"rows of '{self.name}'")
         if self._thread is None and self._follows:
             self._start()

@@ -169,7 +169,7 @@ class BytesFetched:
 
 @value_class
 class ReaderRefused:
-    """From a server: your request has failed, for this reason. `is_gone`: what you ask for is not here, or no longer."""
+    """From a server: your request has failed, for this reason. `is_gone`: what you ask for is not here any more."""
 
     number: int
     reason: str
