@@ -162,6 +162,7 @@ def draw(path: Path, runs: list[dict[str, object]]) -> None:
         assert isinstance(found, dict)
         total = sum(found.values())
         axes[2].plot(list(found), [num / total for num in found.values()], "o-", color=colour, label=f"bound {name}")
+    axes[2].xaxis.get_major_locator().set_params(integer=True)
     axes[2].set_title("Share of samples by staleness", loc="left")
     axes[2].legend(frameon=False)
     make_quiet(axes[2])
