@@ -16,7 +16,7 @@ from paceline.transport.base import Connection, Frame
 from paceline.versions.link import DamagedVersion, PartMemory, ReaderLink
 from paceline.versions.places import PublishingServers
 from paceline.versions.subscription import VersionSubscription
-from paceline.wire.versions import CHUNK_BYTES, BytesFetched, VersionLeased, decode
+from paceline.wire.versions import CHUNK_BYTES, BytesFetched, DeltaFetched, VersionLeased, decode, encode
 
 NUMEL = 5 * CHUNK_BYTES // 4 + 3  # over several chunks and requests of float32
 PATIENCE_S = 60.0
@@ -51,13 +51,22 @@ class Published:
         self.started = self.job.__enter__()
         self.ps = self.started.join(0)
         values = torch.arange(float(NUMEL))
-        table = self.ps.table("w", shape=(NUMEL,), update=paceline.update.Add(), init=values)
-        self.ps.models.publish(table, "w", keep=1).wait()
+        self.table = self.ps.table("w", shape=(NUMEL,), update=paceline.update.Add(), init=values)
+        self.ps.models.publish(self.table, "w", keep=2).wait()
         self.values = values
         self.change = change
         self.num_connections = 0
         servers = PublishingServers(self.started.transport, self.started.spec.addresses)
         self.reader = VersionSubscription("w", "the test", lambda: servers)
+
+    def change_some(self, *, keep: int = 2) -> None:
+        """Publish another version, in which two elements of the first piece have changed."""
+        some = torch.zeros(NUMEL)
+        some[[5, CHUNK_BYTES // 4]] = 1.0
+        self.values = self.values + some
+        self.table.push(some)
+        self.ps.clock()
+        self.ps.models.publish(self.table, "w", keep=keep).wait()
 
     def __enter__(self) -> Published:
         connect = self.started.transport.connect
@@ -133,3 +142,50 @@ def test_a_transfer_goes_on_where_its_connection_broke(tmp_path: Path) -> None:
         assert torch.equal(version["w"], published.values)
         assert published.num_connections == 2
         assert sum(received) == 4 * NUMEL + received[1], "only what was under way came twice"
+
+
+def test_only_what_has_changed_is_sent_of_the_next_version(tmp_path: Path) -> None:
+    def change(frame: Frame, _: object) -> Frame:
+        return frame
+
+    with Published(tmp_path, change) as published:
+        first = published.reader.latest(timeout_s=PATIENCE_S)
+        assert first.received_bytes == 4 * NUMEL
+        for number in (1, 2):
+            published.change_some()
+            version = published.reader.wait(number, timeout_s=PATIENCE_S)
+            assert torch.equal(version["w"], published.values)
+            assert 2 * (4 + 1) <= version.received_bytes < 2000
+            assert version.verify()
+        version.close()
+        published.change_some(keep=1)
+        published.change_some(keep=1)  # the version that the reader has is not kept
+        version = published.reader.wait(4, timeout_s=PATIENCE_S)
+        assert torch.equal(version["w"], published.values)
+        assert version.received_bytes >= CHUNK_BYTES
+
+
+@pytest.mark.parametrize("how", ["damaged", "misleading", "of another base"])
+def test_what_a_delta_gets_wrong_is_sent_whole(how: str, tmp_path: Path) -> None:
+    num_deltas = [0]
+
+    def change(frame: Frame, message: object) -> Frame:
+        if not isinstance(message, DeltaFetched) or message.num_words is None:
+            return frame
+        num_deltas[0] += 1
+        if how == "damaged":
+            return damaged(frame)
+        if how == "misleading":
+            return Frame(encode(DeltaFetched(message.number, 7)), frame.body)
+        return frame
+
+    with Published(tmp_path, change) as published:
+        first = published.reader.latest(timeout_s=PATIENCE_S)
+        if how == "of another base":
+            first["w"][6] = 1e9  # which belongs to the user
+        published.change_some()
+        version = published.reader.wait(1, timeout_s=PATIENCE_S)
+        assert torch.equal(version["w"], published.values)
+        assert num_deltas[0] == 1
+        assert version.received_bytes >= CHUNK_BYTES
+        assert published.num_connections == 1

@@ -53,7 +53,7 @@ def test_a_reader_has_the_rows_of_the_trainer_and_holds_up_no_clock(carrier: str
         table = users(ps)
         if ps.rank == 0:
             with paceline.subscribe(tmp_path) as reader, reader.table("users", timeout_s=PATIENCE_S) as rows:
-                assert torch.equal(rows.pull(IDS, timeout_s=PATIENCE_S), table.pull(IDS)), "rows that nobody pushed"
+                assert torch.equal(rows.pull(IDS, timeout_s=PATIENCE_S), table.pull(IDS)), "rows that were never pushed"
                 for step in range(1, 6):
                     push(table, step)
                     ps.clock()

@@ -17,12 +17,15 @@ from paceline.server.feeds import HasNoRows, RowFeeds, RowReading, RowsRequest
 from paceline.server.versions import PublishedVersion, PublishedVersions, VersionGone
 from paceline.transport.base import EMPTY, Connection
 from paceline.update.rows.changes import CursorExpired
+from paceline.wire.deltas import encode_delta
 from paceline.wire.messages import Hello, check_caller
 from paceline.wire.messages import decode as decode_hello
 from paceline.wire.versions import (
     BytesFetched,
+    DeltaFetched,
     EndLease,
     FetchBytes,
+    FetchDelta,
     FindVersions,
     LeaseVersion,
     PublicationId,
@@ -148,6 +151,12 @@ class ReaderService:
         self._closing.wait(until - time.monotonic())
         return True
 
+    def _delta(
+        self, leased: dict[PublicationId, PublishedVersion], wanted: FetchDelta
+    ) -> tuple[int | None, memoryview]:
+        new = _bytes_of(leased, wanted)
+        return _delta_between(new, self.published.versions.find(wanted.base), wanted)
+
     def _answer(self, connection: Connection, leased: dict[PublicationId, PublishedVersion], message: object) -> None:
         """Answer one request; raises PeerError when the connection has ended."""
         number = -1
@@ -166,6 +175,10 @@ class ReaderService:
                 case FetchBytes():
                     number = message.number
                     _say(connection, BytesFetched(number), _bytes_of(leased, message))
+                case FetchDelta():
+                    number = message.number
+                    num_words, body = self._delta(leased, message)
+                    _say(connection, DeltaFetched(number, num_words), body)
                 case EndLease():
                     version = leased.pop(message.id, None)
                     if version is not None:
@@ -174,6 +187,14 @@ class ReaderService:
                     pass
         except UsageError as error:
             _say(connection, ReaderRefused(number, str(error), is_gone=isinstance(error, VersionGone)))
+
+
+def _delta_between(new: memoryview, base: PublishedVersion | None, wanted: FetchDelta) -> tuple[int | None, memoryview]:
+    """Return what a reader asks for: a delta, or the bytes themselves where that is no shorter, or cannot be had."""
+    fits = base is not None and wanted.part < len(base.memories) and wanted.size_bytes % wanted.word_bytes == 0
+    old = base.memories[wanted.part][wanted.start : wanted.start + wanted.size_bytes] if base and fits else EMPTY
+    delta = encode_delta(old, new, wanted.word_bytes) if len(old) == len(new) else None
+    return (None, new) if delta is None else delta
 
 
 def _answer_rows(connection: Connection, rows: RowReading, request: RowsRequest) -> None:
@@ -197,7 +218,7 @@ def is_reader(connection: Connection) -> bool:
     return isinstance(hello, Hello) and hello.role == "reader"
 
 
-def _bytes_of(leased: dict[PublicationId, PublishedVersion], wanted: FetchBytes) -> memoryview:
+def _bytes_of(leased: dict[PublicationId, PublishedVersion], wanted: FetchBytes | FetchDelta) -> memoryview:
     """Return what a reader asks for, as a view; raises UsageError where there is no such thing."""
     version = leased.get(wanted.id)
     if version is None:

@@ -167,6 +167,12 @@ class PublishedVersions:
             version.num_leases += 1
             return version
 
+    def find(self, wanted: PublicationId) -> PublishedVersion | None:
+        """Return a version if it is here; it may be dropped at any time, but its memory stays for the caller."""
+        with self._changed:
+            published = self._names.get(wanted.name)
+            return None if published is None else published.versions.get(wanted)
+
     def release(self, version: PublishedVersion) -> None:
         """End a lease."""
         with self._changed:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paceline.errors import PeerError
 from paceline.versions.link import LeasedPart, PartMemory
+from paceline.wire.deltas import WordBytes
 from paceline.wire.versions import PublishedTensor, VersionLayout, decode_layout, whole_digest
 
 _DTYPES: Final = {
@@ -42,6 +43,12 @@ def shared_layout(parts: Sequence[LeasedPart]) -> VersionLayout:
 def digest_of_version(parts: Sequence[LeasedPart]) -> str:
     """Return the digest of a version of which each server holds a part, by rank."""
     return whole_digest([part.head.digest for part in parts])
+
+
+def word_bytes_of(layout: VersionLayout) -> dict[str, WordBytes]:
+    """Return the bytes of an element by table."""
+    found = {each.table: _DTYPES[each.dtype].itemsize for each in layout.tensors if each.dtype in _DTYPES}
+    return {table: size for table, size in found.items() if size in (1, 2, 4, 8)}
 
 
 def tensors_of(layout: VersionLayout, parts: Sequence[LeasedPart], memories: Sequence[PartMemory]) -> dict[str, Tensor]:

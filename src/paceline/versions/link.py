@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeVar, final
 
@@ -12,12 +12,13 @@ import msgspec
 from torch import Tensor
 
 from paceline.errors import PeerError, Refused, UsageError
-from paceline.transport.base import Connection, Transport
+from paceline.transport.base import EMPTY, Connection, Transport
 from paceline.transport.buffers import fresh_buffer
 from paceline.transport.deadline import Deadline
 from paceline.update.placement import torch_dtype
 from paceline.update.rows.changes import LogEntry
 from paceline.update.rows.spec import RowTableSpec
+from paceline.wire.deltas import WordBytes, apply_delta
 from paceline.wire.messages import Hello, check_server
 from paceline.wire.messages import encode as encode_hello
 from paceline.wire.row_codec import changes_of
@@ -27,10 +28,12 @@ from paceline.wire.versions import (
     MAX_WAIT_S,
     BytesFetched,
     ChangesFetched,
+    DeltaFetched,
     DescribeRows,
     EndLease,
     FetchBytes,
     FetchChanges,
+    FetchDelta,
     FetchRows,
     FindVersions,
     FollowRows,
@@ -95,6 +98,29 @@ class PartMemory:
     memories: dict[int, memoryview] = field(default_factory=dict[int, memoryview])
     have: dict[int, int] = field(default_factory=dict[int, int])  # by part: bytes from its beginning on
     is_mapped: bool = False
+    received_bytes: int = 0  # over the network
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A version that this reader has, from which another is told: one server's part of it.
+
+    `word_bytes`: by table, of one element.
+    """
+
+    leased: LeasedPart
+    memory: PartMemory
+    word_bytes: Mapping[str, WordBytes]
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Some bytes of a part: what was asked for, if they are not those of the base."""
+
+    start: int
+    stop: int
+    asked: int | None
+    is_delta: bool = False
 
 
 @final
@@ -146,18 +172,21 @@ class ReaderLink:
         """Say that a version need not be kept. Does not block for an answer."""
         self._connection.send(encode(EndLease(version)), timeout_s=_ANSWER_TIMEOUT_S)
 
-    def fetch(self, leased: LeasedPart, into: PartMemory) -> None:
+    def fetch(self, leased: LeasedPart, into: PartMemory, base: Base | None = None) -> None:
         """Fetch what is not here yet of a version; blocks. After an error, what has come stays, for another try.
 
-        Over shared memory it is mapped and not copied.
+        Over shared memory it is mapped and not copied. Otherwise only what has changed since the base is sent, and what
+        of that does not have its digest then is sent whole.
         """
+        if base is not None and base.leased.head.parts != leased.head.parts:
+            base = None
         first_chunk = 0
         for index, part in enumerate(leased.head.parts):
             if into.have.get(index, 0) < part.size_bytes:
                 if self._maps:
                     self._map(leased, index, into)
                 else:
-                    self._copy(leased, index, first_chunk, into)
+                    self._copy(leased, index, first_chunk, into, base)
             first_chunk += num_chunks(part.size_bytes)
 
     def describe_rows(self, table: str) -> RowTableSpec:
@@ -206,33 +235,68 @@ class ReaderLink:
         body = self._answer(number, BytesFetched, size_bytes)[1]
         into.memories[index], into.have[index], into.is_mapped = body, size_bytes, True
 
-    def _copy(self, leased: LeasedPart, index: int, first_chunk: int, into: PartMemory) -> None:
+    def _copy(self, leased: LeasedPart, index: int, first_chunk: int, into: PartMemory, base: Base | None) -> None:
         """Fetch a part piece by piece, some requests ahead; each piece is checked before it counts."""
         size_bytes = leased.head.parts[index].size_bytes
         memory = into.memories.get(index)
         if memory is None:
             memory = into.memories[index] = fresh_buffer(size_bytes)
-        begun = into.have.get(index, 0)
-        wanted = iter(range(begun, size_bytes, _PIECE_BYTES))
-        under_way: deque[tuple[int, int, int]] = deque()
+        wanted = iter(range(into.have.get(index, 0), size_bytes, _PIECE_BYTES))
+        under_way: deque[_Piece] = deque()
         while True:
             for start in _some(wanted, _AHEAD - len(under_way)):
-                stop = min(start + _PIECE_BYTES, size_bytes)
-                asked = self._ask(FetchBytes(self._next(), leased.head.id, index, start, stop - start))
-                under_way.append((asked, start, stop))
+                under_way.append(self._ask_piece(leased, index, first_chunk, start, base))
             if not under_way:
                 return
-            asked, start, stop = under_way.popleft()
-            body = self._answer(asked, BytesFetched, stop - start)[1]
-            if _damaged(leased, first_chunk + start // CHUNK_BYTES, body):
-                while under_way:  # answers come in order
-                    asked, begin, end = under_way.popleft()
-                    self._answer(asked, BytesFetched, end - begin)
-                self._again(leased, index, first_chunk, memory[start:stop], start)
-                wanted = iter(range(stop, size_bytes, _PIECE_BYTES))
+            piece = under_way.popleft()
+            body = self._receive_piece(leased, index, piece, into, base)
+            if body is None or _damaged(leased, first_chunk + piece.start // CHUNK_BYTES, body):
+                for other in under_way:  # answers come in order
+                    self._receive_piece(leased, index, other, into, base)
+                under_way.clear()
+                self._again(leased, index, first_chunk, memory[piece.start : piece.stop], piece.start)
+                into.received_bytes += piece.stop - piece.start
+                wanted = iter(range(piece.stop, size_bytes, _PIECE_BYTES))
             else:
-                memory[start:stop] = body
-            into.have[index] = stop
+                memory[piece.start : piece.stop] = body
+            into.have[index] = piece.stop
+
+    def _ask_piece(self, leased: LeasedPart, index: int, first_chunk: int, start: int, base: Base | None) -> _Piece:
+        """Ask for a piece of a part, unless the base has the same."""
+        part = leased.head.parts[index]
+        stop, chunk = min(start + _PIECE_BYTES, part.size_bytes), first_chunk + start // CHUNK_BYTES
+        if base is None:
+            asked = self._ask(FetchBytes(self._next(), leased.head.id, index, start, stop - start))
+            return _Piece(start, stop, asked)
+        chunks = range(chunk, chunk + num_chunks(stop - start))
+        if all(leased.digest_at(each) == base.leased.digest_at(each) for each in chunks):
+            return _Piece(start, stop, None)
+        head, word_bytes = base.leased.head, base.word_bytes.get(part.table, 1)
+        asked = self._ask(FetchDelta(self._next(), leased.head.id, head.id, index, start, stop - start, word_bytes))
+        return _Piece(start, stop, asked, is_delta=True)
+
+    def _receive_piece(
+        self, leased: LeasedPart, index: int, piece: _Piece, into: PartMemory, base: Base | None
+    ) -> memoryview | None:
+        """Return the bytes of a piece, which are not checked yet; None where a delta did not fit."""
+        size_bytes = piece.stop - piece.start
+        old = EMPTY if base is None else base.memory.memories[index][piece.start : piece.stop]
+        if piece.asked is None:
+            return old
+        if not piece.is_delta or base is None:
+            body = self._answer(piece.asked, BytesFetched, size_bytes)[1]
+            into.received_bytes += len(body)
+            return body
+        answer, body = self._answer(piece.asked, DeltaFetched)
+        into.received_bytes += len(body)
+        if answer.num_words is None:
+            return body if len(body) == size_bytes else None
+        made = memoryview(bytearray(old))
+        try:
+            apply_delta(body, answer.num_words, base.word_bytes.get(leased.head.parts[index].table, 1), made)
+        except PeerError:
+            return None
+        return made
 
     def _again(self, leased: LeasedPart, index: int, first_chunk: int, out: memoryview, start: int) -> None:
         """Fetch a piece anew that did not have its digests; raises DamagedVersion if it never has."""
@@ -253,7 +317,14 @@ class ReaderLink:
 
     def _ask(
         self,
-        request: FindVersions | LeaseVersion | FetchBytes | DescribeRows | FollowRows | FetchRows | FetchChanges,
+        request: FindVersions
+        | LeaseVersion
+        | FetchBytes
+        | FetchDelta
+        | DescribeRows
+        | FollowRows
+        | FetchRows
+        | FetchChanges,
     ) -> int:
         self._connection.send(encode(request), timeout_s=_ANSWER_TIMEOUT_S)
         return request.number

@@ -15,8 +15,8 @@ from paceline.core.calls import checked_late
 from paceline.errors import DeadlineExceeded, PeerError, Refused
 from paceline.serve.access import ClientCredentials, PathLike
 from paceline.transport.deadline import Deadline
-from paceline.versions.contents import digest_of_version, shared_layout, tensors_of
-from paceline.versions.link import LeasedPart, PartMemory, ReaderLink, VersionNotThere, has_digests
+from paceline.versions.contents import digest_of_version, shared_layout, tensors_of, word_bytes_of
+from paceline.versions.link import Base, LeasedPart, PartMemory, ReaderLink, VersionNotThere, has_digests
 from paceline.versions.links import ServerLinks
 from paceline.versions.places import FindServers, find_place
 from paceline.versions.rows import SubscribedRows
@@ -93,6 +93,11 @@ class Version(Mapping[str, Tensor]):
         return all(memory.is_mapped for memory in self._memories)
 
     @property
+    def received_bytes(self) -> int:
+        """The bytes that came over a network for it: after the first version, mostly only what has changed."""
+        return sum(memory.received_bytes for memory in self._memories)
+
+    @property
     def id(self) -> PublicationId:
         """Its name on the wire."""
         return self._parts[0].head.id
@@ -133,6 +138,7 @@ class VersionSubscription:
         self._servers = ServerLinks(name, place, find)
         self._unfinished: dict[PublicationId, _Unfinished] = {}
         self._newest: PublicationId | None = None  # that was taken
+        self._bases = list[Base]()  # by server: of the version that came last over a network, for the next
         self._leases: Counter[_Lease] = Counter()  # how many versions hold each
         # Leases of versions that were dropped: any thread may add one, as the garbage collector runs in it.
         self._dropped: deque[_Lease] = deque()
@@ -203,6 +209,7 @@ class VersionSubscription:
         self._servers.close()
         with self._servers.lock:
             self._unfinished.clear()
+            self._bases.clear()
 
     def into(self, module: nn.Module, *, timeout_s: float = TIMEOUT_S) -> ModuleUpdates:
         """Keep a module at the newest version: blocks for the first one, then swaps weights between forward passes.
@@ -288,10 +295,14 @@ class VersionSubscription:
         if unfinished is None or unfinished.digest != digest:
             unfinished = _Unfinished(digest, [PartMemory() for _ in parts])
             self._unfinished = {wanted: unfinished}
-        for link, part, memory in zip(links, parts, unfinished.memories, strict=True):
-            link.fetch(part, memory)
+        bases = self._bases if len(self._bases) == len(links) else [None] * len(links)
+        for link, part, memory, base in zip(links, parts, unfinished.memories, bases, strict=True):
+            link.fetch(part, memory, base)
         self._unfinished.clear()
         self._newest = wanted
+        if not all(memory.is_mapped for memory in unfinished.memories):
+            word_bytes = word_bytes_of(shared_layout(parts))
+            self._bases = [Base(*each, word_bytes) for each in zip(parts, unfinished.memories, strict=True)]
         lease, dropped = (wanted, life), self._dropped
         made = Version(parts, unfinished.memories, lambda: self._end_lease(lease), lambda: dropped.append(lease))
         self._leases[lease] += 1

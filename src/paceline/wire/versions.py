@@ -15,11 +15,13 @@ import msgspec
 from paceline.core.messages import value_class
 from paceline.errors import PeerError, UsageError
 from paceline.update.table import MAX_NAME
+from paceline.wire.deltas import WordBytes
 from paceline.wire.messages import MessageCodec
 
 CHUNK_BYTES: Final = 1 << 20  # that one digest covers
 DIGEST_BYTES: Final = 32
 MAX_FETCH_BYTES: Final = 1 << 34  # of one answer; over tcp a reader asks for less at a time
+MAX_DELTA_BYTES: Final = 1 << 24  # of the bytes that one delta is of
 MAX_WAIT_S: Final = 5.0  # for one answer; a reader that wants to wait longer asks again
 MAX_KEPT: Final = 64  # versions of one name, those aside that are kept for readers alone
 MAX_LEASED: Final = 8  # versions of one name that are kept for readers alone
@@ -138,6 +140,22 @@ class FetchBytes:
 
 
 @value_class
+class FetchDelta:
+    """From a reader: send me what these bytes of a part of a leased version have changed from those of `base`.
+
+    The answer is all of them where `base` is not here any more, or that is shorter. Words have `word_bytes`.
+    """
+
+    number: int
+    id: PublicationId
+    base: PublicationId
+    part: Size
+    start: Size
+    size_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_DELTA_BYTES)]
+    word_bytes: WordBytes
+
+
+@value_class
 class EndLease:
     """From a reader: I no longer need this version. There is no answer."""
 
@@ -165,6 +183,14 @@ class BytesFetched:
     """From a server: the bytes that you have asked for travel beside this."""
 
     number: int
+
+
+@value_class
+class DeltaFetched:
+    """From a server: a delta of so many words travels beside this; without a number, the bytes themselves do."""
+
+    number: int
+    num_words: Size | None
 
 
 @value_class
@@ -296,6 +322,8 @@ _CODEC: Final = MessageCodec[object](
     RowsFetched,
     FetchChanges,
     ChangesFetched,
+    FetchDelta,
+    DeltaFetched,
 )
 encode = _CODEC.encode
 decode = _CODEC.decode
@@ -303,6 +331,7 @@ READER_SAYS: Final = (
     FindVersions,
     LeaseVersion,
     FetchBytes,
+    FetchDelta,
     EndLease,
     DescribeRows,
     FollowRows,
@@ -318,6 +347,7 @@ SERVER_SAYS: Final = (
     RowsShown,
     RowsFetched,
     ChangesFetched,
+    DeltaFetched,
 )
 
 
