@@ -11,8 +11,20 @@ from pathlib import Path
 import torch
 
 import paceline
+from paceline.api.session import Session
 
 STEPS_PER_ROUND, STEPS_PER_VERSION = 20, 10
+
+
+def publish_sparse(ps: Session, num_elements: int) -> None:
+    """Publish two versions of a table, between which one element of a hundred changes."""
+    table = ps.table("sparse", shape=(num_elements,), update=paceline.update.Add(), dtype="bfloat16")
+    for share in (1.0, 0.01):
+        table.push((torch.rand(num_elements) < share) * torch.randn(num_elements))
+        ps.clock()
+        made = paceline.publish(table, name="sparse", keep=2)
+        assert made is not None
+        made.wait()
 
 
 def main() -> None:
@@ -24,6 +36,7 @@ def main() -> None:
         model = torch.nn.Linear(num_elements // 1024, 1024, bias=False)
         optimizer = paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
         samples = torch.randn(64, model.in_features)
+        publish_sparse(ps, num_elements)
         taken: dict[str, list[float]] = {"quiet": [], "publishing": []}
         published: dict[int, float] = {}
         for number in range(2 * num_rounds):
