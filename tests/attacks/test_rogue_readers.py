@@ -24,6 +24,7 @@ from paceline.wire.versions import (
     EndLease,
     FetchBytes,
     FetchChanges,
+    FetchDelta,
     FetchRows,
     FindVersions,
     FollowRows,
@@ -114,6 +115,10 @@ def test_what_is_not_there_is_refused_and_the_next_request_is_answered(tmp_path:
                 refused = ask(FetchBytes(4, there, part, start, size))
                 assert isinstance(refused, ReaderRefused)
                 assert not refused.is_gone
+            for part, start, size in ((0, 0, 17), (0, 16, 1), (1, 0, 1), (0, 1 << 62, 1)):
+                assert isinstance(ask(FetchDelta(4, there, there, part, start, size, 4)), ReaderRefused)
+            for base, size, words in ((KNOWN, 16, None), (there, 15, None), (there, 16, 0)):  # absent; no whole words
+                assert ask(FetchDelta(4, there, base, 0, 0, size, 4)) == spoken.DeltaFetched(4, words)
             assert isinstance(ask(FetchBytes(5, there, 0, 0, 16)), spoken.BytesFetched)
             rogue.send(spoken.encode(EndLease(KNOWN)), timeout_s=PATIENCE_S)  # of what it does not hold
             rogue.send(spoken.encode(EndLease(there)), timeout_s=PATIENCE_S)
