@@ -5,10 +5,12 @@ from __future__ import annotations
 import doctest
 import inspect
 import pkgutil
+import re
 from collections.abc import Iterator
 from importlib import import_module
 
 import pytest
+from tests.tidy.tree import SOURCE
 
 import paceline
 from paceline.api.script import current
@@ -28,6 +30,11 @@ def modules() -> Iterator[str]:
 def test_a_public_name_is_described_by_an_example(name: str) -> None:
     described = inspect.getdoc(getattr(paceline, name)) or ""
     assert ">>> " in described, f"paceline.{name} has no example"
+
+
+def test_a_public_name_is_on_the_page_of_calls() -> None:
+    page = (SOURCE.parents[1] / "docs" / "api.md").read_text()
+    assert [name for name in paceline.__all__ if not re.search(rf"\bpaceline\.{name}\b", page)] == []
 
 
 def test_the_public_names_are_the_ones_that_can_be_had() -> None:
