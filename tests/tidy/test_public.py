@@ -56,3 +56,16 @@ def test_every_example_in_the_source_runs() -> None:
     results = {name: doctest.testmod(import_module(name)) for name in modules()}
     assert sum(result.attempted for result in results.values()) > 20
     assert {name: result.failed for name, result in results.items() if result.failed} == {}
+
+
+def test_the_page_of_calls_names_members_that_are_there() -> None:
+    page = (SOURCE.parents[1] / "docs" / "api.md").read_text()
+    entries = re.findall(r"\.\. auto(?:class|module):: (\S+)\n   :members: ([^\n]+)", page)
+    missing = [
+        f"{home}.{member}"
+        for home, members in entries
+        for member in members.split(", ")
+        if not hasattr(pkgutil.resolve_name(home), member)
+    ]
+    assert len(entries) > 10
+    assert missing == []
