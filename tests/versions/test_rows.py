@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -215,6 +216,27 @@ def test_what_has_no_rows_and_what_is_too_old_is_said(tmp_path: Path) -> None:
         rows.close()
         with pytest.raises(UsageError, match="is closed"):
             rows.pull([1], max_age_s=None)
+
+
+def test_a_copy_that_could_not_take_a_change_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed, real = threading.Event(), RowCopy.apply
+
+    def apply(self: RowCopy, found: RowChanges) -> None:
+        if not found.is_snapshot and len(found.ids) and not failed.is_set():
+            failed.set()
+            raise MemoryError("none is left")
+        real(self, found)
+
+    with readable(tmp_path, servers=2, carrier="tcp") as started, started.join(0) as ps:
+        table = users(ps)
+        monkeypatch.setattr(RowCopy, "apply", apply)
+        with paceline.subscribe(tmp_path) as reader, reader.table("users", timeout_s=PATIENCE_S) as rows:
+            rows.pull(IDS, timeout_s=PATIENCE_S)
+            for step in range(1, 4):
+                push(table, step)
+                ps.clock()
+            assert failed.wait(PATIENCE_S)
+            assert came(rows, table.pull(IDS))
 
 
 def test_rows_of_a_standalone_server_come_while_workers_take_part_and_go_on_with_the_next(tmp_path: Path) -> None:

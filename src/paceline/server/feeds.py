@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, TypeVar, final
 
 from torch import Tensor
@@ -58,6 +58,7 @@ class _Server:
 
     do: Callable[[Callable[[ServerState], None]], None]
     tables: ServedTables
+    followed: set[str] = field(default_factory=set[str])  # tables that may have logs; for the server's thread
 
 
 @final
@@ -67,7 +68,6 @@ class RowFeeds:
     def __init__(self) -> None:
         self._server: _Server | None = None
         self._free = threading.BoundedSemaphore(MAX_SHOWN)
-        self._followed = set[str]()  # tables that may have logs; for the server's thread
 
     def attach(self, do: Callable[[Callable[[ServerState], None]], None], tables: ServedTables) -> None:
         """Serve these tables from now on."""
@@ -99,30 +99,34 @@ class RowFeeds:
         Raises:
             UsageError: it failed, `is_over`, or the server is too busy.
         """
-        future, until = Future[_T](), time.monotonic() + _BUSY_S
-        self._required().do(lambda held: _settle(future, call, held))
+        future, until, server = Future[_T](), time.monotonic() + _BUSY_S, self._required()
+        server.do(lambda held: _settle(future, call, held))
         while True:
             try:
                 return future.result(_LOOK_S)
             except TimeoutError as error:
-                if (is_over() or time.monotonic() > until) and future.cancel():
-                    raise UsageError(f"the server did not come to it in {_BUSY_S:g} s") from error
+                is_late = is_over() or self._server is not server or time.monotonic() > until
+                if is_late and future.cancel():
+                    raise UsageError(f"the server has ended, or did not come to it in {_BUSY_S:g} s") from error
 
     def follow(self, held: ServerState, table: str) -> tuple[ChangeLog, int, RowsCut, int]:
         """Return what `ServedTable.follow` returns, and the clock; for the server's thread."""
         found, clock = held.tables.require(table), held.core.clock_of(table)
         followed = found.follow(clock)
-        self._followed.add(table)
+        self._required().followed.add(table)
         return *followed, clock
 
-    def note_clocks(self, clock_of: Callable[[str], int]) -> None:
+    def note_clocks(self, tables: ServedTables, clock_of: Callable[[str], int]) -> None:
         """Note the clocks of tables that pass them without an update; for the server's thread, between two events."""
-        for table in [*self._followed]:
-            log = self.table(table).log
+        server = self._server
+        if server is None or server.tables is not tables:
+            return
+        for name in [*server.followed]:
+            log = tables[name].log
             if log is None:
-                self._followed.discard(table)
+                server.followed.discard(name)
             else:
-                log.note_clock(clock_of(table))
+                log.note_clock(clock_of(name))
 
     def begin(self) -> bool:
         """Return whether one reader more may be shown all rows; `end` is due then."""
@@ -164,6 +168,7 @@ class RowReading:
         self._feeds = feeds
         self._closing = closing
         self._cut: RowsCut | None = None
+        self._log: ChangeLog | None = None  # of the table whose rows are shown
 
     def answer(self, request: RowsRequest) -> tuple[RowsAnswer, memoryview]:
         """Answer a request; raises UsageError for what is not there, CursorExpired for changes that are not."""
@@ -195,7 +200,7 @@ class RowReading:
         if not self._feeds.begin():
             raise UsageError(f"{MAX_SHOWN} readers are being shown all rows of a table already: ask again")
         try:
-            log, sequence, cut, clock = self._feeds.ask(
+            self._log, sequence, cut, clock = self._feeds.ask(
                 lambda held: self._feeds.follow(held, request.table), self._closing.is_set
             )
         except UsageError:
@@ -204,18 +209,19 @@ class RowReading:
         self._cut = cut
         if cut.is_over:  # there is no row
             self.close()
-        return RowsShown(request.number, log.name, sequence, clock, cut.num_pieces)
+        return RowsShown(request.number, self._log.name, sequence, clock, cut.num_pieces)
 
     def _fetch(self, request: FetchRows) -> tuple[RowsFetched, memoryview]:
         """Have the server's thread read a piece."""
         cut = self._cut
-        if cut is None:
+        if cut is None or self._log is None:
             raise UsageError("no rows were asked for, or all were had")
 
         def read(_: ServerState) -> tuple[dict[str, Tensor], float]:
             began_s = time.monotonic()
             return cut.read_columns(request.piece), time.monotonic() - began_s
 
+        self._log.note_read()
         columns, took_s = self._feeds.ask(read, self._closing.is_set)
         if cut.is_over:
             self.close()

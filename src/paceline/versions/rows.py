@@ -23,6 +23,7 @@ from paceline.update.rows.ops import row_ops
 from paceline.update.rows.spec import RowTableSpec
 from paceline.versions.feed import RowChanges, RowFeed
 from paceline.versions.links import ServerLinks
+from paceline.wire.malformed import describe_error
 from paceline.worker.validation import Ids, row_ids
 
 MAX_AGE_S: Final = 1.0
@@ -31,6 +32,7 @@ TIMEOUT_S: Final = 60.0
 _WAIT_S: Final = 0.1  # for a change, in one request; so rows are confirmed ten times a second
 _LEAST_POLL_S: Final = 0.01  # between two requests, so that a busy table costs its server a hundred answers a second
 _POLL_TIMEOUT_S: Final = 10.0
+_ERROR_PAUSE_S: Final = 1.0  # after what is not mended by connecting anew
 _CLOSING_TIMEOUT_S: Final = 30.0
 
 
@@ -51,8 +53,8 @@ class RowCopy:
     def apply(self, changes: RowChanges) -> None:
         """Take over what has changed."""
         if len(changes.ids):
+            self._values.grow(self._index.num_slots + len(changes.ids))  # first: an id in the index has a row
             slots, _ = self._index.add(changes.ids)
-            self._values.grow(self._index.num_slots)
             self._ops.scatter(self._values.tensor, slots, changes.values)
         if len(changes.removed):
             slots = self._index.find(changes.removed).unique()
@@ -165,8 +167,7 @@ class SubscribedRows:
                     f"rows of '{self.name}' are {self.age_s:.1f} s old after {timeout_s:g} s, expected at most "
                     f"{max_age_s} s. {self._problem or 'They are on their way.'}"
                 )
-            if self._links.is_closed:
-                raise UsageError(f"the subscription to rows of '{self.name}' is closed")
+            self._require_open()
             return self._copy.read(keys.view(-1)).view(*keys.shape, self.spec.width)
 
     def advance(self, clock: int | None = None, *, timeout_s: float = TIMEOUT_S) -> int:
@@ -198,14 +199,12 @@ class SubscribedRows:
                     return wanted
             if not deadline.remaining_s():
                 raise DeadlineExceeded(f"rows of '{self.name}' did not come to clock {wanted} within {timeout_s:g} s")
-            found = self._feed.poll(_WAIT_S, deadline)
-            with self._changed:
-                for changes in found:
-                    self._note(changes)
+            self._handle(self._feed.poll(_WAIT_S, deadline), self._note)
 
     def items(self) -> tuple[Tensor, Tensor]:
         """Return copies of the ids, (n,), and values, (n, width), of all rows in the copy."""
         with self._changed:
+            self._require_open()
             return self._copy.items()
 
     def changes(
@@ -255,6 +254,10 @@ class SubscribedRows:
                 if each is not None:
                     each.close()
 
+    def _require_open(self) -> None:
+        if self._links.is_closed:
+            raise UsageError(f"the subscription to rows of '{self.name}' is closed")
+
     def _start(self) -> None:
         with self._changed:
             if self._thread is None and not self._links.is_closed:
@@ -270,21 +273,31 @@ class SubscribedRows:
             began_s = time.monotonic()
             try:
                 found = self._feed.poll(_WAIT_S, Deadline.after(_POLL_TIMEOUT_S))
-            except PacelineError as error:
-                self._problem = str(error)
-                continue
-            for changes in found:
-                with self._changed:
-                    self._take(changes)
-            with self._changed:
+                self._handle(found, self._take)
                 self._confirm()
+            except (PacelineError, MemoryError, RuntimeError) as error:
+                self._problem = describe_error(error)
+                self._links.wait_closed(_ERROR_PAUSE_S)
+                continue
             if found:
                 self._links.wait_closed(max(0.0, _LEAST_POLL_S - (time.monotonic() - began_s)))
 
+    def _handle(self, found: list[RowChanges], take: Callable[[RowChanges], None]) -> None:
+        """Have changes taken one by one; where that fails the feed begins anew, as nothing else has what is lost."""
+        try:
+            for changes in found:
+                with self._changed:
+                    take(changes)
+        except BaseException:
+            self._feed = RowFeed(self._links, self.name)
+            raise
+
     def _confirm(self) -> None:
-        if self._coming is None and self._feed.confirmed_s:
-            self._confirmed_s, self._problem = self._feed.confirmed_s, ""
-            self._changed.notify_all()
+        """Note until when the copy has all changes."""
+        with self._changed:
+            if self._coming is None and self._feed.confirmed_s:
+                self._confirmed_s, self._problem = self._feed.confirmed_s, ""
+                self._changed.notify_all()
 
     def _take(self, changes: RowChanges) -> None:
         """Have changes in the copy; a feed that begins anew replaces it once all rows are here."""

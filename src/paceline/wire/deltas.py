@@ -19,13 +19,13 @@ _MOST_CHANGED: Final = 0.5  # of all words; where more change, the bytes themsel
 
 
 def encode_delta(base: memoryview, new: memoryview, word_bytes: int) -> tuple[int, memoryview] | None:
-    """Return how many words have changed, and the delta; None if that is no shorter than `new`.
+    r"""Return how many words have changed, and the delta; None if that is no shorter than `new`.
 
     `base` and `new` have one size, a multiple of `word_bytes`.
 
     >>> num_words, delta = encode_delta(memoryview(b"abcdefgh"), memoryview(b"abXdefgh"), 2) or (0, b"")
     >>> num_words, bytes(delta)
-    (1, b'\\x01Xd')
+    (1, b'\x01Xd')
     """
     words, were = _words(new, word_bytes), _words(base, word_bytes)
     at = np.flatnonzero(words != were)

@@ -114,6 +114,10 @@ class ChangeLog:
         """Whether no reader has asked for a long time."""
         return time.monotonic() - self._read_s > UNREAD_S
 
+    def note_read(self) -> None:
+        """Note that a reader needs the log, though it does not read it yet."""
+        self._read_s = time.monotonic()
+
     def append(self, ids: Tensor, values: Tensor, removed: Tensor) -> None:
         """Note what an update has changed; the tensors belong to the log from now on."""
         with self._changed:
