@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +18,10 @@ from tests.nodes.own_functions import HERE as OWN_FUNCTIONS
 from torch import Tensor
 
 from paceline.core.messages import Push, PushId
+from paceline.errors import UsageError
+from paceline.server.feeds import RowFeeds
 from paceline.server.served_table import ACCEPTED
+from paceline.server.tables import ServerState
 from paceline.transport.base import EMPTY
 from paceline.update.named_rules import Adam
 from paceline.update.rows import changes, cuts
@@ -222,3 +227,24 @@ def test_a_read_waits_for_a_change_and_a_log_that_ends_wakes_it() -> None:
     log.end("its server has ended")
     reading.join(100.0)
     assert found == [5.0, "the log of changes does not go on from there: its server has ended"]
+
+
+def test_clocks_are_noted_of_the_tables_that_are_served_now() -> None:
+    feeds, worlds = RowFeeds(), [Changing(Lifecycle(), "float32") for _ in range(2)]
+    core = cast("Any", SimpleNamespace(clock_of=lambda _: 0))
+    first, second = (ServerState(core, each.tables, lambda: True, cast("Any", None)) for each in worlds)
+    feeds.attach(lambda call: call(first), worlds[0].tables)
+    log, _, _, _ = feeds.follow(first, "t")
+    feeds.note_clocks(worlds[0].tables, lambda _: 3)
+    assert log.clock == 3
+    feeds.attach(lambda call: call(second), worlds[1].tables)  # as when a namespace is served anew
+    for each in worlds:
+        feeds.note_clocks(each.tables, lambda _: 9)
+    assert log.clock == 3
+    feeds.detach(worlds[0].tables)  # which is late, and takes nothing from the other
+    assert feeds.ask(lambda held: held, lambda: False) is second
+    feeds.detach(worlds[1].tables)
+    with pytest.raises(UsageError, match="no tables are served here now"):
+        feeds.ask(lambda held: held, lambda: False)
+    for each in worlds:
+        each.tables.close()
