@@ -176,7 +176,7 @@ class EmbeddingLookup:
 
     def _distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the distinct ids, (n,), and the index of each id among them, (number of ids,)."""
-        distinct, places = self.table.client.ops.unique(self.table.keys(ids).view(-1))
+        distinct, places = self.table.client.distinct.among(self.table.keys(ids).view(-1))
         if self.num_ids is not None and len(distinct):
             lowest, highest = (int(bound) for bound in distinct.aminmax())
             if lowest < 0 or highest >= self.num_ids:
@@ -185,7 +185,7 @@ class EmbeddingLookup:
                     f"table '{self.table.name}': id {bad} is out of range: there are {self.num_ids}, from 0 on. "
                     "(num_embeddings=None takes any 64-bit id.)"
                 )
-        return distinct, places
+        return distinct, torch.arange(len(distinct)) if places is None else places
 
     def _read(self, distinct: Tensor) -> Tensor:
         """Return the rows of these ids, (n, width), from a request ahead if there is one for this clock."""

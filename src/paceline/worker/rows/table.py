@@ -194,20 +194,19 @@ class RowTable:
         """
         with self.metrics.communicating():
             keys = self.keys(ids)
-            num = keys.numel()
             values = self._values(rows, keys)
             if self.spec.nonfinite == "zero":
                 values = values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-            distinct, inverse = self.client.ops.unique(keys.view(-1))
+            distinct, places = self.client.distinct.among(keys.view(-1))
             num_rows = distinct.numel()
-            if num_rows < num:
-                values = self.client.ops.sum_rows(values, inverse, num_rows)
+            if places is not None:
+                values = self.client.ops.sum_rows(values, places, num_rows)
             # Of sums: there are fewer, and none of NaN or infinity is finite.
             problem = self._objection(distinct, values)
             if problem:
                 return self._watched(finished_push(PushOutcome(applied=False, reason=problem)))
             self._require_bounded(num_rows)
-            if num_rows == num:
+            if places is None:
                 values = values.clone()  # the caller's memory may have other numbers when it is sent again
             count = samples if type(samples) is float and 0 <= samples < inf else as_count(samples, self._here())
             hyper = as_hyper(hyper, self._here()) if hyper != () else ()
@@ -381,7 +380,7 @@ class RowTable:
 
     def _start(self, keys: Tensor, *, refresh: bool | None, exact: bool, ahead: int) -> RowFuture:
         with self.metrics.communicating():
-            distinct, inverse = self.client.ops.unique(keys.view(-1))
+            distinct, places = self.client.distinct.among(keys.view(-1))
             num, most = distinct.numel(), self._most_a_read
             clock = self.node.clock + ahead
             needs = clock if exact else self.client.state.deferral.needs(clock)
@@ -395,8 +394,7 @@ class RowTable:
                 )
             parts = distinct.split(most) if num > most else (distinct,)
             reading, *further = [self.client.start_read(part, needs, refresh=asks) for part in parts]
-        repeats = inverse if num < keys.numel() else None
-        return RowFuture(self, tuple(keys.shape), repeats, reading, -1 if exact else clock, tuple(further))
+        return RowFuture(self, tuple(keys.shape), places, reading, -1 if exact else clock, tuple(further))
 
     def keys(self, ids: Ids) -> Tensor:
         """Return ids as a contiguous tensor of int64 in main memory; raises UsageError for invalid ids."""
