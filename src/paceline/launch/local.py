@@ -29,6 +29,7 @@ from paceline.job.machines import cores_here
 from paceline.job.spec import ClusterSpec, write_token
 from paceline.job.strategy import Distribution
 from paceline.launch.child import Child, Launch, Process, start_process
+from paceline.launch.exporter import exporting
 from paceline.launch.forkserver.server import ForkServer
 from paceline.launch.forkserver.subreaper import Orphans
 from paceline.launch.guard import PREFIX, Guard, clear, remove_abandoned
@@ -287,6 +288,7 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
             Orphans(guard) as orphans,
             open_fork_server(run, programs, run_dir, environment) as fork_server,
             open_successors(run) as successors,
+            exporting(run.export, run_dir, console.announce),
         ):
             keeps_spares = successors is not None
             backend = LocalBackend(

@@ -17,6 +17,7 @@ from paceline.job.strategy import PARAMETER_SERVER, Distribution
 from paceline.launch.child import Launch
 from paceline.launch.policy import Policy
 from paceline.launch.script import OPTION, sets_variables
+from paceline.observe.export.options import ExportOptions
 from paceline.snapshots.options import SnapshotOptions
 
 # These modules have to run before torch is imported, and so in no process that was forked.
@@ -80,6 +81,7 @@ class LocalRun:
     defaults: tuple[tuple[str, str], ...] = ()  # variables of all processes, where the user has not set them
     publish_every: int = 0  # clocks, after which the models are published; 0 for never
     snapshots: SnapshotOptions = field(default_factory=SnapshotOptions)
+    export: ExportOptions = field(default_factory=ExportOptions)
     num_data_servers: int = 0  # that `paceline.feed` gets its batches from; without any, workers read them themselves
 
     @property

@@ -216,6 +216,18 @@ class Reported(msgspec.Struct, frozen=True, tag_field="kind", tag="reported"):
     text: Literal["", "nan", "inf", "-inf"] = ""
 
 
+NonFinite = Literal["nan", "inf", "-inf"]  # how JSON has a number that is not finite
+
+
+class ReportedValues(msgspec.Struct, frozen=True, tag_field="kind", tag="values"):
+    """A worker at `clock` reported values under names of its script's."""
+
+    t: float
+    worker: int
+    clock: int
+    values: dict[str, float | NonFinite]
+
+
 class Resources(msgspec.Struct, frozen=True, tag_field="kind", tag="resources"):
     """A worker leaves: the peak memory of its process, and the traffic of its TCP connections."""
 
@@ -412,6 +424,7 @@ Record = (
     | Step
     | Evaluated
     | Reported
+    | ReportedValues
     | Resources
     | Load
     | Fed
