@@ -43,6 +43,7 @@ app.command("paceline.tools.top:top", name="top", help="Show what a job does, wh
 app.command("paceline.tools.afterwards:report", name="report", help="Draw what runs did, or tell how one ended.")
 app.command("paceline.tools.afterwards:trace", name="trace", help="Write what a run did, for Perfetto.")
 app.command("paceline.tools.export:export", name="export", help="Pass on what a run reports, to trackers.")
+app.command("paceline.tools.replay:replay", name="replay", help="Do again what servers have done, to the bit.")
 app.command("paceline.tools.scale:scale", name="scale", help="Change the number of workers of a job that runs.")
 app.command("paceline.tools.tune.command:tune", name="tune", help="Search over the hyperparameters of a script.")
 app.command("paceline.launch.manifests.command:launch", name="launch", help="Write what Slurm or Kubernetes takes.")

@@ -81,6 +81,8 @@ class LocalRun:
     defaults: tuple[tuple[str, str], ...] = ()  # variables of all processes, where the user has not set them
     publish_every: int = 0  # clocks, after which the models are published; 0 for never
     snapshots: SnapshotOptions = field(default_factory=SnapshotOptions)
+    record: bool = False  # what each server is told, for `paceline replay`
+    record_gib: float = 10.0  # that the records of all servers may have
     export: ExportOptions = field(default_factory=ExportOptions)
     num_data_servers: int = 0  # that `paceline.feed` gets its batches from; without any, workers read them themselves
 
@@ -118,6 +120,10 @@ class LocalRun:
             if number < least:
                 raise UsageError(f"--{what} must be at least {least}, got {number}")
         self.snapshots.validate()
+        if self.record and self.run_dir is None:
+            raise UsageError("--record needs a folder that stays: name one with --run-dir")
+        if not 0 < self.record_gib < math.inf:
+            raise UsageError(f"--record-gib must be more than 0, got {self.record_gib:g}")
         if self.debug is not None and self.debug not in self.first_workers:
             raise UsageError(f"--debug is {self.debug}, expected a worker from 0 to {self.first_workers[-1]}")
         if not self.grace_s > 0:

@@ -34,7 +34,7 @@ def export(
         Where it goes.
     """
     if not asked.is_wanted:
-        raise UsageError("paceline export needs --log or --metrics: where to pass on what the run reports")
+        raise UsageError("paceline export has nowhere to go: add --log or --metrics")
     from paceline.launch.exporter import export_run
     from paceline.launch.running import find_run, running
     from paceline.observe.export.prometheus import listen

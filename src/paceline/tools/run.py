@@ -43,6 +43,8 @@ def run(
     timeout: float | None = None,
     grace_s: float = 5.0,
     run_dir: Path | None = None,
+    record: Annotated[bool, Parameter(negative="")] = False,
+    record_gib: float = 10.0,
     shares: str | None = None,
     server_threads: int | None = None,
     pin: Annotated[bool, Parameter(negative="")] = False,
@@ -101,6 +103,10 @@ def run(
     run_dir
         New or empty folder that keeps the run's traces. Without it the latest are kept, of the last 20 runs, in
         ~/.local/state/paceline/runs; PACELINE_KEEP_RUNS=0 keeps nothing.
+    record
+        Keep in --run-dir what each server is told, so that `paceline replay` can do it again.
+    record_gib
+        How much disk the records of all servers may take, in GiB; what comes after that is not recorded.
     shares
         How much of every table each server holds, as proportions such as 2,1,1; by default all the same. Or
         measured:RUN_DIR, by the bytes per second that each managed in a former run.
@@ -134,6 +140,8 @@ def run(
         scale=scale,
         trace=trace,
         run_dir=run_dir,
+        record=record,
+        record_gib=record_gib,
         snapshots=snapshots,
         export=export,
         shares=parts_of(shares, servers, quiet=quiet),
@@ -166,8 +174,10 @@ def start(engine: Engine, ray: RayOptions, asked: "LocalRun") -> int:
     if engine == "ray":
         if asked.snapshots != SnapshotOptions():
             raise UsageError("--snapshots and --resume are for --engine local: on Ray, call paceline.snapshot(DIR)")
+        if asked.record:
+            raise UsageError("--record is for --engine local: leave it out on Ray")
         if asked.export.is_wanted:
-            raise UsageError("--log and --metrics are for --engine local")
+            raise UsageError("--log and --metrics are for --engine local: leave them out on Ray")
         from paceline.ray.driver import run_on_ray
 
         return run_on_ray(asked, ray)
