@@ -63,7 +63,9 @@ class RecordFile:
     _is_over: bool = field(default=False)
 
     def open(self) -> bool:
-        """Open the file, without an unfinished frame at its end; return whether it is new."""
+        """Open the file, without an unfinished frame at its end; return whether it is new. Idempotent."""
+        if self._descriptor >= 0:
+            return False
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
