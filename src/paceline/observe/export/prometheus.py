@@ -97,6 +97,11 @@ def listen(address: str) -> socket.socket:
         raise UsageError(f"--metrics {address}: {reason}; name another port") from error
 
 
+def check_free(address: str) -> None:
+    """Raise as `listen` does, for a process that is to listen later."""
+    listen(address).close()
+
+
 @final
 class MetricsServer:
     """Answers scrapes, in a thread of its own, until it is closed. A stalled reader holds up none but itself.
