@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
 from typing import Final, get_args
 
 from cyclopts import App, ArgumentCollection, CycloptsError
@@ -167,7 +168,9 @@ def with_module(options: Sequence[str]) -> list[str]:
 
 
 def switches() -> frozenset[str]:
-    """Return the options before a script that take no value."""
-    parameters = inspect.signature(run).parameters.values()
-    names = [parameter.name for parameter in parameters if isinstance(parameter.default, bool)]
+    """Return the options before a script that take no value, those in groups of options among them."""
+    defaults = {parameter.name: parameter.default for parameter in inspect.signature(run).parameters.values()}
+    for group in [default for default in defaults.values() if is_dataclass(default)]:
+        defaults |= {field.name: getattr(group, field.name) for field in fields(group)}
+    names = [name for name, default in defaults.items() if isinstance(default, bool)]
     return frozenset({"--help", "-h", TRACEBACK_FLAG, *(f"{no}{name}" for name in names for no in ("--", "--no-"))})

@@ -41,8 +41,10 @@ def test_a_run_that_is_killed_is_replayed_to_its_last_event(tmp_path: Path, caps
     script, values, run_dir = tmp_path / "script.py", tmp_path / "values.pt", tmp_path / "run"
     script.write_text(SCRIPT)
     program = "import sys; from paceline.cli import main; main()"
-    command = [sys.executable, "-c", program, "run", "--no-progress", "--record", "--run-dir", str(run_dir)]
-    with subprocess.Popen([*command, str(script), str(values)], stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-c", program, "run", "--no-progress", "--run-dir", str(run_dir)]
+    with subprocess.Popen(
+        [*command, "--record", str(script), str(values)], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert any("ready" in line for line in process.stdout)
         pids = processes_of(run_dir)

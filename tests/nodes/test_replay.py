@@ -14,14 +14,14 @@ from paceline.job.addresses import SPEC_NAME
 from paceline.job.spec import ClusterSpec
 from paceline.launch.replaying import (
     ClockReached,
-    NotFinite,
     ReplayDiffers,
     StaleRead,
+    ValueNotFinite,
     replay_server,
     tensors_of,
 )
 from paceline.server import replica
-from paceline.server.record import RecordFile, UnfitRecord, read_frames, record_path
+from paceline.server.record import RecordFile, UnreadableRecord, read_frames, record_path
 from paceline.server.replica import Moment, Proved, ReplicaLink
 
 GIB = 1 << 30
@@ -117,7 +117,7 @@ def test_other_values_than_at_the_end_are_told(run_dir: Path, tmp_path: Path) ->
 def test_a_file_that_is_no_record_is_refused(run_dir: Path, tmp_path: Path, damage: bytes) -> None:
     copy = shortened(run_dir, tmp_path, 0)
     record_path(copy, 0).write_bytes(damage)
-    with pytest.raises(UnfitRecord, match="is no record of a server of this version"):
+    with pytest.raises(UnreadableRecord, match="is no record of a server of this version"):
         replay_server(copy, 0)
 
 
@@ -140,7 +140,7 @@ def test_a_replay_stops_where_a_condition_is_met(run_dir: Path) -> None:
 
 
 def test_a_replay_stops_where_a_value_turns_nan(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert replay_server(run_dir, 0, NotFinite().met).stopped == ""
+    assert replay_server(run_dir, 0, ValueNotFinite().met).stopped == ""
     found = {"values": tensors_of}
 
     def spoilt(moment: Moment, table: str) -> Any:
@@ -150,7 +150,7 @@ def test_a_replay_stops_where_a_value_turns_nan(run_dir: Path, monkeypatch: pyte
         return tensors
 
     monkeypatch.setattr("paceline.launch.replaying.tensors_of", spoilt)
-    stopped = replay_server(run_dir, 0, NotFinite().met)
+    stopped = replay_server(run_dir, 0, ValueNotFinite().met)
     assert stopped.stopped == "1 of 257 numbers of 'values' of table 'model' are NaN or infinite"
 
 

@@ -238,7 +238,7 @@ def make_spec(run: LocalRun, run_dir: Path) -> ClusterSpec:
         server_threads=run.server_threads,
         num_data_servers=run.num_data_servers,
         publish_every=run.publish_every,
-        record_bytes=int(run.record_gib * 2**30) // run.num_servers if run.record else 0,
+        record_bytes=run.record.max_bytes(run.num_servers),
         trace_bytes=UNNAMED_TRACE_BYTES if run.run_dir is None else 0,
     )
     spec = with_snapshots(spec, run)
@@ -301,8 +301,9 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
                     f"{run.num_at_start} of up to {run.num_workers} workers begin; for another number of them: "
                     f"paceline scale {run_dir} --workers NUMBER"
                 )
-            if run.record and not run.quiet:
-                console.announce(f"what servers are told is kept for paceline replay: at most {run.record_gib:g} GiB")
+            if spec.record_bytes and not run.quiet:
+                size = f"{run.record.record_gib:g} GiB"
+                console.announce(f"what servers are told is kept for paceline replay: at most {size}")
             if spec.resume and not run.quiet:
                 console.announce(f"goes on from {spec.resume}, at clock {spec.clock}")
             starting = [each for each in launches if each.role != "worker" or each.rank in run.first_workers]

@@ -16,6 +16,7 @@ from paceline.job.machines import cores_here, share_of
 from paceline.job.strategy import PARAMETER_SERVER, Distribution
 from paceline.launch.child import Launch
 from paceline.launch.policy import Policy
+from paceline.launch.recording import RecordOptions
 from paceline.launch.script import OPTION, sets_variables
 from paceline.observe.export.options import ExportOptions
 from paceline.snapshots.options import SnapshotOptions
@@ -81,8 +82,7 @@ class LocalRun:
     defaults: tuple[tuple[str, str], ...] = ()  # variables of all processes, where the user has not set them
     publish_every: int = 0  # clocks, after which the models are published; 0 for never
     snapshots: SnapshotOptions = field(default_factory=SnapshotOptions)
-    record: bool = False  # what each server is told, for `paceline replay`
-    record_gib: float = 10.0  # that the records of all servers may have
+    record: RecordOptions = field(default_factory=RecordOptions)
     export: ExportOptions = field(default_factory=ExportOptions)
     num_data_servers: int = 0  # that `paceline.feed` gets its batches from; without any, workers read them themselves
 
@@ -120,10 +120,7 @@ class LocalRun:
             if number < least:
                 raise UsageError(f"--{what} must be at least {least}, got {number}")
         self.snapshots.validate()
-        if self.record and self.run_dir is None:
-            raise UsageError("--record needs a folder that stays: name one with --run-dir")
-        if not 0 < self.record_gib < math.inf:
-            raise UsageError(f"--record-gib must be more than 0, got {self.record_gib:g}")
+        self.record.validate(stays=self.run_dir is not None)
         if self.debug is not None and self.debug not in self.first_workers:
             raise UsageError(f"--debug is {self.debug}, expected a worker from 0 to {self.first_workers[-1]}")
         if not self.grace_s > 0:

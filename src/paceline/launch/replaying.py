@@ -43,7 +43,7 @@ class Condition(Protocol):
 
 
 @dataclass(slots=True)
-class NotFinite:
+class ValueNotFinite:
     """A value of a table is NaN or infinite. Looks at all values of a table after each of its updates."""
 
     _versions: dict[str, int] = field(default_factory=dict[str, int])
@@ -101,7 +101,7 @@ def parse_condition(text: str) -> Condition:
     """
     kind, _, number = text.partition(":")
     if text == "nan":
-        return NotFinite()
+        return ValueNotFinite()
     if kind in ("stale", "clock") and number.isascii() and number.isdecimal():
         return StaleRead(int(number)) if kind == "stale" else ClockReached(int(number))
     raise UsageError(f"--until is {text[:40]!r}, expected nan, stale:CLOCKS or clock:NUMBER")

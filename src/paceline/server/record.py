@@ -33,7 +33,7 @@ _HEAD: Final = struct.Struct("<IQI")  # of a frame: lengths of header and body, 
 _MOST_HEADER: Final = 1 << 26
 
 
-class UnfitRecord(PacelineError):
+class UnreadableRecord(PacelineError):
     """A file is no record of a server, of another version, or damaged."""
 
 
@@ -75,7 +75,7 @@ class RecordFile:
             self._size = max((stop for _, _, stop in self._frames()), default=_START.size)
             os.truncate(self._descriptor, self._size)
             os.lseek(self._descriptor, self._size, os.SEEK_SET)
-        except (OSError, UnfitRecord) as error:
+        except (OSError, UnreadableRecord) as error:
             self.end(str(error))
         return False
 
@@ -128,14 +128,14 @@ def read_frames(path: Path, *, with_bodies: bool = True) -> Generator[tuple[byte
     The body is writable memory of its own; it is empty unless `with_bodies`.
 
     Raises:
-        UnfitRecord: it is not a record of this version.
+        UnreadableRecord: it is not a record of this version.
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(_START.size)
         if len(start) < _START.size or _START.unpack(start) != (_MARK, FORMAT):
-            raise UnfitRecord(f"{path} is no record of a server of this version of paceline")
+            raise UnreadableRecord(f"{path} is no record of a server of this version of paceline")
         position = _START.size
         while position + _HEAD.size <= size:
             num_header, num_body, checksum = _HEAD.unpack(file.read(_HEAD.size))
@@ -144,7 +144,7 @@ def read_frames(path: Path, *, with_bodies: bool = True) -> Generator[tuple[byte
                 return
             header = file.read(num_header) if num_header <= _MOST_HEADER else b""
             if zlib.crc32(header) != checksum or len(header) != num_header:
-                raise UnfitRecord(f"{path} is damaged before byte {position}")
+                raise UnreadableRecord(f"{path} is damaged before byte {position}")
             body = EMPTY
             if with_bodies:
                 body = memoryview(bytearray(num_body))

@@ -25,7 +25,7 @@ from paceline.server.buffers import BodyLimits, ReceiveBuffers
 from paceline.server.connections import Stop
 from paceline.server.journal import Asked, Began, Entry, Written, decode_written, encode_written
 from paceline.server.memory_check import require_memory
-from paceline.server.record import RecordFile, UnfitRecord, read_frames
+from paceline.server.record import RecordFile, UnreadableRecord, read_frames
 from paceline.server.recovery import ServerParts
 from paceline.server.tables import ServedTables
 from paceline.stopwatch import Stopwatch
@@ -716,14 +716,14 @@ class RecordFollower:
     end: str = ""
 
     def follow(self, replay: Replay, _next_item: Callable[[float], object | None]) -> None:
-        """Do all that the record has; raises UnfitRecord and OSError for one that cannot be read, Diverged."""
+        """Do all that the record has; raises UnreadableRecord and OSError for one that cannot be read, Diverged."""
         number, moment = 0, None
         for header, body, _ in read_frames(self.path):
             try:
                 message = _CODEC.decode(header)
                 replay.take(message, Frame(header, body))
             except PeerError as error:
-                raise UnfitRecord(f"{self.path} is damaged after event {number}: {error}") from error
+                raise UnreadableRecord(f"{self.path} is damaged after event {number}: {error}") from error
             match message:
                 case Happened(now, written):
                     number += 1

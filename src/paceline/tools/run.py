@@ -13,6 +13,7 @@ from cyclopts import App, Parameter, Token
 from paceline.errors import UsageError
 from paceline.job.choices import Engine, ScaleName, TraceLevel, TransportName
 from paceline.launch.policy import Policy
+from paceline.launch.recording import RecordOptions
 from paceline.observe.export.options import ExportOptions
 from paceline.ray.options import RayOptions
 from paceline.snapshots.options import SnapshotOptions
@@ -43,8 +44,7 @@ def run(
     timeout: float | None = None,
     grace_s: float = 5.0,
     run_dir: Path | None = None,
-    record: Annotated[bool, Parameter(negative="")] = False,
-    record_gib: float = 10.0,
+    record: Annotated[RecordOptions, Parameter(name="*")] = RecordOptions(),  # noqa: B008 - it is frozen
     shares: str | None = None,
     server_threads: int | None = None,
     pin: Annotated[bool, Parameter(negative="")] = False,
@@ -104,9 +104,7 @@ def run(
         New or empty folder that keeps the run's traces. Without it the latest are kept, of the last 20 runs, in
         ~/.local/state/paceline/runs; PACELINE_KEEP_RUNS=0 keeps nothing.
     record
-        Keep in --run-dir what each server is told, so that `paceline replay` can do it again.
-    record_gib
-        How much disk the records of all servers may take, in GiB; what comes after that is not recorded.
+        What is kept for paceline replay.
     shares
         How much of every table each server holds, as proportions such as 2,1,1; by default all the same. Or
         measured:RUN_DIR, by the bytes per second that each managed in a former run.
@@ -141,7 +139,6 @@ def run(
         trace=trace,
         run_dir=run_dir,
         record=record,
-        record_gib=record_gib,
         snapshots=snapshots,
         export=export,
         shares=parts_of(shares, servers, quiet=quiet),
@@ -174,7 +171,7 @@ def start(engine: Engine, ray: RayOptions, asked: "LocalRun") -> int:
     if engine == "ray":
         if asked.snapshots != SnapshotOptions():
             raise UsageError("--snapshots and --resume are for --engine local: on Ray, call paceline.snapshot(DIR)")
-        if asked.record:
+        if asked.record != RecordOptions():
             raise UsageError("--record is for --engine local: leave it out on Ray")
         if asked.export.is_wanted:
             raise UsageError("--log and --metrics are for --engine local: leave them out on Ray")
