@@ -9,6 +9,7 @@ import pytest
 from tests.nodes.test_faults import NUM_WORKERS, Ledger
 from tests.nodes.test_successors import POLICIES, Fate, ServerPlace, Trained, killable
 
+from paceline.core.events import Timeout
 from paceline.errors import PacelineError
 from paceline.job.addresses import SPEC_NAME
 from paceline.job.spec import ClusterSpec
@@ -21,8 +22,9 @@ from paceline.launch.replaying import (
     tensors_of,
 )
 from paceline.server import replica
+from paceline.server.journal import Entry
 from paceline.server.record import RecordFile, UnreadableRecord, read_frames, record_path
-from paceline.server.replica import Moment, Proved, ReplicaLink
+from paceline.server.replica import Attached, Happened, Moment, Proved, ReplicaLink
 
 GIB = 1 << 30
 
@@ -161,3 +163,30 @@ def test_a_record_takes_no_more_disk_than_it_may_and_the_run_goes_on(tmp_path: P
     assert line.endswith("it has the 1.86e-05 GiB that it may have; for more: --record-gib")
     assert 10_000 < record_path(tmp_path / "run", 0).stat().st_size <= 20_000
     assert replay_server(tmp_path / "run", 0).num_events > 10
+
+
+@pytest.mark.parametrize(
+    ("in_record", "in_journal", "expected"),
+    [
+        ([1, 2], [1, 2, 3], [1, 2, 3]),  # killed between the two
+        ([1, 2], [1, 2], [1, 2]),
+        ([1, 2], [], [1, 2]),  # a snapshot was written since
+        ([1, 2], [3], [1, 2, 3]),  # and then one entry
+    ],
+)
+def test_a_successor_completes_the_record_by_the_journal(
+    in_record: list[int], in_journal: list[int], expected: list[int], tmp_path: Path
+) -> None:
+    first = ReplicaLink(record=RecordFile(tmp_path / "record", GIB, print))
+    first.open(b"state")
+    for now in in_record:
+        first.note(Timeout(), float(now))
+    first.note_idle()
+    first.close()
+    second = ReplicaLink(record=RecordFile(tmp_path / "record", GIB, print))
+    second.complete_record([Entry(Timeout(), float(now)) for now in in_journal])
+    second.open(b"state")
+    second.close()
+    told = [replica._CODEC.decode(header) for header, _, _ in read_frames(tmp_path / "record")]
+    assert [each.now for each in told if isinstance(each, Happened)] == expected
+    assert sum(isinstance(each, Attached) for each in told) == 1

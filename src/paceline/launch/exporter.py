@@ -52,10 +52,12 @@ class ExportOrders(msgspec.Struct, frozen=True):
 
 
 @contextmanager
-def exporting(asked: ExportOptions, run_dir: Path, announce: Callable[[str], None]) -> Generator[None]:
+def exporting(
+    asked: ExportOptions, run_dir: Path, announce: Callable[[str], None], *, quiet: bool = False
+) -> Generator[None]:
     """Have a process pass on what the run in this folder reports, until the end of the context and what was left then.
 
-    Raises UsageError, before it begins, for a tracker or an address that cannot be had.
+    Unless `quiet`, it announces where metrics are. Raises UsageError, before it begins, for a tracker or an address that cannot be had.
     """
     if not asked.is_wanted:
         yield
@@ -67,7 +69,8 @@ def exporting(asked: ExportOptions, run_dir: Path, announce: Callable[[str], Non
         if asked.metrics is not None:
             scrapes = undo.enter_context(listen(asked.metrics))
             listening = scrapes.fileno()
-            announce(f"metrics for Prometheus are at http://{_host_port(scrapes)}/metrics")
+            if not quiet:
+                announce(f"metrics for Prometheus are at http://{_host_port(scrapes)}/metrics")
         orders = msgspec.json.encode(ExportOrders(str(run_dir), asked.log or "", listening))
         process = subprocess.Popen(
             [sys.executable, "-m", "paceline.launch.exporter"],

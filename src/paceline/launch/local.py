@@ -289,7 +289,7 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
             Orphans(guard) as orphans,
             open_fork_server(run, programs, run_dir, environment) as fork_server,
             open_successors(run) as successors,
-            exporting(run.export, run_dir, console.announce),
+            exporting(run.export, run_dir, console.announce, quiet=run.quiet),
         ):
             keeps_spares = successors is not None
             backend = LocalBackend(
