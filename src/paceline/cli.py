@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
 from typing import Final, get_args
 
 from cyclopts import App, ArgumentCollection, CycloptsError
@@ -42,6 +43,8 @@ app.command(run)
 app.command("paceline.tools.top:top", name="top", help="Show what a job does, who holds it up and why.")
 app.command("paceline.tools.afterwards:report", name="report", help="Draw what runs did, or tell how one ended.")
 app.command("paceline.tools.afterwards:trace", name="trace", help="Write what a run did, for Perfetto.")
+app.command("paceline.tools.export:export", name="export", help="Pass on what a run reports, to trackers.")
+app.command("paceline.tools.replay:replay", name="replay", help="Do again what servers have done, to the bit.")
 app.command("paceline.tools.scale:scale", name="scale", help="Change the number of workers of a job that runs.")
 app.command("paceline.tools.tune.command:tune", name="tune", help="Search over the hyperparameters of a script.")
 app.command("paceline.launch.manifests.command:launch", name="launch", help="Write what Slurm or Kubernetes takes.")
@@ -165,7 +168,9 @@ def with_module(options: Sequence[str]) -> list[str]:
 
 
 def switches() -> frozenset[str]:
-    """Return the options before a script that take no value."""
-    parameters = inspect.signature(run).parameters.values()
-    names = [parameter.name for parameter in parameters if isinstance(parameter.default, bool)]
+    """Return the options before a script that take no value, those in groups of options among them."""
+    defaults = {parameter.name: parameter.default for parameter in inspect.signature(run).parameters.values()}
+    for group in [default for default in defaults.values() if is_dataclass(default)]:
+        defaults |= {field.name: getattr(group, field.name) for field in fields(group)}
+    names = [name for name, default in defaults.items() if isinstance(default, bool)]
     return frozenset({"--help", "-h", TRACEBACK_FLAG, *(f"{no}{name}" for name in names for no in ("--", "--no-"))})

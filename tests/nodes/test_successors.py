@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +25,7 @@ from paceline.server import node
 from paceline.server.journal import COLD, COLD_BYTES, JOURNAL, JOURNAL_BYTES, Asked, Journal
 from paceline.server.node import ServerNode
 from paceline.server.recovery import CannotGoOn
+from paceline.server.replica import ReplicaLink
 from paceline.server.work_queue import read_answer
 from paceline.transport import MemoryTransport
 from paceline.transport.base import Transport
@@ -102,6 +103,7 @@ class ServerPlace:
     addresses: tuple[str, ...]
     fate: Fate
     holder: MemoryHolder
+    link: Callable[[int], ReplicaLink] = lambda _: ReplicaLink()
     num_workers: int = NUM_WORKERS
     server: ServerNode | None = None
     is_over: bool = False
@@ -121,6 +123,7 @@ class ServerPlace:
                 Trace(None),
                 checks_memory=True,
                 memory=LastingMemory.connect(self.holder.theirs),
+                replica=self.link(self.rank),
             )
             server.fate = self.fate
             with self._changed:
@@ -143,7 +146,9 @@ class ServerPlace:
 
 
 @contextmanager
-def killable(kind: str, directory: Path, strides: tuple[int, ...]) -> Iterator[tuple[Cluster, list[ServerPlace]]]:
+def killable(
+    kind: str, directory: Path, strides: tuple[int, ...], link: Callable[[int], ReplicaLink] = lambda _: ReplicaLink()
+) -> Iterator[tuple[Cluster, list[ServerPlace]]]:
     """Run a server for each stride, which is killed at every so many points; 0: at none."""
     transport = make_transport(kind, directory)
     listeners = [transport.listen(address_of(kind, directory, rank)) for rank in range(len(strides))]
@@ -160,6 +165,7 @@ def killable(kind: str, directory: Path, strides: tuple[int, ...]) -> Iterator[t
                 addresses,
                 Fate(stride),
                 stack.enter_context(MemoryHolder()),
+                link,
             )
             for rank, stride in enumerate(strides)
         ]

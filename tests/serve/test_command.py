@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -174,3 +175,15 @@ def test_a_full_disk_loses_nothing_and_the_exit_code_tells(tmp_path: Path) -> No
         assert process.returncode == 0
     with serving(state, "--alone") as (_, line), paceline.connect(address_in(line, "job"), token=state / "token") as ps:
         assert push(ps, open_wide(ps)) == 3.0
+
+
+def test_prometheus_scrapes_each_namespace(tmp_path: Path) -> None:
+    with serving(tmp_path, "--metrics", "0") as (process, line):
+        assert process.stderr is not None
+        url = process.stderr.readline().split(" at ")[1].strip()
+        with paceline.connect(address_in(line, "job"), token=tmp_path / "token") as ps:
+            assert add_one(ps, open_sum(ps)) == 1.0
+            with urllib.request.urlopen(url, timeout=DEADLINE_S) as answer:
+                text = answer.read().decode()
+    assert 'paceline_server_updates_total{server="0",table="sum",namespace="job"} 1\n' in text
+    assert 'paceline_membership_changes_total{event="joined",namespace="job"} 1\n' in text

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from paceline.update.table import NonFinite, Scale
 
 _Source = TypeVar("_Source")
+_LONGEST_NAME: Final = 100  # of a reported value
 
 
 @dataclass(slots=True)
@@ -202,21 +203,23 @@ def preempted() -> bool:
 
 
 @checked_late
-def report(*, loss: float | None = None, accuracy: float | None = None) -> None:
+def report(*, loss: float | None = None, accuracy: float | None = None, **values: float) -> None:
     """Report the training loss of this clock, or with `accuracy` (0 to 1) an evaluation on held-out data.
 
-    The live progress and the report show it, and `paceline tune` compares trials by it. Does not block. A worker that
-    has been preempted, as a pruned trial is, exits here: with an evaluation, or before its first clock is finished;
-    otherwise it exits at the end of the step.
+    Other values may have any names. The live progress and the report show losses, `paceline tune` compares trials by
+    loss and accuracy, and trackers (`paceline run --log tensorboard`) get all of them: those of each worker, and merged
+    into the mean of what all workers have reported in a clock. The first of each name that is NaN or infinite is told
+    on stderr. Does not block. A worker that has been preempted, as a pruned trial is, exits here: with an evaluation,
+    or before its first clock is finished; otherwise it exits at the end of the step.
 
     Raises:
         SystemExit: with 143; see `preempted`.
-        UsageError: an accuracy without a loss.
+        UsageError: an accuracy without a loss, a value that is not a number, or a name of more than 100 characters.
 
     Example:
         >>> import paceline
         >>> _ = paceline.init()
-        >>> paceline.report(loss=0.7)
+        >>> paceline.report(loss=0.7, grad_norm=1.3)
         >>> paceline.report(loss=0.8, accuracy=0.91)
     """
     session = current()
@@ -224,14 +227,25 @@ def report(*, loss: float | None = None, accuracy: float | None = None) -> None:
     here = f"report, worker {session.rank}, clock {clock}"
     loss = None if loss is None else as_number(loss, here, "loss")
     accuracy = None if accuracy is None else as_number(accuracy, here, "accuracy")
+    if values:
+        session.metrics.note_values(
+            clock, {name: as_number(values[name], here, _checked_name(name)) for name in values}
+        )
     if accuracy is None:
-        session.metrics.note_loss(clock, loss)
+        if loss is not None or not values:
+            session.metrics.note_loss(clock, loss)
     elif loss is None:
         raise UsageError("report(accuracy=...) also needs loss=..., measured on the same data.")
     else:
         session.metrics.note_evaluation(clock, loss, accuracy)
     if accuracy is not None or clock == 0:
         session.exit_if_preempted()
+
+
+def _checked_name(name: str) -> str:
+    if len(name) > _LONGEST_NAME or not name.isprintable():
+        raise UsageError(f"report: {brief(name)} is no name: expected at most {_LONGEST_NAME} printable characters.")
+    return name
 
 
 @checked

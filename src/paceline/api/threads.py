@@ -24,10 +24,11 @@ from paceline.job.spec import ClusterSpec, wait_spec
 from paceline.launch.entry import die_with_launcher
 from paceline.launch.script import OPTION, find_module, source_of
 from paceline.launch.script_exit import report_error
-from paceline.launch.server import server_settings
+from paceline.launch.server import record_file, server_settings
 from paceline.launch.signals import ABORT_MARKER_NAME, EXIT_PREEMPTED, PreemptionNotice
 from paceline.observe.trace import Trace, trace_path
 from paceline.server.node import ServerNode
+from paceline.server.replica import ReplicaLink
 from paceline.transport.memory import MemoryTransport
 
 _START_TIMEOUT_S = 30.0
@@ -54,6 +55,7 @@ def run_job(spec: ClusterSpec, place: Place, script: ModuleSpec) -> int:
             Trace(trace_path(Path(spec.run_dir), "server", rank), spec.trace_bytes),
             full_trace=spec.trace == "full",
             checks_memory=checks_memory(),
+            replica=ReplicaLink(record=record_file(spec, rank)),
         )
         for rank, listener in enumerate(listeners)
     ]

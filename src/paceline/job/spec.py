@@ -57,6 +57,7 @@ class ClusterSpec:
     num_data_servers: int = 0
     data_addresses: tuple[str, ...] = ()
     trace_bytes: int = 0  # that bound the trace of each process, see `TraceFile`; 0 keeps all of it
+    record_bytes: int = 0  # that the record of each server may have; 0 keeps none
     num_at_start: int = 0
     has_replicas: bool = False  # of its servers, each on another machine than its server
     publish_every: int = 0  # clocks, after which worker 0 publishes the models; 0 for never

@@ -29,6 +29,7 @@ from paceline.job.machines import cores_here
 from paceline.job.spec import ClusterSpec, write_token
 from paceline.job.strategy import Distribution
 from paceline.launch.child import Child, Launch, Process, start_process
+from paceline.launch.exporter import exporting
 from paceline.launch.forkserver.server import ForkServer
 from paceline.launch.forkserver.subreaper import Orphans
 from paceline.launch.guard import PREFIX, Guard, clear, remove_abandoned
@@ -237,6 +238,7 @@ def make_spec(run: LocalRun, run_dir: Path) -> ClusterSpec:
         server_threads=run.server_threads,
         num_data_servers=run.num_data_servers,
         publish_every=run.publish_every,
+        record_bytes=run.record.max_bytes(run.num_servers),
         trace_bytes=UNNAMED_TRACE_BYTES if run.run_dir is None else 0,
     )
     spec = with_snapshots(spec, run)
@@ -287,6 +289,7 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
             Orphans(guard) as orphans,
             open_fork_server(run, programs, run_dir, environment) as fork_server,
             open_successors(run) as successors,
+            exporting(run.export, run_dir, console.announce, quiet=run.quiet),
         ):
             keeps_spares = successors is not None
             backend = LocalBackend(
@@ -298,6 +301,9 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
                     f"{run.num_at_start} of up to {run.num_workers} workers begin; for another number of them: "
                     f"paceline scale {run_dir} --workers NUMBER"
                 )
+            if spec.record_bytes and not run.quiet:
+                size = f"{run.record.record_gib:g} GiB"
+                console.announce(f"what servers are told is kept for paceline replay: at most {size}")
             if spec.resume and not run.quiet:
                 console.announce(f"goes on from {spec.resume}, at clock {spec.clock}")
             starting = [each for each in launches if each.role != "worker" or each.rank in run.first_workers]

@@ -16,7 +16,9 @@ from paceline.job.machines import cores_here, share_of
 from paceline.job.strategy import PARAMETER_SERVER, Distribution
 from paceline.launch.child import Launch
 from paceline.launch.policy import Policy
+from paceline.launch.recording import RecordOptions
 from paceline.launch.script import OPTION, sets_variables
+from paceline.observe.export.options import ExportOptions
 from paceline.snapshots.options import SnapshotOptions
 
 # These modules have to run before torch is imported, and so in no process that was forked.
@@ -80,6 +82,8 @@ class LocalRun:
     defaults: tuple[tuple[str, str], ...] = ()  # variables of all processes, where the user has not set them
     publish_every: int = 0  # clocks, after which the models are published; 0 for never
     snapshots: SnapshotOptions = field(default_factory=SnapshotOptions)
+    record: RecordOptions = field(default_factory=RecordOptions)
+    export: ExportOptions = field(default_factory=ExportOptions)
     num_data_servers: int = 0  # that `paceline.feed` gets its batches from; without any, workers read them themselves
 
     @property
@@ -116,6 +120,7 @@ class LocalRun:
             if number < least:
                 raise UsageError(f"--{what} must be at least {least}, got {number}")
         self.snapshots.validate()
+        self.record.validate(stays=self.run_dir is not None)
         if self.debug is not None and self.debug not in self.first_workers:
             raise UsageError(f"--debug is {self.debug}, expected a worker from 0 to {self.first_workers[-1]}")
         if not self.grace_s > 0:

@@ -30,6 +30,17 @@ class Policy:
     would come again, and stops the run. A worker that was told to leave, and has, is neither. In the place of a server
     that has crashed another process goes on, where its memory can be kept.
 
+    Parameters
+    ----------
+    on_crash
+        What to do when a worker is killed by a signal; a run that has gone on without one ends with exit code 75.
+    on_error
+        What to do when a worker's script fails.
+    max_restarts
+        How often one worker is started again under --on-crash restart, after pauses that grow from 0.5 s to 30 s.
+    on_server_crash
+        What to do when a server is killed: go on with another process in its place, which loses nothing, or stop.
+
     >>> Policy().decide(exit_code=3, num_restarts=0)
     <CrashDecision.STOP: 'stop'>
     """

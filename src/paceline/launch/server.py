@@ -27,6 +27,7 @@ from paceline.launch.entry import read_orders, report_unknown_order, run_program
 from paceline.observe.trace import Trace, trace_path
 from paceline.server.journal import LISTENER
 from paceline.server.node import ServerNode
+from paceline.server.record import RecordFile, record_path
 from paceline.server.replica import Follower, ReplicaLink, ReplicaPlace
 from paceline.transport.base import HandsOver, Listener, SocketListener, Transport
 from paceline.transport.lasting_memory import LastingMemory
@@ -72,10 +73,16 @@ def open_listener(transport: Transport, memory: LastingMemory | None, published:
     return listener
 
 
+def record_file(spec: ClusterSpec, rank: int) -> RecordFile | None:
+    """Return the record of a server, where the job keeps them."""
+    path = record_path(Path(spec.run_dir), rank)
+    return RecordFile(path, spec.record_bytes, tell_user) if spec.record_bytes else None
+
+
 def replica_link(spec: ClusterSpec, rank: int, views: Views, transport: Transport, *, begins: bool) -> ReplicaLink:
     """Return how a server reaches its replica, where the job has replicas; the one that `begins` has one at once."""
     if not spec.has_replicas:
-        return ReplicaLink()
+        return ReplicaLink(record=record_file(spec, rank))
 
     def place(view: int, address: Callable[[], str], process: int) -> ReplicaPlace:
         return ReplicaPlace(rank, view, views, address, transport, tell_user, spec.generation, process)

@@ -25,6 +25,7 @@ from paceline.observe.trace import (
     Record,
     Refusal,
     Reported,
+    ReportedValues,
     Resources,
     RowRead,
     Sampled,
@@ -44,6 +45,7 @@ _R = TypeVar(
     Step,
     Evaluated,
     Reported,
+    ReportedValues,
     Resources,
     Load,
     Fed,
@@ -69,6 +71,7 @@ class Run:
     steps: tuple[Step, ...] = ()
     evaluations: tuple[Evaluated, ...] = ()
     reported: tuple[Reported, ...] = ()
+    reported_values: tuple[ReportedValues, ...] = ()
     resources: tuple[Resources, ...] = ()
     loads: tuple[Load, ...] = ()
     fed: tuple[Fed, ...] = ()
@@ -107,6 +110,7 @@ def gather(records: Iterable[Record]) -> Run:
         steps=_of_kind(ordered, Step),
         evaluations=_of_kind(ordered, Evaluated),
         reported=_of_kind(ordered, Reported),
+        reported_values=_of_kind(ordered, ReportedValues),
         resources=_of_kind(ordered, Resources),
         loads=_of_kind(ordered, Load),
         fed=_of_kind(ordered, Fed),

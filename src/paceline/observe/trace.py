@@ -216,6 +216,18 @@ class Reported(msgspec.Struct, frozen=True, tag_field="kind", tag="reported"):
     text: Literal["", "nan", "inf", "-inf"] = ""
 
 
+NonFinite = Literal["nan", "inf", "-inf"]  # how JSON has a number that is not finite
+
+
+class ReportedValues(msgspec.Struct, frozen=True, tag_field="kind", tag="values"):
+    """A worker at `clock` reported values under names of its script's."""
+
+    t: float
+    worker: int
+    clock: int
+    values: dict[str, float | NonFinite]
+
+
 class Resources(msgspec.Struct, frozen=True, tag_field="kind", tag="resources"):
     """A worker leaves: the peak memory of its process, and the traffic of its TCP connections."""
 
@@ -412,6 +424,7 @@ Record = (
     | Step
     | Evaluated
     | Reported
+    | ReportedValues
     | Resources
     | Load
     | Fed
@@ -435,7 +448,7 @@ def trace_path(run_folder: Path, role: Literal["worker", "server", "data", "laun
 
 
 class Trace:
-    """Writes the records of one process; with path None it writes nothing.
+    """Writes the records of one process; with path None it writes nothing. `each` is called with every record, too.
 
     Records are buffered, and written at the latest by the first `record` that is 20 ms younger than the last write, and
     by `flush` and `close`. Appends to an existing file (of a worker that returns), and drops its torn last line. May be
@@ -446,14 +459,21 @@ class Trace:
             trace.record(Step(time.monotonic(), 0, clock, samples=32, loss=0.7, wait_s=0.0, step_s=0.01, comm_s=0.002))
     """
 
-    def __init__(self, path: Path | None, max_bytes: int = 0, tell: Callable[[str], None] = tell_on_stderr) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        max_bytes: int = 0,
+        tell: Callable[[str], None] = tell_on_stderr,
+        each: Callable[[Record], None] | None = None,
+    ) -> None:
+        self._each = each
         self._lock = Lock()
         self._encoder = msgspec.json.Encoder()
         # Invariant: in the order of record(); empty without a file.
         self._buffer: list[Record] = []
         self._flushed_t = 0.0
         self._file = None if path is None else TraceFile(path, max_bytes, tell)
-        self.is_kept = path is not None  # else it is in vain to make records
+        self.is_kept = path is not None or each is not None  # else it is in vain to make records
 
     def __enter__(self) -> Self:
         return self
@@ -467,6 +487,8 @@ class Trace:
         """Add one record; writes to the file when the last write is 20 ms older than the record."""
         if not self.is_kept:
             return
+        if self._each is not None:
+            self._each(record)
         with self._lock:
             if self._file is None or not self._file.is_open:
                 return

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from paceline.errors import UsageError
 from paceline.job.machines import look_up
+from paceline.observe.export.prometheus import check_free
 from paceline.serve.access import format_host_port, parse_host_port, server_access
 from paceline.serve.orders import LISTENER, LOCK, ServeOrders
 from paceline.serve.state import StateFolder
@@ -32,6 +33,7 @@ def serve(
     or_previous: Annotated[bool, Parameter(negative="")] = False,
     take_over: Annotated[bool, Parameter(negative="")] = False,
     alone: Annotated[bool, Parameter(negative="")] = False,
+    metrics: str | None = None,
 ) -> int:
     """Serve jobs that come and go, and keep their state on disk, until Ctrl-C or SIGTERM.
 
@@ -56,6 +58,8 @@ def serve(
         Go on in the place of the server that keeps its state in this folder: with its memory, socket and clients.
     alone
         Start no second process that goes on when this one is killed: then a kill loses what was not saved.
+    metrics
+        Port at which Prometheus scrapes /metrics, on this machine, or HOST:PORT.
     """
     if not save_every > 0:
         raise UsageError(f"--save-every is {save_every:g}, expected more than 0 seconds")
@@ -69,7 +73,10 @@ def serve(
         save_every_s=save_every,
         allow=allow,
         or_previous=or_previous,
+        metrics=metrics or "",
     )
+    if metrics is not None and not take_over:
+        check_free(metrics)
     if take_over:
         return _take_over(orders, listen)
     host, port = parse_host_port(listen or DEFAULT_ADDRESS)

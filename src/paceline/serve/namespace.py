@@ -31,6 +31,7 @@ from paceline.errors import (
 )
 from paceline.job.environment import checks_memory
 from paceline.job.machines import cores_here, server_threads
+from paceline.observe.export.run_metrics import RunMetrics
 from paceline.observe.trace import Trace
 from paceline.serve.messages import MAX_WORKERS, EnterAccepted, EnterRequest
 from paceline.serve.state import Manifest, ManifestEntry
@@ -184,6 +185,7 @@ class NamespaceConfig:
         or_previous: restore the save before the newest if that is damaged.
         tell: called with a line for the operator, from any thread.
         memory: outlives this process, so that another one can go on with the namespaces in it.
+        metrics: of each namespace by its name; None for none.
     """
 
     tell: Callable[[str], None]
@@ -192,6 +194,13 @@ class NamespaceConfig:
     allowed_paths: frozenset[str] | None = field(default=frozenset())
     or_previous: bool = False
     memory: LastingMemory | None = None
+    metrics: dict[str, RunMetrics] | None = None
+
+    def trace_of(self, name: str) -> Trace:
+        """Return what the server of a namespace writes its records to: no file, and metrics if they are wanted."""
+        if self.metrics is None:
+            return Trace(None)
+        return Trace(None, each=self.metrics.setdefault(name, RunMetrics()).add)
 
 
 class OpenNamespace(msgspec.Struct, frozen=True):
@@ -488,7 +497,7 @@ class Namespace:
             self._handoffs,
             self._transport,
             tuple,
-            Trace(None),
+            self._config.trace_of(self.name),
             allowed_paths=self._config.allowed_paths,
             num_threads=_num_threads,
             checks_memory=checks_memory(),

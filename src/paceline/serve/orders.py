@@ -38,6 +38,7 @@ class ServeOrders(msgspec.Struct, frozen=True, kw_only=True):
         or_previous: whether a damaged save may be replaced by the one before.
         greets: say what is served where.
         checks: read all that was saved before clients are let in, and say what is damaged.
+        metrics: port, or HOST:PORT, at which Prometheus scrapes; empty for none.
         ends: save and end at once, as the process before was told to.
     """
 
@@ -50,6 +51,7 @@ class ServeOrders(msgspec.Struct, frozen=True, kw_only=True):
     greets: bool = True
     checks: bool = True
     ends: bool = False
+    metrics: str = ""
 
     def encode(self) -> bytes:
         """Return a message."""

@@ -26,6 +26,8 @@ from paceline.job.environment import wants_traceback
 from paceline.job.spec import TOKEN_NAME
 from paceline.launch.entry import PR_SET_PDEATHSIG
 from paceline.launch.limits import explain, is_shortage
+from paceline.observe.export.prometheus import MetricsServer, listen
+from paceline.observe.export.run_metrics import RunMetrics
 from paceline.serve.access import SCHEME, format_host_port, parse_host_port, server_access
 from paceline.serve.gateway import Gateway, Namespaces
 from paceline.serve.namespace import NamespaceConfig
@@ -62,12 +64,20 @@ def serve_state(
         undo.callback(accepting.close)
         for problem in _damaged(folder, or_previous=orders.or_previous) if orders.checks else ():
             tell_user(problem)
+        metrics: dict[str, RunMetrics] | None = {} if orders.metrics else None
+        if metrics is not None:
+            scraped = MetricsServer(
+                listen(orders.metrics), lambda: {(("namespace", name),): one for name, one in dict(metrics).items()}
+            )
+            undo.callback(scraped.close)
+            tell_user(f"metrics for Prometheus are at {scraped.url}")
         hosting = NamespaceConfig(
             tell=tell_user,
             save_every_s=orders.save_every_s,
             allowed_paths=frozenset(orders.allow),
             or_previous=orders.or_previous,
             memory=memory,
+            metrics=metrics,
         )
         namespaces = Namespaces(folder, transport, hosting)
         undo.enter_context(watching_revoked(keys / REVOKED_NAME if keys else None, namespaces.expel))

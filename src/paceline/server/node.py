@@ -46,9 +46,10 @@ from paceline.server.connections import Acceptor, Connections, Expel, Incoming, 
 from paceline.server.journal import Asked, Began, Journal, JournalFull, OtherFormat, Written
 from paceline.server.preload import RulePreload
 from paceline.server.readers import Published, ReaderService
+from paceline.server.record import digest
 from paceline.server.records import ServerRecords
 from paceline.server.recovery import CannotGoOn, Declarations, JournalReplay, Recovery, ServerParts
-from paceline.server.replica import Follower, Replay, ReplicaLink
+from paceline.server.replica import Follower, RecordFollower, Replay, ReplicaLink
 from paceline.server.requests import RequestHandler, WaitReports
 from paceline.server.served_table import ACCEPTED, TableHost
 from paceline.server.table_rpc import TableRpc
@@ -115,7 +116,7 @@ class ServerNode:
         tell: called with what cannot be kept, and why.
         without: what happens without memory that outlives it when it is killed; by default the run ends.
         replica: a process that is told all, and serves once this one is gone.
-        follows: has this process be such a replica until then.
+        follows: has this process be such a replica until then; or do what is recorded of another one, and end.
         published: what readers may read, if others serve them; by default it serves them itself.
     """
 
@@ -132,7 +133,7 @@ class ServerNode:
     tell: Callable[[str], None] = lambda _: None
     without: str = ""
     replica: ReplicaLink = field(default_factory=ReplicaLink)
-    follows: Follower | None = None
+    follows: Follower | RecordFollower | None = None
     published: Published | None = None
     _core: ServerCore = field(init=False)
     _acceptor: Acceptor = field(init=False)
@@ -207,6 +208,7 @@ class ServerNode:
             if recovery is None or self._recover(recovery):
                 while self._run_once():
                     pass
+            self.replica.prove(self._digests)
             self.replica.end("it has ended as it was told to")
         except CannotGoOn as error:
             self._keep_no_more(str(error))
@@ -630,12 +632,12 @@ class ServerNode:
 
     def _write_down(self, written: Written, now: float) -> None:
         """Let another process know what is about to have an effect."""
-        self.replica.note(written, now)
         if self._journal is not None:
             try:
                 self._journal.append(written, now)
             except JournalFull as error:
                 self._keep_no_more(str(error))
+        self.replica.note(written, now)  # last: a process in the place of this one completes a record by the journal
 
     def _note_began(self, table: str, what: str) -> None:
         self._write_down(Began(table, what), time.monotonic())
@@ -683,6 +685,10 @@ class ServerNode:
         self._core.handle(declared, self._core.started)
         return declared
 
+    def _digests(self) -> dict[str, str]:
+        whole = {name: table for name, table in self._tables.items() if table.has_values and not table.broken}
+        return {name: digest(table, self._core.clock_of(name)) for name, table in whole.items()}
+
     def _parts(self) -> ServerParts:
         return ServerParts(self._core, self._request_handler, self._table_rpc, self._declarations)
 
@@ -703,6 +709,7 @@ class ServerNode:
             state, entries = journal.read()
         except OtherFormat as error:
             raise CannotGoOn(str(error)) from error
+        self.replica.complete_record(entries)
         replay = JournalReplay(self._parts(), self._tables, self._note_declared, self._on_membership)
         return replay.run(state, entries)
 

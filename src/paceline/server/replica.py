@@ -9,7 +9,7 @@ first of them to write the next view (`job/views.py`); the other one ends.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +23,9 @@ from paceline.core.work_queue import Life
 from paceline.errors import DeadlineExceeded, PacelineError, PeerError
 from paceline.server.buffers import BodyLimits, ReceiveBuffers
 from paceline.server.connections import Stop
-from paceline.server.journal import Asked, Began, Written, decode_written, encode_written
+from paceline.server.journal import Asked, Began, Entry, Written, decode_written, encode_written
 from paceline.server.memory_check import require_memory
+from paceline.server.record import RecordFile, UnreadableRecord, read_frames
 from paceline.server.recovery import ServerParts
 from paceline.server.tables import ServedTables
 from paceline.stopwatch import Stopwatch
@@ -44,6 +45,7 @@ _MOST_BEATS: Final = 3600  # in a row, as the head reads them with its next answ
 _END_TIMEOUT_S: Final = 10.0
 _ANSWER_TIMEOUT_S: Final = 30.0  # the connection itself says sooner that a machine is gone
 _LEAST_BYTES_PER_S: Final = 1e6
+_RECORD_BEHIND: Final = 4096  # frames at the end of a record, among which are those of a journal
 _SILENT: Final = f"its machine has confirmed nothing for {_SILENCE_S:g} s"
 
 
@@ -121,14 +123,21 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
+class Proved:
+    """My tables have these digests at the end; in a record only."""
+
+    digests: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class Received:
     """I have so many of your frames, and do what they say."""
 
     num_frames: int
 
 
-Told = Attached | Restored | Pushed | Happened | Idled | Checked | Ended
-_CODEC: Final = MessageCodec[Told](Attached, Restored, Pushed, Happened, Idled, Checked, Ended)
+Told = Attached | Restored | Pushed | Happened | Idled | Checked | Ended | Proved
+_CODEC: Final = MessageCodec[Told](Attached, Restored, Pushed, Happened, Idled, Checked, Ended, Proved)
 _ANSWERS: Final = MessageCodec[Received](Received)
 
 
@@ -189,15 +198,17 @@ class ReplicaPlace:
 class ReplicaLink:
     """The head's end: tells the replica, and waits until it has received what answers rest on. Used by one thread.
 
-    Without a place there is no replica, and all calls do nothing.
+    Without a place there is no replica, and without a record besides, all calls do nothing.
 
     Args:
         place: of the replica that there is from the start.
         find: returns the places of processes that have come to be the replica, while there is none.
+        record: gets all that a replica is told, or would be.
     """
 
     place: ReplicaPlace | None = None
     find: Callable[[], list[ReplicaPlace]] | None = None
+    record: RecordFile | None = None
     _look_s: float = 0.0  # when to look for one again
     _tried: set[str] = field(default_factory=set[str])  # addresses of those that were not to be reached
     _connection: Connection | None = None
@@ -208,6 +219,8 @@ class ReplicaLink:
 
     def open(self, state: bytes) -> None:
         """Connect, and give the replica the state to begin with; raises as `Transport.connect` does."""
+        if self.record is not None and self.record.open():
+            self.record.append(_CODEC.encode(Attached(0)), memoryview(state))
         if self.place is not None:
             self._connection = self._connect(self.place)
             self._send(Attached(self.place.view), memoryview(state))
@@ -286,38 +299,52 @@ class ReplicaLink:
 
     @property
     def is_there(self) -> bool:
-        """Whether there is a replica by now, and still."""
-        return self._connection is not None
+        """Whether there is a replica by now, and still, or a record."""
+        return self._connection is not None or self.record is not None
 
     @property
     def is_wanted(self) -> bool:
         """Whether there is to be one, be it that none is there now."""
-        return self.place is not None or self.find is not None
+        return self.place is not None or self.find is not None or self.record is not None
 
     def note_push(self, frame: PushFrame | RowPushFrame, body: memoryview) -> None:
         """Tell of a push that was accepted, before its event."""
-        if self._connection is not None:
+        if self.is_there:
             self._send(Pushed(encode(frame)), body)
 
     def note(self, written: Written, now: float) -> None:
         """Tell what is about to have an effect."""
-        if self._connection is not None:
+        if self.is_there:
             self._send(Happened(now, encode_written(written)))
 
     def note_request(self, life: Life, request: Request | WholeTable, body: memoryview) -> None:
         """Tell of a request that is about to change a table by what is beside it, or runs once."""
-        if self._connection is not None:
+        if self.is_there:
             self._send(Happened(time.monotonic(), encode_written(Asked(*life, encode(request)))), body)
 
     def note_idle(self) -> None:
         """Tell that requests about tables without pushes are about to be looked for."""
-        if self._connection is not None:
+        if self.is_there:
             self._send(Idled())
 
     def check(self) -> None:
         """Have the next answer wait until it is known that this process still serves."""
-        if self._connection is not None:
+        if self.is_there:
             self._send(Checked())
+
+    def complete_record(self, entries: Sequence[Entry]) -> None:
+        """Have the record go on after the process before, which may not have written the last of its entries there."""
+        if self.record is None or self.record.open():
+            return
+        told = [_CODEC.encode(Happened(entry.now, encode_written(entry.written))) for entry in entries]
+        known = set(self.record.last_headers(_RECORD_BEHIND + 4 * len(told)))
+        for header in told[max((at + 1 for at, header in enumerate(told) if header in known), default=0) :]:
+            self.record.append(header)
+
+    def prove(self, digests: Callable[[], dict[str, str]]) -> None:
+        """Have the record end with digests of all tables."""
+        if self.record is not None:
+            self.record.append(_CODEC.encode(Proved(digests())))
 
     def wait_received(self) -> bool:
         """Block until the replica has all that it was told; called before an answer leaves, and returns True.
@@ -353,26 +380,32 @@ class ReplicaLink:
         self.close()
 
     def dismiss(self, reason: str) -> None:
-        """Go on without a replica, for good; raises Superseded if that serves by now."""
+        """Go on without a replica or record, for good; raises Superseded if a replica serves by now."""
         self.find = None
+        if self.record is not None:
+            self.record.end(reason)
         if self._connection is not None:
             self._send(Ended(reason))
             self._go_on_alone(reason)
 
     def close(self) -> None:
         """Let go of the connection: a replica that was not told to end takes over."""
+        if self.record is not None:
+            self.record.close()
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
     def _send(self, message: Told, body: memoryview = EMPTY) -> None:
-        connection = self._connection
+        header, connection = _CODEC.encode(message), self._connection
+        if self.record is not None and not isinstance(message, Attached):
+            self.record.append(header, body)
         if connection is None:
             return
         self._num_sent += 1
         try:
             timeout_s = _ANSWER_TIMEOUT_S + body.nbytes / _LEAST_BYTES_PER_S
-            connection.send(_CODEC.encode(message), body, timeout_s=timeout_s)
+            connection.send(header, body, timeout_s=timeout_s)
         except PeerError as error:
             self._go_on_alone(str(error))
 
@@ -456,7 +489,7 @@ class Replay:
                 self._repeat(decode_written(written), now, frame.body)
             case Idled():
                 self.parts.calls.advance_idle()
-            case Checked() | Ended():
+            case Checked() | Ended() | Proved():
                 pass
 
     def _compare_broken(self) -> None:
@@ -486,6 +519,8 @@ class Replay:
         if not isinstance(push, PushFrame | RowPushFrame) or push.push.table not in self.tables:
             raise PeerError(f"the head sent a {type(push).__name__} that makes no sense here")
         name, push_id = push.push.table, push.push.id
+        if self.tables[name].has(push_id):  # repeated to a process that had lost its tensor, as one in its place has
+            return
         accepted = self.tables[name].accept(push, frame.body, frame.buffer)
         if accepted.problem or accepted.wanted is not None:
             raise Diverged(f"the head has accepted push {push_id} of table '{name}': {accepted.problem or 'no ids'}")
@@ -638,3 +673,67 @@ class Follower:
         if not serves:
             raise Superseded(f"server {self.rank} goes on without its replica, or had not begun: {lost}")
         self.tell(f"server {self.rank} is served by its replica from now on: {lost}")
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A replay between two events: the number of those so far, the latest one, and the server as it is now.
+
+    Args:
+        number: of events so far.
+        now: when the event happened, by the recorded clock (monotonic seconds).
+        written: the event, or the request.
+        parts: of the server, that change with what it is told.
+        tables: of the server.
+    """
+
+    number: int
+    now: float
+    written: Written
+    parts: ServerParts
+    tables: ServedTables
+
+
+@final
+@dataclass(slots=True)
+class RecordFollower:
+    """Has a server do what is recorded of another one, event by event, instead of serving.
+
+    Args:
+        path: of the record.
+        watch: called after each event; the replay stops there if it returns True.
+
+    Attributes:
+        last: the moment after the last event, while the server is open.
+        digests: of the tables at the end, as the record has them; None without its end.
+        end: why the record ends early, if it does.
+    """
+
+    path: Path
+    watch: Callable[[Moment], bool]
+    finish: Callable[[Moment | None], None]
+    digests: dict[str, str] | None = None
+    end: str = ""
+
+    def follow(self, replay: Replay, _next_item: Callable[[float], object | None]) -> None:
+        """Do all that the record has; raises UnreadableRecord and OSError for one that cannot be read, Diverged."""
+        number, moment = 0, None
+        for header, body, _ in read_frames(self.path):
+            try:
+                message = _CODEC.decode(header)
+                replay.take(message, Frame(header, body))
+            except PeerError as error:
+                raise UnreadableRecord(f"{self.path} is damaged after event {number}: {error}") from error
+            match message:
+                case Happened(now, written):
+                    number += 1
+                    moment = Moment(number, now, decode_written(written), replay.parts, replay.tables)
+                    if self.watch(moment):
+                        break
+                case Ended(reason):
+                    self.end = reason
+                case Proved(digests):
+                    self.digests = digests
+                case _:
+                    pass
+        self.finish(moment)

@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter, Token
 
 from paceline.errors import UsageError
-from paceline.job.choices import Engine, OnCrash, OnError, OnServerCrash, ScaleName, TraceLevel, TransportName
+from paceline.job.choices import Engine, ScaleName, TraceLevel, TransportName
+from paceline.launch.policy import Policy
+from paceline.launch.recording import RecordOptions
+from paceline.observe.export.options import ExportOptions
 from paceline.ray.options import RayOptions
 from paceline.snapshots.options import SnapshotOptions
 
@@ -32,17 +35,16 @@ def run(
     engine: Engine = "local",
     ray: Annotated[RayOptions, Parameter(name="*")] = RayOptions(),  # noqa: B008 - it is frozen
     snapshots: Annotated[SnapshotOptions, Parameter(name="*")] = SnapshotOptions(),  # noqa: B008 - it is frozen
+    export: Annotated[ExportOptions, Parameter(name="*")] = ExportOptions(),  # noqa: B008 - it is frozen
     consistency: str | None = None,
     strategy: str | None = None,
     transport: TransportName = "shm",
     scale: ScaleName | None = None,
-    on_crash: OnCrash = "continue",
-    on_server_crash: OnServerCrash = "resume",
-    on_error: OnError = "stop",
-    max_restarts: int = 3,
+    policy: Annotated[Policy, Parameter(name="*")] = Policy(),  # noqa: B008 - it is frozen
     timeout: float | None = None,
     grace_s: float = 5.0,
     run_dir: Path | None = None,
+    record: Annotated[RecordOptions, Parameter(name="*")] = RecordOptions(),  # noqa: B008 - it is frozen
     shares: str | None = None,
     server_threads: int | None = None,
     pin: Annotated[bool, Parameter(negative="")] = False,
@@ -79,6 +81,8 @@ def run(
         What is asked of Ray.
     snapshots
         What is asked about snapshots.
+    export
+        Where what the script reports goes.
     consistency
         bsp, ssp:S, essp:S, asynchronous or backup:B, for every table whose script names none.
     strategy
@@ -89,14 +93,8 @@ def run(
         How workers and servers talk: shared memory, TCP, or as threads of one process (memory).
     scale
         How the gradients of several workers become one: their sum, mean, or mean weighted by samples.
-    on_crash
-        What to do when a worker is killed by a signal; a run that has gone on without one ends with exit code 75.
-    on_server_crash
-        What to do when a server is killed: go on with another process in its place, which loses nothing, or stop.
-    on_error
-        What to do when a worker's script fails.
-    max_restarts
-        How often one worker is started again under --on-crash restart, after pauses that grow from 0.5 s to 30 s.
+    policy
+        What to do when a process crashes.
     timeout
         How many seconds a worker waits for others, in any call, before it gives up: 600 by default, or what
         PACELINE_TIMEOUT_S says, and at least three times the longest step so far.
@@ -105,6 +103,8 @@ def run(
     run_dir
         New or empty folder that keeps the run's traces. Without it the latest are kept, of the last 20 runs, in
         ~/.local/state/paceline/runs; PACELINE_KEEP_RUNS=0 keeps nothing.
+    record
+        What is kept for paceline replay.
     shares
         How much of every table each server holds, as proportions such as 2,1,1; by default all the same. Or
         measured:RUN_DIR, by the bytes per second that each managed in a former run.
@@ -125,7 +125,7 @@ def run(
     traceback
         Show the whole traceback of errors, of workers and servers too, where otherwise one line says what to do.
     """
-    from paceline.launch.plan import Policy, read_workers
+    from paceline.launch.plan import read_workers
 
     asked = run_of(script, args, config)(
         num_workers=read_workers(workers).places,
@@ -138,7 +138,9 @@ def run(
         scale=scale,
         trace=trace,
         run_dir=run_dir,
+        record=record,
         snapshots=snapshots,
+        export=export,
         shares=parts_of(shares, servers, quiet=quiet),
         timeout_s=timeout,
         grace_s=grace_s,
@@ -146,7 +148,7 @@ def run(
         pin=pin,
         publish_every=publish,
         debug=debug,
-        policy=Policy(on_crash, on_error, max_restarts, on_server_crash),
+        policy=policy,
         progress=progress and not quiet,
         quiet=quiet,
         traceback=traceback,
@@ -169,6 +171,10 @@ def start(engine: Engine, ray: RayOptions, asked: "LocalRun") -> int:
     if engine == "ray":
         if asked.snapshots != SnapshotOptions():
             raise UsageError("--snapshots and --resume are for --engine local: on Ray, call paceline.snapshot(DIR)")
+        if asked.record != RecordOptions():
+            raise UsageError("--record is for --engine local: leave it out on Ray")
+        if asked.export.is_wanted:
+            raise UsageError("--log and --metrics are for --engine local: leave them out on Ray")
         from paceline.ray.driver import run_on_ray
 
         return run_on_ray(asked, ray)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -162,6 +162,7 @@ class StepMetrics:
     communicating_since: float | None = None  # up to where communication is counted; None outside of it
     _has_finished: bool = False
     _clock: int = 0  # that is under way
+    _not_finite: set[str] = field(default_factory=set[str])  # names of reported values of which that was told
     computing_since: float = field(init=False)
     _states: PeriodicThread = field(init=False)
     communication: Communication = field(init=False)
@@ -238,8 +239,23 @@ class StepMetrics:
         self._record_loss(clock)
         self.loss = _finite(loss)
         if loss is not None and self.loss is None:
-            text = "nan" if math.isnan(loss) else "inf" if loss > 0 else "-inf"
-            self.trace.record(records.Reported(self.now(), self.worker, clock, None, text))
+            self.trace.record(records.Reported(self.now(), self.worker, clock, None, _as_text(loss)))
+            self._tell_not_finite("loss", loss, clock)
+
+    def note_values(self, clock: int, values: Mapping[str, float]) -> None:
+        """Record values under names of the script's; report the first of each name that is not finite."""
+        recorded: dict[str, float | records.NonFinite] = {
+            name: value if math.isfinite(value) else _as_text(value) for name, value in values.items()
+        }
+        self.trace.record(records.ReportedValues(self.now(), self.worker, clock, recorded))
+        for name, value in values.items():
+            if not math.isfinite(value):
+                self._tell_not_finite(name, value, clock)
+
+    def _tell_not_finite(self, name: str, value: float, clock: int) -> None:
+        if name not in self._not_finite:
+            self._not_finite.add(name)
+            self.tell(f"worker {self.worker}, clock {clock}: the script reports {name}={value}; told once of each name")
 
     def watch_push(self, table: str, consistency: str, clock: int, pushed: Future[PushOutcome]) -> Future[PushOutcome]:
         """Record and print a refusal of this push; return the push. Late pushes under a quorum are usual, and left out.
@@ -269,8 +285,11 @@ class StepMetrics:
             self.refusals.note_refused(kind, table, clock, reason)
 
     def note_evaluation(self, clock: int, loss: float, accuracy: float) -> None:
-        """Record a measurement on held-out data."""
+        """Record a measurement on held-out data; report the first of each kind that is not finite."""
         self.trace.record(records.Evaluated(self.now(), self.worker, clock, _finite(loss), _finite(accuracy)))
+        for name, value in (("loss", loss), ("accuracy", accuracy)):
+            if not math.isfinite(value):
+                self._tell_not_finite(name, value, clock)
         self.trace.flush()
 
     def note_end(self, clock: int) -> None:
@@ -312,3 +331,8 @@ class StepMetrics:
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
+
+
+def _as_text(value: float) -> records.NonFinite:
+    """Return a number that is not finite as records have it."""
+    return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"

@@ -1,0 +1,1 @@
+"""What a run reports, for programs that people have already: trackers of experiments, and Prometheus."""

@@ -1,0 +1,66 @@
+"""`paceline export`: what a run reports, given to trackers and Prometheus. Light, as `run` is."""
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+from cyclopts import Parameter
+
+from paceline.errors import UsageError
+from paceline.observe.export.options import ExportOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_LOOK_S: Final = 2.0
+
+
+def export(
+    job: str | None = None,
+    /,
+    *,
+    asked: Annotated[ExportOptions, Parameter(name="*")] = ExportOptions(),  # noqa: B008 - it is frozen
+) -> None:
+    """Pass on what a run reports, to trackers and to Prometheus: of one that is over, or live until its end.
+
+    It reads what the processes write down anyway, so that a job does not notice it. Ctrl-C ends it, and not the job.
+
+    Parameters
+    ----------
+    job
+        The folder of the run, or the address of one of its servers; by default the latest job on this machine.
+    asked
+        Where it goes.
+    """
+    if not asked.is_wanted:
+        raise UsageError("paceline export has nowhere to go: add --log or --metrics")
+    from paceline.launch.exporter import export_run
+    from paceline.launch.running import find_run, running
+    from paceline.observe.export.prometheus import listen
+
+    folder = find_run(job)
+    is_live = folder.resolve() in map(Path.resolve, running())
+    listening = None if asked.metrics is None else listen(asked.metrics)
+    if listening is not None:
+        sys.stderr.write(f"paceline: metrics for Prometheus are at port {listening.getsockname()[1]}, until Ctrl-C\n")
+    export_run(folder, asked.log or "", listening, _until_over(folder, serves=listening is not None), is_live=is_live)
+
+
+def _until_over(folder: Path, *, serves: bool) -> "Callable[[float], bool]":
+    """Return a function that waits, and returns whether the run is over; what is scraped is shown until Ctrl-C."""
+    from paceline.launch.running import running
+
+    looked_s, is_over = -_LOOK_S, False
+
+    def wait_over(seconds: float) -> bool:
+        nonlocal looked_s, is_over
+        now = time.monotonic()
+        if now - looked_s >= _LOOK_S:
+            looked_s, is_over = now, folder.resolve() not in map(Path.resolve, running())
+        if is_over and not serves:
+            return True
+        time.sleep(seconds)
+        return False
+
+    return wait_over

@@ -1,0 +1,82 @@
+"""A real job that is recorded and killed: what its servers had until then is there again, on the command line too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.launch.launching import processes_of, wait_gone
+
+from paceline.cli import answer
+from paceline.launch.replaying import replay_server, tensors_of
+from paceline.server.replica import Moment
+
+TIMEOUT_S = 200.0
+SCRIPT = """
+import sys, threading
+import torch
+import paceline
+
+paceline.init()
+model = torch.nn.Linear(4, 3)
+optimizer = paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model=model)
+for step in range(6):
+    optimizer.zero_grad()
+    model(torch.full((2, 4), float(paceline.rank() + step))).sum().backward()
+    optimizer.step()
+paceline.barrier()
+if paceline.rank() == 0:
+    torch.save(torch.cat([part.detach().flatten() for part in model.parameters()]), sys.argv[1])
+    print("ready", flush=True)
+threading.Event().wait()
+"""
+
+
+def test_a_run_that_is_killed_is_replayed_to_its_last_event(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script, values, run_dir = tmp_path / "script.py", tmp_path / "values.pt", tmp_path / "run"
+    script.write_text(SCRIPT)
+    program = "import sys; from paceline.cli import main; main()"
+    command = [sys.executable, "-c", program, "run", "--no-progress", "--run-dir", str(run_dir)]
+    with subprocess.Popen(
+        [*command, "--record", str(script), str(values)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert any("ready" in line for line in process.stdout)
+        pids = processes_of(run_dir)
+        os.kill(process.pid, signal.SIGKILL)
+        process.stdout.read()
+    assert wait_gone(pids, TIMEOUT_S) == set()
+
+    found: list[torch.Tensor] = []
+
+    def look(moment: Moment) -> None:
+        found.append(tensors_of(moment, "model")["values"])
+
+    replayed = replay_server(run_dir, 0, look=look)
+    assert torch.equal(found[0], torch.load(values, weights_only=True))
+    assert (replayed.is_proved, replayed.clocks) == (False, {"model": 6})
+
+    assert answer(["replay", str(run_dir), "--show", "model"]) == 0
+    told = capsys.readouterr().out
+    assert f"server 0: {replayed.num_events} events, to the end of its record: its process was killed" in told
+    assert "model.values (15,) float32: " in told
+    assert answer(["replay", str(run_dir), "--until", "clock:3", "--step"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2].endswith("table 'model' has reached clock 3")
+    assert len(lines) - 2 == int(lines[-2].split()[5].rstrip(":"))
+    assert answer(["replay", str(run_dir), "--server", "1"]) == 2
+    assert "--server is 1, expected one that has a record: 0" in capsys.readouterr().err
+
+
+def test_what_has_no_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit('it has begun')\n")
+    assert answer(["run", "--record", str(script)]) == 2
+    assert "--record needs a folder that stays: name one with --run-dir" in capsys.readouterr().err
+    assert answer(["replay", str(tmp_path)]) == 2
+    assert "cannot read the cluster spec" in capsys.readouterr().err
