@@ -395,6 +395,9 @@ class DistributedOptimizer(Distributed):
                 self._overlap.begin_step()
         return weight
 
+    def clip_sum(self, max_norm: float) -> bool:
+        return False
+
     def receive(self) -> None:
         """Fetch values when `fetch_every` and the consistency require it."""
         self._num_steps += 1

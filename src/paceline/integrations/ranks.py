@@ -1,0 +1,97 @@
+"""How a framework learns the ranks of a job: by the default process group of torch and the variables of torchrun."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
+
+import paceline
+from paceline.api.script import init
+from paceline.errors import UsageError
+from paceline.job.environment import tell_ranks
+from paceline.job.machines import this_machine
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from paceline.api.session import Session
+    from paceline.training.strategy import Distributed
+
+_MACHINE_BYTES: Final = 64  # of a machine's identity that workers compare
+
+
+def require(package: str, extra: str) -> None:
+    """Import a framework.
+
+    Raises:
+        UsageError: it is not installed; the message says how to.
+    """
+    try:
+        import_module(package)
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"paceline.integrations needs {package}, and Python found no module {error.name!r}: install it with "
+            f"pip install 'paceline[{extra}]'."
+        ) from error
+
+
+def join_with_ranks() -> Session:
+    """Join the job, and give torch.distributed and the environment this worker's rank, for frameworks to find.
+
+    Blocks until all workers have called it. A worker that is alone gets neither: frameworks then see one process.
+
+    Raises:
+        UsageError: workers are threads of one process, or torch.distributed is in use already.
+    """
+    session = init()
+    if session.size > 1:
+        session.arrangement.mesh(session.exchange)
+        tell_ranks(session.rank, session.size, session.local_rank, _num_on_this_machine(session))
+    return session
+
+
+def _num_on_this_machine(session: Session) -> int:
+    """Return the number of workers on this worker's machine; blocks until all have called it."""
+    import torch
+
+    name = repr(this_machine()).encode()[-_MACHINE_BYTES:].ljust(_MACHINE_BYTES)
+    told = session.exchange.all_gather(torch.tensor(list(name), dtype=torch.uint8), None)
+    return sum(bytes(each.tolist()) == name for each in session.exchange.finish(told, "all_gather", None))
+
+
+def distribute(optimizer: torch.optim.Optimizer, model: nn.Module | None, **options: object) -> Distributed:
+    """Return the optimizer distributed as the job says, once; see `paceline.distributed` for the options."""
+    from paceline.training.strategy import Distributed
+
+    if isinstance(optimizer, Distributed):
+        return optimizer
+    made = paceline.distributed(optimizer, model=model, **options)  # pyright: ignore[reportArgumentType]
+    # A scheduler was made with the other one, and would warn that this one never steps; they share their groups.
+    optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # noqa: SLF001
+    return made
+
+
+def clip_by_norm(
+    optimizers: Sequence[torch.optim.Optimizer],
+    parameters: Sequence[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Clip the gradients of the step of these optimizers by their norm, each by its own; return that of the parameters.
+
+    Where servers add up the gradients they clip the sum, as torch's DDP would, and what is returned is the norm of this
+    worker's own gradients.
+    """
+    from torch.nn.utils import clip_grad_norm_
+
+    from paceline.training.parameter_server import DistributedOptimizer
+
+    for optimizer in optimizers:
+        if isinstance(optimizer, DistributedOptimizer) and norm_type == 2 and optimizer.clip_sum(max_norm):
+            max_norm = math.inf
+    return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
