@@ -13,6 +13,7 @@ from paceline.training.strategy import Distributed
 require("accelerate", "hf")
 
 import accelerate  # noqa: E402 - after the message for a missing one
+from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 
 
 class Accelerator(accelerate.Accelerator):
@@ -66,4 +67,4 @@ class Accelerator(accelerate.Accelerator):
 
 
 def _is_prepared(optimizer: torch.optim.Optimizer) -> bool:
-    return isinstance(optimizer, accelerate.optimizer.AcceleratedOptimizer)
+    return isinstance(optimizer, AcceleratedOptimizer)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
@@ -70,28 +69,25 @@ def distribute(optimizer: torch.optim.Optimizer, model: nn.Module | None, **opti
         return optimizer
     made = paceline.distributed(optimizer, model=model, **options)  # pyright: ignore[reportArgumentType]
     # A scheduler was made with the other one, and would warn that this one never steps; they share their groups.
-    optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # noqa: SLF001
+    optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
     return made
 
 
 def clip_by_norm(
-    optimizers: Sequence[torch.optim.Optimizer],
-    parameters: Sequence[Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    *,
-    error_if_nonfinite: bool = False,
+    optimizers: Sequence[Distributed], parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0
 ) -> Tensor:
-    """Clip the gradients of the step of these optimizers by their norm, each by its own; return that of the parameters.
+    """Clip the gradients of a step by their norm; return that of this worker's gradients before.
 
-    Where servers add up the gradients they clip the sum, as torch's DDP would, and what is returned is the norm of this
-    worker's own gradients.
+    Parameters that are not exactly those of one optimizer are clipped here, each worker by itself.
     """
     from torch.nn.utils import clip_grad_norm_
 
-    from paceline.training.parameter_server import DistributedOptimizer
-
+    wanted = _trained(parameters)
     for optimizer in optimizers:
-        if isinstance(optimizer, DistributedOptimizer) and norm_type == 2 and optimizer.clip_sum(max_norm):
-            max_norm = math.inf
-    return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        if wanted == _trained(each for group in optimizer.param_groups for each in group["params"]):
+            return optimizer.clip_gradients(max_norm, norm_type)
+    return clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def _trained(parameters: Iterable[Tensor]) -> set[int]:
+    return {id(each) for each in parameters if each.requires_grad}

@@ -18,7 +18,10 @@ from paceline.integrations.accelerate import Accelerator  # noqa: E402
 
 
 class TrainingArguments(transformers.TrainingArguments):
-    """The `TrainingArguments` of transformers, which know the ranks of the job. Joins it; blocks until all workers do."""
+    """The `TrainingArguments` of transformers, which know the ranks of the job.
+
+    Making them joins the job; blocks until all workers have.
+    """
 
     def __post_init__(self) -> None:
         """Join the job before transformers looks for ranks."""
@@ -42,8 +45,8 @@ class Trainer(transformers.Trainer):
         """Make the accelerator of transformers, and let it prepare models and optimizers for Paceline."""
         if not isinstance(self.args, TrainingArguments):
             raise UsageError(
-                f"Trainer was given {type(self.args).__name__} of {type(self.args).__module__}, which does not know the "
-                "ranks of the job: import TrainingArguments from paceline.integrations.transformers, too."
+                f"Trainer was given {type(self.args).__name__} of {type(self.args).__module__}, which does not know "
+                "the ranks of the job: import TrainingArguments from paceline.integrations.transformers, too."
             )
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = Accelerator  # the Trainer makes its own, and has no argument for another class
@@ -51,6 +54,7 @@ class Trainer(transformers.Trainer):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - transformers' own
         """Evaluate or predict, with one consistent state of the model."""
         with ExitStack() as held:
-            for optimizer in self.accelerator.distributed_optimizers():
+            accelerator = self.accelerator
+            for optimizer in accelerator.distributed_optimizers() if isinstance(accelerator, Accelerator) else ():
                 held.enter_context(optimizer.snapshot())
             return super().evaluation_loop(*args, **kwargs)
