@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
-import paceline
-from paceline.api.script import init
+
+from paceline.api.script import distributed, init
 from paceline.errors import UsageError
 from paceline.job.environment import tell_ranks
 from paceline.job.machines import this_machine
@@ -67,7 +67,7 @@ def distribute(optimizer: torch.optim.Optimizer, model: nn.Module | None, **opti
 
     if isinstance(optimizer, Distributed):
         return optimizer
-    made = paceline.distributed(optimizer, model=model, **options)  # pyright: ignore[reportArgumentType]
+    made = distributed(optimizer, model=model, **options)  # pyright: ignore[reportArgumentType]
     # A scheduler was made with the other one, and would warn that this one never steps; they share their groups.
     optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
     return made
