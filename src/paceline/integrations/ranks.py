@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
-
 from paceline.api.script import distributed, init
 from paceline.errors import UsageError
 from paceline.job.environment import tell_ranks

@@ -46,7 +46,7 @@ class Trainer(transformers.Trainer):
         if not isinstance(self.args, TrainingArguments):
             raise UsageError(
                 f"Trainer was given {type(self.args).__name__} of {type(self.args).__module__}, which does not know "
-                "the ranks of the job: import TrainingArguments from paceline.integrations.transformers, too."
+                "the ranks of the job: take TrainingArguments from paceline.integrations.transformers, too."
             )
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = Accelerator  # the Trainer makes its own, and has no argument for another class
