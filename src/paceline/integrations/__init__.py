@@ -1,4 +1,4 @@
-"""Frameworks that run a training loop themselves: each learns its ranks, and steps by Paceline.
+"""Adapters of frameworks, which learn their ranks and step by Paceline.
 
 `lightning` and `fabric` have the strategy "paceline", `accelerate` an `Accelerator`, `transformers` a `Trainer`. Each
 needs its framework, which `pip install 'paceline[lightning]'` or `'paceline[hf]'` brings; none is imported before.

@@ -275,13 +275,14 @@ class Shard:
     def preview(self, start: int, stop: int, contributions: Sequence[Contribution]) -> Tensor:
         """Return what `apply` of these contributions would make of the elements `start` to `stop`; changes nothing.
 
-        Only these elements of the gradients are read. Raises ProtocolBug if `can_preview` is False.
+        Only these elements of the gradients are read. Raises ProtocolBug if `can_preview` is False, or
+        the update is to be clipped.
         """
         if not isinstance(self._updates, Chunked):
             raise ProtocolBug(f"Table '{self.spec.name}': {self.spec.rule.name} updates whole tensors at once.")
         hyper, max_norm = without_clip(contributions[0].hyper or self.hyper)
         if max_norm is not None:
-            raise UsageError(f"Table '{self.spec.name}': an update is clipped once all of it is known.")
+            raise ProtocolBug(f"Table '{self.spec.name}': an update is clipped once all of it is known.")
         all_contributions = [*contributions, *self._missing(contributions)]
         parts = [replace(each, gradient=each.gradient[start:stop]) for each in all_contributions]
         return self._updates.preview(start, stop, parts, hyper)
