@@ -449,7 +449,8 @@ def distributed(
 
     The result is used like the optimizer it wraps: `zero_grad`, `step`, `param_groups`, schedulers, `state_dict`. Its
     parameters are set to those of worker 0 at once. `step()` pushes this worker's gradients, finishes its clock and
-    pulls values; it blocks as long as the consistency requires. Gradients clipped before `step` are clipped per worker.
+    pulls values; it blocks as long as the consistency requires. Gradients clipped before `step` are clipped per worker,
+    but for `optimizer.clip_gradients(max_norm)`, which clips their mean.
 
     Args:
         optimizer: any `torch.optim` optimizer that steps without a closure; the servers run its class with its

@@ -294,6 +294,16 @@ def set_missing(variables: Mapping[str, str]) -> None:
         os.environ.setdefault(name, value)
 
 
+def tell_ranks(rank: int, size: int, local_rank: int, local_size: int) -> None:
+    """Set the variables of torchrun, by which frameworks know their ranks; the main address only where it is missing.
+
+    They do not connect by that address, as torch has its process group already.
+    """
+    ranks = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
+    os.environ.update({name: str(number) for name, number in ranks.items()})
+    set_missing({"MASTER_ADDR": "localhost"})
+
+
 def ray_authenticates(variables: Mapping[str, str] = os.environ) -> bool:
     """Return whether a Ray cluster authenticates its clients, as far as this process was told."""
     return variables.get("RAY_AUTH_MODE", "disabled").lower() != "disabled"

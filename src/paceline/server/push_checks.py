@@ -18,6 +18,7 @@ from torch import Tensor
 from paceline.core.consistency import Consistency
 from paceline.core.messages import Push
 from paceline.observe.notices import SHARD_ADVICE, tell
+from paceline.update.clipping import without_clip
 from paceline.update.named_rules import numbers_problem, runs_in_torch
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.rules import Hyper, Number
@@ -33,13 +34,26 @@ def push_problem(spec: TableSpec | RowTableSpec, frame: PushFrame | RowPushFrame
     for count in (frame.count, frame.expected):
         if not (isfinite(count) and count >= 0):
             return f"it stands for {count} samples, expected a number >= 0"
-    groups = spec.rule.groups
-    if frame.hyper and len(frame.hyper) != len(groups):
-        return f"it carries hyperparameters of {len(frame.hyper)} groups, '{spec.name}' has {len(groups)}"
-    for number, (given, known) in enumerate(zip(frame.hyper, groups, strict=False)):
+    groups, hyper = spec.rule.groups, frame.hyper
+    if hyper and len(hyper) != len(groups):
+        return f"it carries hyperparameters of {len(hyper)} groups, '{spec.name}' has {len(groups)}"
+    if isinstance(spec, TableSpec):
+        hyper, max_norm = without_clip(hyper)
+        if max_norm is not None and (problem := _clip_problem(spec, max_norm)):
+            return problem
+    for number, (given, known) in enumerate(zip(hyper, groups, strict=False)):
         problem = hyper_problem(spec.rule.name, given, known) or _state_problem(spec, given, known)
         if problem:
             return f"hyperparameters of group {number}: {problem}"
+    return ""
+
+
+def _clip_problem(spec: TableSpec, max_norm: float) -> str:
+    """Return why an update cannot be clipped to this norm, "" if it can."""
+    if not 0 < max_norm < inf:
+        return f"its update is to be clipped to a norm of {max_norm}, expected a number > 0"
+    if spec.scale != "samples" or not Consistency.parse(spec.consistency).lockstep:
+        return f"its update is to be clipped, but '{spec.name}' has {spec.consistency} and scale {spec.scale!r}"
     return ""
 
 

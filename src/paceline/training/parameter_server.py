@@ -6,6 +6,7 @@ during backward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -33,6 +34,7 @@ from paceline.training.state import (
     send_state,
 )
 from paceline.training.strategy import Distributed, HeldTensor, Settings, TrainingJob, held_by, open_flat, require_fresh
+from paceline.update.clipping import with_clip
 from paceline.update.rules import RuleSpec
 from paceline.update.table import Hyper, TableSpec
 from paceline.update.torch_rule import from_optimizer, pushed_hyper
@@ -356,6 +358,8 @@ class DistributedOptimizer(Distributed):
         if settings.overlap:
             self.no_scaling = "overlap=True, which sends gradients before it unscales them: leave one of the two out."
         self._num_steps = 0
+        self._max_norm: float | None = None  # of the update that the next push is for
+        self._has_told_of_clipping = False
         self._lockstep = settings.consistency.lockstep
         # Each how many steps servers are asked for values that this worker has not been sent; 0 for never.
         self._fetch_every = (settings.fetch_every or 0) if settings.consistency.deliver == "on_pull" else 0
@@ -381,6 +385,8 @@ class DistributedOptimizer(Distributed):
         with self._job.metrics.communication:
             weight = self._weight_of_step(samples)
             hyper = self._hyper.of(self.param_groups)  # without what schedulers keep beside them
+            if self._max_norm is not None:
+                hyper, self._max_norm = with_clip(hyper, self._max_norm), None
             expected = self.expected if self._lockstep else 0.0
             self.num_refused += self.overflowed
             buckets = [] if self.overflowed else self._buckets
@@ -394,6 +400,32 @@ class DistributedOptimizer(Distributed):
             if self._overlap is not None:
                 self._overlap.begin_step()
         return weight
+
+    def clip_gradients(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
+        """Have the server clip the mean of all workers' gradients; see `Distributed.clip_gradients`.
+
+        Only one server that has the whole model in one table can do so, in lockstep and with scale="samples". Otherwise
+        each worker clips its own gradients, which under bsp is told once.
+        """
+        if self._job.size == 1 or norm_type != 2.0 or not self._lockstep:
+            return super().clip_gradients(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        num_servers = self._buckets[0].table.node.settings.num_servers
+        reason = (
+            f"there are {num_servers} servers, each with a part of the model" * (num_servers > 1)
+            or "overlap=True sends gradients in parts" * (self._overlap is not None)
+            or f"the scale is {self._settings.scale!r}" * (self._settings.scale != "samples")
+        )
+        if reason:
+            if not self._has_told_of_clipping:
+                self._has_told_of_clipping = True
+                self._job.metrics.tell(
+                    f"worker {self._job.rank}, '{self._settings.name}': each worker clips its own gradients, not their "
+                    f"mean as torch's DDP, as {reason}."
+                )
+            return super().clip_gradients(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        norm = super().clip_gradients(math.inf, error_if_nonfinite=error_if_nonfinite)
+        self._max_norm = float(max_norm) if 0 < max_norm < math.inf else None
+        return norm
 
     def receive(self) -> None:
         """Fetch values when `fetch_every` and the consistency require it."""

@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
 from paceline.collective.collectives import Collectives
 from paceline.core.calls import shown
@@ -323,6 +324,33 @@ class Distributed(torch.optim.Optimizer, ABC):
 
     def detach(self) -> None:
         """Remove hooks from forward and backward of the model, where the strategy has any."""
+
+    def clip_gradients(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
+        """Clip the gradients of this step by their norm over all parameters, after backward and before `step`.
+
+        What is clipped is the mean of all workers' gradients, as after torch's DDP: by the server under bsp, and here
+        where backward has combined them. Under other policies each push is an update of its own, and clipped as such.
+        Does not block.
+
+        Args:
+            max_norm: the greatest norm of the update.
+            norm_type: 2, or another norm as of `torch.nn.utils.clip_grad_norm_`, which servers do not compute.
+            error_if_nonfinite: raise RuntimeError for a norm that is not finite.
+
+        Returns:
+            The norm of this worker's gradients before, which under bsp are its own.
+
+        Example:
+            >>> import torch, paceline
+            >>> _ = paceline.init()
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.1), name="clipped")
+            >>> (100 * model(torch.ones(2))).sum().backward()
+            >>> optimizer.clip_gradients(1.0) > 100
+            tensor(True)
+            >>> optimizer.step()
+        """
+        return clip_grad_norm_(self._parameters(), max_norm, norm_type, error_if_nonfinite)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the parameters and those collected by embeddings."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import TYPE_CHECKING, final
 
 import torch
 
 from paceline.errors import ProtocolBug, UsageError
 from paceline.update.chunked import Chunked
+from paceline.update.clipping import clipping, without_clip
 from paceline.update.cuts import ShardCut
 from paceline.update.kernels import Kernel
 from paceline.update.lasting import ShardMemory, ShardSettings
@@ -24,6 +24,7 @@ from paceline.update.summing import (
     combine_stretch,
     num_missing,
     num_nonfinite,
+    runs,
     stretches,
 )
 from paceline.update.table import NonFinite, Scale, SegmentPiece, cut
@@ -229,7 +230,11 @@ class Shard:
 
     @torch.no_grad()
     def _update(self, contributions: Sequence[Contribution]) -> dict[int, int]:
-        updates, hyper = self._updates, contributions[0].hyper or self.hyper
+        updates, told = self._updates, contributions[0].hyper or self.hyper
+        hyper, max_norm = without_clip(told)
+        if max_norm is not None:
+            policy = (self.spec.scale, self.spec.nonfinite)
+            contributions = [*contributions, clipping(contributions, self._pieces, policy, self._threads, max_norm)]
         if self._cuts:
             self._cuts[:] = [each for each in self._cuts if not each.is_over]
             if isinstance(updates, WholeTensors):
@@ -241,7 +246,7 @@ class Shard:
             if found:
                 return found
             self.num_zeroed += updates.apply(contributions, hyper)
-        self.hyper = hyper
+        self.hyper = told
         self.version += 1
         self._commit(is_update=True)
         save = updates.saving() if isinstance(updates, Chunked) else None
@@ -270,13 +275,17 @@ class Shard:
     def preview(self, start: int, stop: int, contributions: Sequence[Contribution]) -> Tensor:
         """Return what `apply` of these contributions would make of the elements `start` to `stop`; changes nothing.
 
-        Only these elements of the gradients are read. Raises ProtocolBug if `can_preview` is False.
+        Only these elements of the gradients are read. Raises ProtocolBug if `can_preview` is False, or
+        the update is to be clipped.
         """
         if not isinstance(self._updates, Chunked):
             raise ProtocolBug(f"Table '{self.spec.name}': {self.spec.rule.name} updates whole tensors at once.")
+        hyper, max_norm = without_clip(contributions[0].hyper or self.hyper)
+        if max_norm is not None:
+            raise ProtocolBug(f"Table '{self.spec.name}': an update is clipped once all of it is known.")
         all_contributions = [*contributions, *self._missing(contributions)]
         parts = [replace(each, gradient=each.gradient[start:stop]) for each in all_contributions]
-        return self._updates.preview(start, stop, parts, contributions[0].hyper or self.hyper)
+        return self._updates.preview(start, stop, parts, hyper)
 
     @property
     def num_applied(self) -> int:
@@ -511,7 +520,7 @@ class WholeTensors:
         self._sum = total
         jobs = [
             ((first + start, first + stop), there)
-            for first, length, there in _runs(self._pieces, having)
+            for first, length, there in runs(self._pieces, having)
             for start, stop in stretches(length, CHUNK)
         ]
 
@@ -521,13 +530,3 @@ class WholeTensors:
             return combine_stretch(total[slice(*span)], span, there, contributions, self._policy, divide=True)
 
         return total, self._threads.total(jobs, add)
-
-
-def _runs(pieces: Sequence[SegmentPiece], having: Sequence[tuple[int, ...]]) -> list[tuple[int, int, tuple[int, ...]]]:
-    """Return (start, length, contributions) for each run of pieces with gradients from the same contributions."""
-    found: list[tuple[int, int, tuple[int, ...]]] = []
-    for there, group in groupby(zip(pieces, having, strict=True), key=lambda pair: pair[1]):
-        members = [piece for piece, _ in group]
-        if there:
-            found.append((members[0].offset, sum(piece.numel for piece in members), there))
-    return found

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import isfinite
 from typing import TYPE_CHECKING, Final
 
 import torch
 
 from paceline.update.rules import Hyper
-from paceline.update.table import NonFinite, Scale
+from paceline.update.table import NonFinite, Scale, SegmentPiece
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -220,3 +221,13 @@ def _num_nonfinite(tensor: Tensor) -> int:
     if isfinite(tensor.sum().item()):
         return 0
     return tensor.numel() - int(tensor.isfinite().sum())
+
+
+def runs(pieces: Sequence[SegmentPiece], having: Sequence[tuple[int, ...]]) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Return (start, length, contributions) for each run of pieces with gradients from the same contributions."""
+    found: list[tuple[int, int, tuple[int, ...]]] = []
+    for there, group in groupby(zip(pieces, having, strict=True), key=lambda pair: pair[1]):
+        members = [piece for piece, _ in group]
+        if there:
+            found.append((members[0].offset, sum(piece.numel for piece in members), there))
+    return found

@@ -1,0 +1,70 @@
+"""Accelerate: `from paceline.integrations.accelerate import Accelerator` in place of accelerate's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.integrations.ranks import clip_by_norm, distribute, join_with_ranks, require
+from paceline.training.strategy import Distributed
+
+require("accelerate", "hf")
+
+import accelerate  # noqa: E402 - after the message for a missing one
+from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
+
+
+class Accelerator(accelerate.Accelerator):
+    """Accelerate's `Accelerator`, which knows the ranks of the job and prepares optimizers that step by Paceline.
+
+    Prepare models together with their optimizers. Loaders are sharded by Accelerate, as with its other launchers.
+
+    Example:
+        >>> import torch
+        >>> from paceline.integrations.accelerate import Accelerator
+        >>> accelerator = Accelerator()
+        >>> model = torch.nn.Linear(2, 1)
+        >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> accelerator.backward(model(torch.ones(1, 2)).sum())
+        >>> optimizer.step()
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - accelerate's own
+        join_with_ranks()
+        if not torch.accelerator.is_available():
+            kwargs.setdefault("cpu", True)  # without it Accelerate takes this process for the only one
+        super().__init__(*args, **kwargs)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - accelerate's own
+        """Prepare models, optimizers, loaders and schedulers; blocks until all workers have called it."""
+        models = [each for each in args if isinstance(each, nn.Module)]
+        if self.device_placement:
+            for model in models:
+                model.to(self.device)
+        model = models[0] if len(models) == 1 else None
+        is_plain = [isinstance(each, torch.optim.Optimizer) and not _is_prepared(each) for each in args]
+        made = [distribute(each, model) if plain else each for each, plain in zip(args, is_plain, strict=True)]
+        return super().prepare(*made, **kwargs)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepare a model; it is not wrapped, as the optimizer combines the gradients of all workers."""
+        del evaluation_mode
+        return super().prepare_model(model, device_placement, evaluation_mode=True)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:  # noqa: ANN401
+        """Clip the gradients of the step by their norm; return that of this worker's own gradients."""
+        self.unscale_gradients()
+        return clip_by_norm(self.distributed_optimizers(), list(parameters), max_norm, norm_type)
+
+    def distributed_optimizers(self) -> list[Distributed]:
+        """Return the prepared optimizers, without Accelerate's wrapper."""
+        found = [optimizer.optimizer for optimizer in self._optimizers]
+        return [each for each in found if isinstance(each, Distributed)]
+
+
+def _is_prepared(optimizer: torch.optim.Optimizer) -> bool:
+    return isinstance(optimizer, AcceleratedOptimizer)

@@ -1,0 +1,157 @@
+"""Fabric: `Fabric(strategy="paceline")` once this module is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from paceline.integrations.ranks import distribute, join_with_ranks, require
+from paceline.training.strategy import Distributed
+
+require("lightning", "lightning")
+
+from lightning.fabric.plugins import ClusterEnvironment  # noqa: E402 - after the message for a missing one
+from lightning.fabric.strategies import STRATEGY_REGISTRY  # noqa: E402
+from lightning.fabric.strategies.ddp import DDPStrategy  # noqa: E402
+
+NAME: Final = "paceline"
+
+
+class PacelineEnvironment(ClusterEnvironment):
+    """The ranks of the job, as Lightning asks for them. Making it joins the job; blocks until all workers have."""
+
+    def __init__(self) -> None:
+        session = join_with_ranks()
+        self._rank, self._size, self._local_rank = session.rank, session.size, session.local_rank
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Return True: the launcher of the job has started the workers."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """Return an address that no process connects to, as torch has its process group already."""
+        return "localhost"
+
+    @property
+    def main_port(self) -> int:
+        """Return 0: see `main_address`."""
+        return 0
+
+    @staticmethod
+    def detect() -> bool:
+        """Return False: only the strategy makes it."""
+        return False
+
+    def world_size(self) -> int:
+        """Return the number of workers."""
+        return self._size
+
+    def global_rank(self) -> int:
+        """Return the rank of this worker."""
+        return self._rank
+
+    def local_rank(self) -> int:
+        """Return the rank of this worker on its machine."""
+        return self._local_rank
+
+    def node_rank(self) -> int:
+        """Return 0: the job does not number its machines."""
+        return 0
+
+    def set_world_size(self, size: int) -> None:
+        """Leave the number of workers as it is: the launcher has settled it, whatever `devices` says."""
+
+    def set_global_rank(self, rank: int) -> None:
+        """Leave the rank as it is."""
+
+
+class PacelineFabricStrategy(DDPStrategy):
+    """Strategy of `Fabric` in which optimizers step by Paceline; modules are not wrapped.
+
+    Args:
+        options: of `paceline.distributed`; by default those of the launcher.
+    """
+
+    def __init__(self, *, accelerator: Any = None, precision: Any = None, **options: Any) -> None:  # noqa: ANN401
+        environment = PacelineEnvironment()
+        super().__init__(accelerator, cluster_environment=environment, precision=precision)
+        self._options = options
+        self._module: nn.Module | None = None
+        self._optimizers: list[Distributed] = []
+        self._backward_sync_control = _Accumulation(self._optimizers)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this worker."""
+        return own_device(self.parallel_devices, self.local_rank)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """How a sampler takes this worker's share."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def all_reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:  # noqa: ANN401
+        """Return the reduction of a tensor over all workers."""
+        if not is_mean(reduce_op):
+            return super().all_reduce(tensor, group, reduce_op)
+        return super().all_reduce(tensor, group, "sum") / self.world_size
+
+    def setup_module(self, module: nn.Module) -> nn.Module:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the module as it is: optimizers combine the gradients of all workers."""
+        self._module = module
+        return module
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Distribute an optimizer of the module that was set up last; blocks until all workers have called it."""
+        made = distribute(optimizer, self._module, **self._options)
+        self._optimizers.append(made)
+        return made
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip the gradients of the step by their norm; return that of this worker's own gradients."""
+        if not isinstance(optimizer, Distributed):
+            return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+        self.precision.unscale_gradients(optimizer)
+        return optimizer.clip_gradients(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+
+class _Accumulation:
+    """Keeps gradients local where a script says `fabric.no_backward_sync`."""
+
+    def __init__(self, optimizers: list[Distributed]) -> None:
+        self._optimizers = optimizers
+
+    @contextmanager
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Generator[None]:
+        del module
+        with ExitStack() as held:
+            for optimizer in self._optimizers if enabled else ():
+                held.enter_context(optimizer.accumulate())
+            yield
+
+
+def is_mean(reduce_op: object) -> bool:
+    """Return whether a reduction is a mean, which Paceline's process group computes as a sum."""
+    return reduce_op in (None, "mean", "avg", torch.distributed.ReduceOp.AVG)
+
+
+def own_device(devices: list[torch.device] | None, local_rank: int) -> torch.device:
+    """Return the device of a worker; on the CPU Lightning lists as many as `devices` says, not one a worker."""
+    found = devices or [torch.device("cpu")]
+    return found[local_rank % len(found)]
+
+
+STRATEGY_REGISTRY.register(NAME, PacelineFabricStrategy, description="Parameter server and others of Paceline")

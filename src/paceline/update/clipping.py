@@ -1,0 +1,92 @@
+"""Clipping of an update by the norm of its combined gradient, as `clip_grad_norm_` does after torch's DDP.
+
+The limit travels with the hyperparameters of a push. The update is made smaller by a contribution without gradients,
+which raises what the sum is divided by, so that no pass over the gradients is needed beside that for the norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from paceline.update.rules import Hyper
+from paceline.update.summing import CHUNK, Contribution, ThreadPool, combine_stretch, runs, stretches
+from paceline.update.table import NonFinite, Scale, SegmentPiece
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_KEY: Final = "clip_norm"  # among the hyperparameters of the first group of a push
+_EPSILON: Final = 1e-6  # added to the norm, as torch does
+
+
+def with_clip(hyper: tuple[Hyper, ...], max_norm: float) -> tuple[Hyper, ...]:
+    """Return hyperparameters of a push whose update is to be clipped."""
+    return ({**hyper[0], _KEY: max_norm}, *hyper[1:])
+
+
+def without_clip(hyper: tuple[Hyper, ...]) -> tuple[tuple[Hyper, ...], float | None]:
+    """Return the hyperparameters of the rule, and the greatest norm of the update, if there is one.
+
+    >>> without_clip(with_clip(({"lr": 0.1}, {"lr": 0.2}), 1.0))
+    (({'lr': 0.1}, {'lr': 0.2}), 1.0)
+    >>> without_clip(({"lr": 0.1},))
+    (({'lr': 0.1},), None)
+    """
+    if not hyper or _KEY not in hyper[0]:
+        return hyper, None
+    given = hyper[0][_KEY]
+    own: Mapping[str, object] = {key: value for key, value in hyper[0].items() if key != _KEY}
+    max_norm = float(given) if isinstance(given, int | float) else math.nan
+    return (own, *hyper[1:]), max_norm  # pyright: ignore[reportReturnType]
+
+
+def clipping(
+    contributions: Sequence[Contribution],
+    pieces: Sequence[SegmentPiece],
+    policy: tuple[Scale, NonFinite],
+    threads: ThreadPool,
+    max_norm: float,
+) -> Contribution:
+    """Return a contribution without gradients, with which a mean over samples has at most this norm.
+
+    Args:
+        contributions: all of the update, at least one; with NaN or infinity in some, nothing is clipped.
+        pieces: of the range, which is a whole table.
+        policy: scale, which is "samples", and treatment of non-finite elements, see `TableSpec`.
+        threads: pool that adds the gradients.
+        max_norm: more than 0.
+    """
+    having = [tuple(i for i, each in enumerate(contributions) if piece.segment not in each.absent) for piece in pieces]
+    jobs = [
+        (number, (first + start, first + stop), there)
+        for number, (first, start, stop, there) in enumerate(
+            (first, start, stop, there)
+            for first, length, there in runs(pieces, having)
+            for start, stop in stretches(length, CHUNK)
+        )
+    ]
+    gradient = contributions[0].gradient
+    scratch = gradient.new_empty((threads.num_threads, min(CHUNK, gradient.numel())))
+    norms = [0.0] * len(jobs)  # added in their order, whichever thread ends first
+
+    def measure(job: tuple[int, tuple[int, int], tuple[int, ...]], thread: int) -> int:
+        number, span, there = job
+        out = scratch[thread, : span[1] - span[0]]
+        combine_stretch(out, span, there, contributions, policy, divide=True)
+        norms[number] = _norm(out)
+        return 0
+
+    threads.total(jobs, measure)
+    norm, num_samples = math.hypot(*norms), sum(each.count for each in contributions)
+    excess = (norm + _EPSILON) / max_norm - 1.0
+    count = num_samples * excess if math.isfinite(excess) and excess > 0 else 0.0
+    return Contribution(gradient, count, absent=frozenset(piece.segment for piece in pieces))
+
+
+def _norm(tensor: Tensor) -> float:
+    dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    return torch.linalg.vector_norm(tensor, dtype=dtype).item()

@@ -1,0 +1,127 @@
+"""`clip_gradients` clips what torch's DDP clips: the mean of all workers' gradients, under any optimizer of torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.jobs import run_job
+from torch import Tensor, nn
+
+import paceline
+from paceline.api.session import Session
+from paceline.core.messages import Push, PushId
+from paceline.server.push_checks import push_problem
+from paceline.update.clipping import with_clip, without_clip
+from paceline.update.named_rules import SGD
+from paceline.update.table import Segment, TableSpec
+from paceline.wire.messages import PushFrame
+
+MAX_NORM = 0.3
+STEPS = 5
+
+
+def model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+
+def loss_of(net: nn.Module, rank: int, step: int) -> Tensor:
+    batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+    return (net(batch) - 3.0).square().mean() * (1.0 if step % 2 else 0.01)  # every second step is not clipped
+
+
+def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
+    first, second = list(net.parameters())[:2], list(net.parameters())[2:]
+    return torch.optim.AdamW([{"params": first}, {"params": second, "lr": 0.02}], lr=0.05)
+
+
+def as_ddp_does(num_workers: int) -> tuple[list[Tensor], set[bool]]:
+    net, clips = model(), set[bool]()
+    optimizer = optimizer_of(net)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        (torch.stack([loss_of(net, rank, step) for rank in range(num_workers)]).mean()).backward()
+        clips.add(bool(nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM) > MAX_NORM))
+        optimizer.step()
+    return [parameter.detach() for parameter in net.parameters()], clips
+
+
+def trained(**options: Any) -> list[Tensor]:
+    net = model()
+    optimizer = paceline.distributed(optimizer_of(net), model=net, **options)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(net, paceline.rank(), step).backward()
+        own = nn.utils.get_total_norm([parameter.grad for parameter in net.parameters() if parameter.grad is not None])
+        assert torch.equal(optimizer.clip_gradients(MAX_NORM), own)
+        optimizer.step()
+    with optimizer.snapshot():
+        return [parameter.detach().clone() for parameter in net.parameters()]
+
+
+@pytest.mark.parametrize(("workers", "carrier"), [(1, "memory"), (3, "memory"), (2, "shm"), (2, "tcp")])
+def test_the_mean_of_all_gradients_is_clipped(tmp_path: Path, workers: int, carrier: str) -> None:
+    expected, clips = as_ddp_does(workers)
+    assert clips == {True, False}
+    for found in run_job(tmp_path, lambda _: trained(), workers=workers, carrier=carrier):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("servers", "options", "reason"),
+    [
+        (2, {}, "there are 2 servers, each with a part of the model"),
+        (1, {"overlap": True}, "overlap=True sends gradients in parts"),
+        (1, {"scale": "mean"}, "the scale is 'mean'"),
+    ],
+)
+def test_where_no_server_has_the_sum_each_worker_clips_its_own_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], servers: int, options: dict[str, Any], reason: str
+) -> None:
+    def own(worker: Session) -> float:
+        net = nn.Linear(2, 1, bias=False)
+        optimizer = paceline.distributed(torch.optim.SGD(net.parameters(), lr=1.0), **options)
+        norm = torch.tensor(0.0)
+        for sign in (1.0, -1.0):
+            optimizer.zero_grad()
+            with optimizer.accumulate():
+                (sign * 100.0 * net(torch.ones(2))).sum().backward()
+            optimizer.clip_gradients(0.5)
+            norm = net.weight.grad.norm() if net.weight.grad is not None else norm
+            optimizer.step()
+        return norm.item()
+
+    assert run_job(tmp_path, own, workers=2, servers=servers) == pytest.approx([0.5, 0.5])
+    told = capsys.readouterr().err
+    assert told.count("each worker clips its own gradients, not their mean") == 2
+    assert told.count(reason) == 2
+
+
+def test_servers_refuse_a_norm_that_they_cannot_clip_to() -> None:
+    spec = TableSpec("w", (Segment("w", (2,)),), "float32", SGD(lr=0.1), "bsp", "samples", "reject")
+    hyper = spec.rule.groups
+    assert without_clip(with_clip(hyper, 2.0)) == (hyper, 2.0)
+    for max_norm, problem in ((2.0, ""), (0.0, "a norm of 0.0"), (float("nan"), "a norm of nan")):
+        assert problem in push_problem(spec, push(with_clip(hyper, max_norm)))
+        assert bool(push_problem(spec, push(with_clip(hyper, max_norm)))) == bool(problem)
+    textual = ({**hyper[0], "clip_norm": (1.0, 2.0)},)
+    assert "a norm of nan" in push_problem(spec, push(textual))
+    for other in (replace(spec, consistency="ssp:3"), replace(spec, scale="sum")):
+        assert "is to be clipped, but 'w' has" in push_problem(other, push(with_clip(hyper, 2.0)))
+
+
+def push(hyper: Any) -> PushFrame:
+    return PushFrame(Push(PushId(0, 0, 0, 0), "w", 0, 0), 1.0, (), hyper, screened=True)
+
+
+def test_not_finite_norms_are_raised_if_wanted() -> None:
+    paceline.init()
+    net = nn.Linear(1, 1)
+    optimizer = paceline.distributed(torch.optim.SGD(net.parameters(), lr=1.0), name="infinite")
+    net(torch.tensor([float("inf")])).backward()
+    with pytest.raises(RuntimeError, match="non-finite"):
+        optimizer.clip_gradients(1.0, error_if_nonfinite=True)
