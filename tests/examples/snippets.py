@@ -7,6 +7,7 @@ The words behind the language of a fence say how its code is tried:
     python fragment            the same behind `surroundings.py` and the earlier fragments of its page
     sh, console                commands; of a console the other lines are what they print
     sh background              goes on while the later blocks of the page run
+    console exit=75            ends with this exit code
     ... needs=slurm            needs what a test machine does not have
     text, yaml, toml           output or a file: not run
 """

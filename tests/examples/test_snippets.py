@@ -87,7 +87,7 @@ def test_commands_run(page: str, tmp_path: Path) -> None:
                 wait_until_told(told, process)
             else:
                 code = process.wait(COMMANDS_WITHIN_S)
-                assert code == 0, f"{snippet.where}\n{told.read_text()}"
+                assert code == int(snippet.value("exit") or 0), f"{snippet.where}\n{told.read_text()}"
             lost = [line.pattern for line in snippet.expected() if not line.search(told.read_text())]
             assert lost == [], f"{snippet.where}\n{told.read_text()}"
 
