@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -138,4 +138,5 @@ def wait_until_told(told: Path, process: subprocess.Popen[bytes]) -> None:
     while not re.search(r"\n", told.read_text()):
         assert process.poll() is None, told.read_text()
         assert time.monotonic() < deadline_s, "nothing was written"
-        time.sleep(0.05)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0.05)
