@@ -27,7 +27,7 @@ RUN, SHOWN = ("python", "sh", "console"), ("text", "yaml", "toml")
 NEEDS = {"server", "job", "terminal", "machines", "slurm", "mpirun", "ray", "kubernetes", "registry", "data", "hours"}
 PROMPT = "$ "
 PROGRESS = re.compile(r"\d+ s  \|")
-NUMBER = re.compile(r"\d+(?:[.,:]\d+)*|\.\.\.")
+NUMBER = re.compile(r"\b[0-9A-F]{40}\b|\d+(?:[.,:]\d+)*|\.\.\.")
 
 
 @dataclass(frozen=True, slots=True)
