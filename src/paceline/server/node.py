@@ -242,7 +242,8 @@ class ServerNode:
             self._table_rpc.advance_idle()
         if self._journal is not None:
             self._keep_up(self._journal)
-        if self.replica.find is not None:
+        if self._is_replicated:
+            self.replica.look()
             self.replica.repair(self._parts(), self._tables)
         return True
 
