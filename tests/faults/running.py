@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,25 +87,33 @@ class Run:
 
 
 @contextmanager
-def running(run_dir: Path, script: Path, *args: str, options: tuple[str, ...] = (), wrap: str = "") -> Iterator[Run]:
+def running(
+    run_dir: Path,
+    script: Path,
+    *args: str,
+    options: tuple[str, ...] = (),
+    wrap: str = "",
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> Iterator[Run]:
     """Start `paceline run`; when the block ends so must the job, and nothing of it may be left.
 
-    `wrap` is what a shell says before the command.
+    `wrap` is what a shell says before the command; `environment`: variables beside those of the test.
     """
     command = [sys.executable, "-m", "paceline", "run", "--run-dir", str(run_dir), "--quiet", *options, str(script)]
     command += args
     if wrap:
         command = ["bash", "-c", f'{wrap} "$@"', "bash", *command]
-    environment = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
+    variables = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1", **(environment or {})}
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables
     )
     run = Run(process, run_dir)
     listener = threading.Thread(target=run.listen)
     listener.start()
     try:
         yield run
-        process.wait(TIMEOUT_S)
+        process.wait(timeout_s)
         assert wait_gone(run.family(), LEFT_WITHIN_S) == set(), f"processes are left:\n{run.output}"
         left = {path.name for path in run_dir.iterdir()} if run_dir.exists() else set()
         assert not {name for name in left if name == "token" or name.endswith((".sock", ".address"))}, left

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,10 +16,11 @@ from tests.hosts.replicas_worker import NUM_CLOCKS, STOPS, train
 from tests.hosts.test_nodes import PATIENCE_S, hosts, wait_for
 from tests.jobs import run_job
 
-from paceline.job.views import Views
+from paceline.job.views import FIRST, Views
 
 WORKER = Path(__file__).with_name("replicas_worker.py")
 MASTER_PORT = "29437"
+CUT_S = 8.0  # after it was noticed: more than 5 s, which are enough for connections that break on one machine
 
 
 @contextmanager
@@ -117,3 +119,23 @@ def test_a_machine_is_lost_with_all_that_runs_there_and_no_push_that_was_made(is
     assert (tmp_path / "bits-0").read_text().endswith(rows.contiguous().numpy().tobytes().hex())
     assert "server 1 is served by its replica from now on" in errors
     assert "the run ends if server 0 is lost, as it has no replica any more" in errors
+
+
+@pytest.mark.campaign
+def test_a_line_that_is_cut_for_longer_than_it_takes_to_notice_ends_no_job(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    with hosts(2) as network, started(network, tmp_path) as workers:
+        wait_at(workers, tmp_path, STOPS[0])
+        network.cut(1)
+        for clock in STOPS:
+            (tmp_path / f"go-{clock}").touch()
+        for rank in range(2):  # of the two processes of each server, one has decided to go on alone
+            wait_for(workers, lambda rank=rank: (views_of(tmp_path, rank).newest() or FIRST).number > FIRST.number)
+        threading.Event().wait(CUT_S)
+        network.heal(1)
+        told = [worker.communicate(timeout=PATIENCE_S) for worker in workers]
+
+    assert [worker.returncode for worker in workers] == [0, 0], told
+    (tmp_path / "here").mkdir()
+    undisturbed = set(run_job(tmp_path / "here", train, workers=2, servers=2))
+    assert {(tmp_path / f"bits-{rank}").read_text() for rank in range(2)} == undisturbed

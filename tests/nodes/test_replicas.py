@@ -297,7 +297,7 @@ def test_a_replica_knows_what_its_head_knows_when_that_ends(kind: type[Trained],
 def test_a_server_that_is_killed_again_and_again_has_a_new_replica_each_time(
     kind: type[Trained], tmp_path: Path, calm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica, "_REPAIR_EVERY_S", 0.0)
+    monkeypatch.setattr(replica, "_IDLE_LOOK_S", 0.0)
     job = kind(Ledger("bsp"), MOMENTUM)
     with replicated(tmp_path / "job", (89,), repeats=True) as (servers, [pair]):
         servers.run(NUM_WORKERS, job.work)

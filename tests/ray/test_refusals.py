@@ -62,6 +62,12 @@ def test_what_is_for_one_machine_is_refused(settings: dict[str, object], message
         RayOptions().validate(LocalRun(script=RUN.script, **settings))  # pyright: ignore[reportArgumentType]
 
 
+def test_replicas_that_would_not_be_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_SERVERS", "node:1+replicas:1")
+    with pytest.raises(UsageError, match="under Ray servers have none: unset it, or start the job by torchrun"):
+        RayOptions().validate(RUN)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -22,6 +22,7 @@ from paceline.server.journal import Asked
 from paceline.server.recovery import Declarations
 from paceline.server.replica import (
     Attached,
+    Checked,
     Ended,
     Follower,
     Happened,
@@ -154,6 +155,23 @@ def test_a_head_whose_replica_is_gone_goes_on_alone_and_says_so(other: Other, li
     [line] = other.told
     assert line.startswith("the run ends if server 0 is lost, as it has no replica any more: ")
     assert other.votes.decided == "dismissed"
+
+
+def test_a_head_that_is_told_nothing_notices_that_its_replica_is_gone(other: Other, listener: Listener) -> None:
+    link, connection = other.attached(listener)
+    assert link.patience_s(None) == 1.0
+    link.look()
+    assert replica._CODEC.decode(connection.receive(timeout_s=PATIENCE_S).header) == Checked()
+    answer(connection, 2)
+    assert link.wait_received()
+    connection.close()
+    link.look()  # no sooner than a second later
+    assert link.is_there
+    link._look_s = 0.0
+    link.look()
+    assert not link.is_there
+    assert other.votes.decided == "dismissed"
+    assert link.patience_s(None) is None, "no other replica is looked for"
 
 
 class Line:

@@ -187,6 +187,7 @@ def join(spec: ClusterSpec, place: Place, transport: Transport, notice: Preempti
         addresses=spec.addresses,
         options=WorkerOptions(
             spec.wait_timeout_s,
+            spec.lease_s,
             checks_memory=checks_memory(),
             how_ended=lambda server: views[server].how_ended(),
             where=(lambda server: views[server].address()) if spec.has_replicas else (lambda _: ""),

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from paceline.core.messages import Sender
 
 WAIT_TIMEOUT_S: Final = 600.0  # the default for a worker's waits
+LEASE_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class ServerSettings:
     generation: int = 1
     workers: tuple[int, ...] = ()
     join_timeout_s: float = 60.0
-    lease_s: float = 5.0
+    lease_s: float = LEASE_S
     retry_s: float = 1.0
     shares: tuple[float, ...] = ()
     clock: int = 0

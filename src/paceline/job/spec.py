@@ -15,13 +15,14 @@ from typing import Final
 
 import msgspec
 
-from paceline.core.settings import WAIT_TIMEOUT_S
+from paceline.core.settings import LEASE_S, WAIT_TIMEOUT_S
 from paceline.errors import UsageError
 from paceline.job.choices import ScaleName, TraceLevel, TransportName
 from paceline.job.folders import wait_for
 
 TOKEN_NAME: Final = "token"
 TOKEN_BYTES: Final = 32
+REPLICATED_LEASE_S: Final = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +72,14 @@ class ClusterSpec:
     def is_elastic(self) -> bool:
         """Whether workers come and go while the job runs."""
         return self.num_at_start > 0
+
+    @property
+    def lease_s(self) -> float:
+        """How long a worker and a server may be without a connection to each other before one gives the other up.
+
+        Where servers have replicas, a line that is cut is noticed after a second, and not only by the kernel after ten.
+        """
+        return REPLICATED_LEASE_S if self.has_replicas else LEASE_S
 
     @property
     def first_workers(self) -> range:

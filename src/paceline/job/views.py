@@ -104,11 +104,19 @@ class Views:
         view = self.newest()
         return view is not None and view.number == number and self.change(view.repaired(process))
 
+    def includes(self, process: int) -> bool:
+        """Return whether a process has ever served or been the replica. Raises OSError."""
+        return process in self._used(names_in(self._run_dir))
+
+    def _used(self, names: set[str]) -> set[int]:
+        """Return the processes that were in a view, of the files of these names."""
+        known = [self._read(name) for name in names if name.startswith(self._prefix)]
+        return {process for view in known for process in (view.head, view.replica)}
+
     def candidates(self) -> list[int]:
         """Return the processes that have come to be the replica and were in no view yet, the newest first."""
         names = names_in(self._run_dir)
-        known = [self._read(name) for name in names if name.startswith(self._prefix)]
-        used = {process for view in known for process in (view.head, view.replica)}
+        used = self._used(names)
         stem, suffix = f"{process_name(self._rank, 0)}.", self.published(0).suffix
         come = [name.removeprefix(stem).removesuffix(suffix) for name in names if name.startswith(stem)]
         numbers = [int(number) for number in come if number.isdecimal()]

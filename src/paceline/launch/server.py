@@ -41,6 +41,7 @@ def server_settings(spec: ClusterSpec, rank: int) -> ServerSettings:
         generation=spec.generation,
         workers=tuple(spec.first_workers),
         join_timeout_s=spec.join_timeout_s,
+        lease_s=spec.lease_s,
         shares=spec.shares,
         clock=spec.clock,
     )

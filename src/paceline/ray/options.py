@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from paceline.errors import UsageError
+from paceline.job.environment import asked_servers
 
 if TYPE_CHECKING:
     from paceline.launch.plan import LocalRun
@@ -72,6 +73,11 @@ class RayOptions:
             raise UsageError(
                 f"-m {run.module} is for processes of this machine, and Ray brings scripts to its nodes as files: name "
                 "a script that imports it"
+            )
+        if "replicas" in (asked_servers() or ""):
+            raise UsageError(
+                "PACELINE_SERVERS asks for replicas of servers, and under Ray servers have none: unset it, or start "
+                "the job by torchrun, srun or mpirun"
             )
         if run.debug is not None:
             raise UsageError("--debug gives a worker this terminal, and under Ray workers are elsewhere: leave it out")

@@ -247,7 +247,8 @@ class ServerNode:
         self._readable.feeds.note_clocks(self._tables, self._core.clock_of)
         if self._journal is not None:
             self._keep_up(self._journal)
-        if self.replica.find is not None:
+        if self._is_replicated:
+            self.replica.look()
             self.replica.repair(self._parts(), self._tables)
         return True
 

@@ -38,7 +38,7 @@ from paceline.wire.requests import MAX_HEARD_BYTES, Declare, DeclareRows, Reques
 ROLE: Final = "head"  # of the process that serves, towards its replica
 _LOOK_S: Final = 0.25
 _CONNECT_TIMEOUT_S: Final = 5.0
-_REPAIR_EVERY_S: Final = 1.0  # while there is no replica
+_IDLE_LOOK_S: Final = 1.0  # between two looks of the head at its replica, or for one
 _FOLDER: Final = "paceline-replica-"
 _SILENCE_S: Final = 1.0  # of a machine that is spoken to all the while
 _MOST_BEATS: Final = 3600  # in a row, as the head reads them with its next answer
@@ -209,7 +209,7 @@ class ReplicaLink:
     place: ReplicaPlace | None = None
     find: Callable[[], list[ReplicaPlace]] | None = None
     record: RecordFile | None = None
-    _look_s: float = 0.0  # when to look for one again
+    _look_s: float = 0.0  # when to look next, for one or at the one that there is
     _tried: set[str] = field(default_factory=set[str])  # addresses of those that were not to be reached
     _connection: Connection | None = None
     _num_sent: int = 0
@@ -228,9 +228,29 @@ class ReplicaLink:
 
     def patience_s(self, patience_s: float | None) -> float | None:
         """Return for how long to wait for the next item at most, if it is so long otherwise (None: for ever)."""
-        if self.find is None or self._connection is not None:
+        if self._connection is None and self.find is None:
             return patience_s
-        return _REPAIR_EVERY_S if patience_s is None else min(patience_s, _REPAIR_EVERY_S)
+        return _IDLE_LOOK_S if patience_s is None else min(patience_s, _IDLE_LOOK_S)
+
+    def look(self) -> None:
+        """Notice that the replica is gone, also while nothing is told to it; called between two items.
+
+        It looks once a second, and does not wait.
+
+        Raises:
+            Superseded: the replica serves in the place of this process.
+        """
+        if self._connection is None or time.monotonic() < self._look_s:
+            return
+        self._look_s = time.monotonic() + _IDLE_LOOK_S
+        self.check()  # what is sent is what shows that a machine confirms nothing
+        try:
+            while self._connection is not None:
+                self._hear(timeout_s=0.0)
+        except DeadlineExceeded:
+            pass
+        except PeerError as error:
+            self._go_on_alone(str(error))
 
     def repair(self, parts: ServerParts, tables: ServedTables) -> None:
         """Give all that there is to a process that has come to be the replica; called between two items.
@@ -242,7 +262,7 @@ class ReplicaLink:
         is_quiet = not any(table.num_waiting or not table.has_values for table in tables.values())
         if not is_quiet or parts.calls.has_waiting:
             return
-        self._look_s = time.monotonic() + _REPAIR_EVERY_S
+        self._look_s = time.monotonic() + _IDLE_LOOK_S
         try:
             place = next((place for place in self.find() if place.address() not in self._tried), None)
             if place is None:
@@ -358,8 +378,7 @@ class ReplicaLink:
         line = None if self._connection is None else LineWatch(self._connection)
         while self._connection is not None and self._num_received < self._num_sent:
             try:
-                answer = _ANSWERS.decode(self._connection.receive(timeout_s=_LOOK_S).header)
-                self._num_received = max(self._num_received, min(answer.num_frames, self._num_sent))
+                self._hear(_LOOK_S)
             except DeadlineExceeded:
                 self.check()
                 if watch.elapsed_s() > _ANSWER_TIMEOUT_S:
@@ -369,6 +388,12 @@ class ReplicaLink:
             except PeerError as error:
                 self._go_on_alone(str(error))
         return True
+
+    def _hear(self, timeout_s: float) -> None:
+        """Note what the replica, which is there, has by now; raises as `Connection.receive`."""
+        assert self._connection is not None
+        answer = _ANSWERS.decode(self._connection.receive(timeout_s=timeout_s).header)
+        self._num_received = max(self._num_received, min(answer.num_frames, self._num_sent))
 
     def end(self, reason: str) -> None:
         """Have the replica end, if it has not, instead of serving in the place of this process."""

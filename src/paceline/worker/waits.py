@@ -19,7 +19,7 @@ from importlib import import_module
 from types import FrameType, TracebackType
 from typing import Final, Self, cast, final
 
-from paceline.core.settings import WAIT_TIMEOUT_S
+from paceline.core.settings import LEASE_S, WAIT_TIMEOUT_S
 from paceline.errors import DeadlineExceeded, PacelineError, PeerError, ServerLost, UsageError
 from paceline.observe.notices import printable
 from paceline.stopwatch import Stopwatch
@@ -285,7 +285,7 @@ class WorkerOptions:
     """
 
     wait_timeout_s: float = WAIT_TIMEOUT_S
-    reconnect_timeout_s: float = 5.0
+    reconnect_timeout_s: float = LEASE_S
     checks_memory: bool = False
     how_ended: Callable[[int], str] = lambda _: ""
     where: Callable[[int], str] = lambda _: ""

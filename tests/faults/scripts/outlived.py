@@ -1,10 +1,12 @@
 """A worker's script for tests that kill servers: every push leaves a mark of its own, and a model is trained beside.
 
-`outlived.py CONSISTENCY NUM_CLOCKS [TRANSCRIPT]`: at the end each worker prints the marks that are missing or there
+`outlived.py CONSISTENCY NUM_CLOCKS`: at the end each worker prints the marks that are missing or there
 twice, its longest step, and a digest of all values.
 """
 
+import glob
 import hashlib
+import os
 import sys
 import time
 
@@ -13,6 +15,7 @@ import torch
 import paceline
 
 CONSISTENCY, NUM_CLOCKS = sys.argv[1], int(sys.argv[2])
+CLOCKS_ALONE, PATIENCE_S = 16, 300.0
 WIDTH = 1 << 14  # more than a chunk for each thread of an update
 
 
@@ -20,6 +23,15 @@ def say(*words: object) -> None:
     """Write a line as a whole."""
     sys.stdout.write(" ".join(map(str, words)) + "\n")
     sys.stdout.flush()
+
+
+def wait_repaired() -> None:
+    """Block while a server has one copy alone (`struck.py`), so that there is something to kill after some clocks."""
+    pattern = os.environ.get("STRUCK", "::").rsplit(":", 2)[0] + "-*.alone"
+    deadline_s = time.monotonic() + PATIENCE_S
+    while glob.glob(pattern):
+        assert time.monotonic() < deadline_s, "no replica was made anew"
+        time.sleep(0.02)
 
 
 torch.set_num_threads(1)
@@ -37,6 +49,8 @@ with paceline.connect() as ps:
     )
     ids, worst_s, acks = torch.arange(NUM_CLOCKS) * 7919, 0.0, []
     for clock in range(NUM_CLOCKS):
+        if clock % CLOCKS_ALONE == 0:
+            wait_repaired()
         began_s = time.monotonic()
         mark, row = torch.zeros(ps.size, NUM_CLOCKS, 8), torch.zeros(1, ps.size)
         mark[ps.rank, clock] = row[0, ps.rank] = 1.0

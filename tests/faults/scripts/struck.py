@@ -1,21 +1,29 @@
 """An update rule whose import on a server has that killed, by SIGKILL, in the middle of what it does for its tables.
 
 Each call that changes what outlives the server is a place where it may die, before or after: entries of the journal,
-snapshots, numbers of tables, chunks and rows of updates, also as a successor goes on with them. `STRUCK` names a file
-for each server, with a letter for each death, and how many there are to be.
+snapshots, numbers of tables, chunks and rows of updates, also as a successor goes on with them. Of a server and its
+replica one may die at a time, in the middle of what one tells the other, and of what a new replica is given. `STRUCK`
+names a file for each server, with a letter for each death, how many there are to be, and the seed of their places.
 """
 
+import fcntl
 import os
 import random
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from paceline.job.views import Views
+from paceline.server.connections import Connections
 from paceline.server.journal import Journal
+from paceline.server.node import ServerNode
+from paceline.server.replica import Replay, ReplicaLink
 from paceline.update.lasting import Record, RowsMemory, SavedTensors, UpdateProgress
 from paceline.update.rows.memory import RowMemory
 
@@ -32,29 +40,75 @@ PLACES: tuple[tuple[type, str], ...] = (
     (RowsMemory, "write_ahead"),
     (RowMemory, "write_column"),
 )
+REPLICATED: tuple[tuple[type, str], ...] = (
+    (ReplicaLink, "_send"),
+    (ReplicaLink, "_give_all"),
+    (Replay, "take"),
+    (ServerNode, "_apply"),
+    (Connections, "send_worker"),
+)
 
 
 class Fate:
     """Counts the places that this process has passed, and kills it at one."""
 
-    def __init__(self, file: Path, num_deaths: int) -> None:
-        self.file = file
-        before = file.read_bytes() if file.exists() else b""
-        chance = random.Random(len(before) * 1009 + ord(file.name[-1]))
+    def __init__(self, file: Path, num_deaths: int, seed: int) -> None:
+        self.file, self.num_deaths = file, num_deaths
+        before = self.deaths()
+        chance = random.Random(f"{seed} {len(before)} {file.name} {sys.argv[-1]}")
         # Not early three times in a row: the launcher gives a server up that dies five times without having done more.
         is_early = bool(before) and not before.endswith(b"ee") and chance.random() < 0.3
         self.letter = b"e" if is_early else b"l"
         self.left = chance.randint(*(EARLY if is_early else LATE)) if len(before) < num_deaths else 0
 
+    def deaths(self) -> bytes:
+        return self.file.read_bytes() if self.file.exists() else b""
+
     def pass_place(self) -> None:
         self.left -= 1
         if self.left == 0:
-            with self.file.open("ab") as deaths:
-                deaths.write(self.letter)
-            os.kill(os.getpid(), signal.SIGKILL)
+            self.die()
+
+    def die(self) -> None:
+        with self.file.open("ab") as deaths:
+            deaths.write(self.letter)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-def be_struck(fate: Fate) -> None:
+class SharedFate(Fate):
+    """Of a server and its replica: the second copy has to be whole before either may die, and a new one may always."""
+
+    def __init__(self, file: Path, num_deaths: int, seed: int, views: Views, process: int) -> None:
+        super().__init__(file, num_deaths, seed)
+        self.process, self.views = process, views
+        self.alone = file.with_name(f"{file.name}.alone")  # is there while one copy is
+
+    @contextmanager
+    def deciding(self) -> Iterator[None]:
+        """Keep the other process of the pair from dying."""
+        with self.file.with_name(f"{self.file.name}.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def pass_place(self) -> None:
+        self.left -= 1
+        if self.left <= 0 and len(self.deaths()) < self.num_deaths:
+            with self.deciding():
+                view = self.views.newest()
+                if view is not None and self.process not in (view.head, view.replica):
+                    self.die()
+                if not self.alone.exists():
+                    self.alone.touch()
+                    self.die()
+
+    def note_repaired(self, num_deaths: int) -> None:
+        """Let either of the two die from now on, unless the new one has since so many deaths."""
+        with self.deciding():
+            if len(self.deaths()) == num_deaths:
+                self.alone.unlink(missing_ok=True)
+
+
+def be_struck(fate: Fate, places: tuple[tuple[type, str], ...]) -> None:
     """Let each of the places kill this process from now on."""
 
     def around(call: Any) -> Any:
@@ -66,8 +120,21 @@ def be_struck(fate: Fate) -> None:
 
         return wrapped
 
-    for owner, name in PLACES:
+    for owner, name in places:
         setattr(owner, name, around(getattr(owner, name)))
+
+
+def watch_repair(fate: SharedFate) -> None:
+    """Have the fate of a pair know when there are two copies again."""
+    repair = ReplicaLink.repair
+
+    def wrapped(link: ReplicaLink, *args: Any) -> None:
+        was_there, num_deaths = link.is_there, len(fate.deaths())
+        repair(link, *args)
+        if link.is_there and not was_there:
+            fate.note_repaired(num_deaths)
+
+    setattr(ReplicaLink, "repair", wrapped)  # noqa: B010 - it is final
 
 
 class Fading:
@@ -91,6 +158,21 @@ class Fading:
         self.means = {name: tensor.clone() for name, tensor in state.items()}
 
 
-if "STRUCK" in os.environ and sys.argv[0].endswith("server.py"):
-    _file, _num_deaths = os.environ["STRUCK"].rsplit(":", 1)
-    be_struck(Fate(Path(f"{_file}-{sys.argv[2]}"), int(_num_deaths)))
+def begin() -> None:
+    """Have this process be struck as the environment says, if it is one of a server."""
+    if "STRUCK" not in os.environ:
+        return
+    file, num_deaths, seed = os.environ["STRUCK"].rsplit(":", 2)
+    match [Path(sys.argv[0]).name, *sys.argv[1:]]:
+        case ["server.py", _, rank, *_]:
+            be_struck(Fate(Path(f"{file}-{rank}"), int(num_deaths), int(seed)), PLACES)
+        case ["sidecar.py", run_dir, rank, _, process]:
+            views = Views(Path(run_dir), int(rank))
+            fate = SharedFate(Path(f"{file}-{rank}"), int(num_deaths), int(seed), views, int(process))
+            watch_repair(fate)
+            be_struck(fate, REPLICATED)
+        case _:
+            pass
+
+
+begin()

@@ -27,7 +27,7 @@ from paceline.launch.signals import ignore_preemption_signals
 from paceline.server.node import ServerNode
 
 ENTRY: Final = "paceline.launch.rendezvous.sidecar"
-MAX_LIVES: Final = 5  # of the processes in one place: one that dies as often would again
+MAX_FAILURES: Final = 5  # in a row, of processes in one place that came to nothing: the next one would fail, too
 
 
 @final
@@ -65,23 +65,26 @@ class SidecarServers:
 
     def _watch(self, rank: int, process: int) -> None:
         """Tell the workers at once how a server has ended; have a replica made in the place of a process that has."""
-        for life in range(process, process + 2 * MAX_LIVES, 2):  # those of its other place have the numbers between
+        views, life, num_failures = Views(self._run_dir, rank), process, 0
+        while num_failures < MAX_FAILURES:
             child = self._processes.get((rank, life))
             code = 0 if child is None else child.wait()
             if not code or self._is_ending:
                 return
             record_server_ended(self._run_dir, rank, describe_exit(code), life)
-            if Views(self._run_dir, rank).how_ended():
+            if views.how_ended():
                 tell_user(f"server {rank} {describe_exit(code)}; the run ends")
                 return
             tell_user(f"a process of server {rank} {describe_exit(code)}; the run goes on with another")
-            if life + 2 < process + 2 * MAX_LIVES:
-                self._start(rank, life + 2)
+            num_failures = 0 if code < 0 and views.includes(life) else num_failures + 1
+            life += 2  # those of its other place have the numbers between
+            if num_failures < MAX_FAILURES:
+                self._start(rank, life)
 
     @property
     def pids(self) -> list[int]:
-        """Their numbers; each leads a process group."""
-        return [process.pid for process in self._running()]
+        """Their numbers, without those that have ended; each leads a process group."""
+        return [process.pid for process in self._running() if process.poll() is None]
 
     def _running(self) -> list[subprocess.Popen[bytes]]:
         with self._lock:
