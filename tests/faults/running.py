@@ -6,13 +6,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 import psutil
 from tests.launch.launching import processes_of, wait_gone
+from tests.launch.warm import start_launcher
+from tests.tidy.tree import ROOT
 
 import paceline
 from paceline.launch.policy import EXIT_LOST
@@ -27,15 +30,15 @@ SCRIPTS = Path(__file__).with_name("scripts")
 class Run:
     """One `paceline run`: its process, and all lines that it has written so far, of both streams."""
 
-    process: subprocess.Popen[str]
+    process: psutil.Process
+    said: IO[str]
     run_dir: Path
     lines: list[str] = field(default_factory=list)
     _news: threading.Condition = field(default_factory=threading.Condition)
     _over: bool = False
 
     def listen(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+        for line in self.said:
             with self._news:
                 self.lines.append(line.rstrip("\n"))
                 self._news.notify_all()
@@ -55,6 +58,7 @@ class Run:
     def end(self, timeout_s: float = TIMEOUT_S) -> int:
         """Wait for the end and return the exit code."""
         code = self.process.wait(timeout_s)
+        assert code is not None
         with self._news:
             self._news.wait_for(lambda: self._over, timeout_s)
         return code
@@ -83,45 +87,65 @@ class Run:
                 with suppress(psutil.Error):  # one that helps to start others ends by itself
                     if psutil.Process(pid).cmdline()[-2:] == words:
                         return pid
-            assert self.process.poll() is None, self.output
+            assert not self._over, self.output
 
 
 @contextmanager
-def running(run_dir: Path, script: Path, *args: str, options: tuple[str, ...] = (), wrap: str = "") -> Iterator[Run]:
+def running(
+    run_dir: Path, script: Path, *args: str, options: tuple[str, ...] = (), wrap: str = "", afresh: bool = False
+) -> Iterator[Run]:
     """Start `paceline run`; when the block ends so must the job, and nothing of it may be left.
 
-    `wrap` is what a shell says before the command.
+    It is forked from a process that has imported torch, unless it is to start `afresh`, as a shell starts it. `wrap` is
+    what the shell says before the command then.
     """
-    command = [sys.executable, "-m", "paceline", "run", "--run-dir", str(run_dir), "--quiet", *options, str(script)]
-    command += args
-    if wrap:
-        command = ["bash", "-c", f'{wrap} "$@"', "bash", *command]
-    environment = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    )
-    run = Run(process, run_dir)
+    told = ["run", "--run-dir", str(run_dir), "--quiet", *options, str(script), *args]
+    run = _started(told, wrap, run_dir) if wrap or afresh else _forked(told, run_dir)
     listener = threading.Thread(target=run.listen)
     listener.start()
     try:
         yield run
-        process.wait(TIMEOUT_S)
+        run.process.wait(TIMEOUT_S)
         assert wait_gone(run.family(), LEFT_WITHIN_S) == set(), f"processes are left:\n{run.output}"
         left = {path.name for path in run_dir.iterdir()} if run_dir.exists() else set()
         assert not {name for name in left if name == "token" or name.endswith((".sock", ".address"))}, left
     finally:
-        process.kill()
-        process.wait()
+        with suppress(psutil.NoSuchProcess):
+            run.process.kill()
+        run.process.wait()
         listener.join(timeout=30)
-        assert process.stdout is not None
-        process.stdout.close()
+        run.said.close()
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join((str(SOURCES), str(ROOT))), "OMP_NUM_THREADS": "1"}
+
+
+def _forked(told: Sequence[str], run_dir: Path) -> Run:
+    process, said = start_launcher(*told, environment=_environment())
+    return Run(process, said, run_dir)
+
+
+def _started(told: Sequence[str], wrap: str, run_dir: Path) -> Run:
+    command = [sys.executable, "-m", "paceline", *told]
+    if wrap:
+        command = ["bash", "-c", f'{wrap} "$@"', "bash", *command]
+    process = psutil.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=_environment(),
+    )
+    return Run(process, process.stdout, run_dir)
 
 
 def run_to_end(
-    run_dir: Path, script: Path, *args: str, options: tuple[str, ...] = (), wrap: str = ""
+    run_dir: Path, script: Path, *args: str, options: tuple[str, ...] = (), wrap: str = "", afresh: bool = False
 ) -> tuple[int, Run]:
     """Run a job to its end; return its exit code and what it said."""
-    with running(run_dir, script, *args, options=options, wrap=wrap) as run:
+    with running(run_dir, script, *args, options=options, wrap=wrap, afresh=afresh) as run:
         code = run.end()
     return code, run
 

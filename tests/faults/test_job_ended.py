@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -84,7 +83,7 @@ def test_a_worker_that_is_stopped_and_woken_goes_on(tmp_path: Path) -> None:
     with running(tmp_path / "run", LEDGER, "ssp:2", "40", "0:asleep", options=("-n", "2", "-m", "2")) as run:
         sleeper = int(run.wait_for("[worker 0] begin")[0].split()[-1])
         wait_stopped(sleeper)
-        with pytest.raises(subprocess.TimeoutExpired):  # the bound holds the other worker back
+        with pytest.raises(psutil.TimeoutExpired):  # the bound holds the other worker back
             run.process.wait(1.0)
         os.kill(sleeper, signal.SIGCONT)
 
