@@ -26,7 +26,9 @@ def test_an_example_reaches_its_goal_alone(name: str, alone: Alone) -> None:
     assert_goal(name, alone(name))
 
 
-@pytest.mark.parametrize("name", ["digits_fed.py", "embedding.py", "one_line.py"])
+@pytest.mark.parametrize(
+    "name", ["digits_fed.py", pytest.param("embedding.py", marks=pytest.mark.campaign), "one_line.py"]
+)
 def test_an_example_reaches_its_goal_as_a_job(name: str) -> None:
     assert_goal(name, run_job("-n", "2", "-m", "2", *OPTIONS.get(name, []), EXAMPLES / name))
 
