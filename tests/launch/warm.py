@@ -17,9 +17,10 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache
 from io import BufferedReader, TextIOWrapper
 from pathlib import Path
@@ -53,16 +54,25 @@ def run_job(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run `paceline run` with these arguments to its end, whose `stdout` is all that was said."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     process, said = start_launcher("run", "--quiet", "--no-progress", *map(str, arguments), environment=variables)
-    with said:
-        told = said.read()
-    return subprocess.CompletedProcess(arguments, process.wait() or 0, told, "")
+    try:
+        with said:
+            told = said.read()  # for as long as pytest lets a test take
+        return subprocess.CompletedProcess(arguments, process.wait() or 0, told, "")
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def start_module(module: str, *arguments: str, environment: Mapping[str, str]) -> Forked:
     """Start `python -m module` with these arguments, as a child of this process."""
     command = (sys.executable, "-m", module, *arguments)
     launch = Launch(role="worker", name="a test's process", rank=0, command=command, environment=environment)
-    started = _warm_process().start(launch)
+    import pytest  # not into the process that others are forked from
+
+    warm = _warm_process()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(forkserver, "FORK_TIMEOUT_S", READY_WITHIN_S)
+        started = warm.start(launch)
     assert isinstance(started, Forked), "the process that others are forked from is gone"
     return started
 
@@ -70,6 +80,7 @@ def start_module(module: str, *arguments: str, environment: Mapping[str, str]) -
 @cache
 def _warm_process() -> ForkServer:
     """Return the process that launchers are forked from; it ends with this one."""
+    assert threading.current_thread() is threading.main_thread(), "it would end with the thread that started it"
     environment = {**child_environment(1, 1), "OMP_NUM_THREADS": "1"}
     open_process = ExitStack()
     warm = open_process.enter_context(
