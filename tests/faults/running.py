@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,20 +92,33 @@ class Run:
 
 @contextmanager
 def running(
-    run_dir: Path, script: Path, *args: str, options: tuple[str, ...] = (), wrap: str = "", afresh: bool = False
+    run_dir: Path,
+    script: Path,
+    *args: str,
+    options: tuple[str, ...] = (),
+    wrap: str = "",
+    afresh: bool = False,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> Iterator[Run]:
     """Start `paceline run`; when the block ends so must the job, and nothing of it may be left.
 
     It is forked from a process that has imported torch, unless it is to start `afresh`, as a shell starts it. `wrap` is
-    what the shell says before the command then.
+    what the shell says before the command then. `environment`: variables beside those of the test.
     """
     told = ["run", "--run-dir", str(run_dir), "--quiet", *options, str(script), *args]
-    run = _started(told, wrap, run_dir) if wrap or afresh else _forked(told, run_dir)
+    path = os.pathsep.join((str(SOURCES), str(ROOT)))
+    variables = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(environment or {})}
+    if wrap or afresh:
+        process = _started(told, wrap, variables)
+        run = Run(process, process.stdout, run_dir)
+    else:
+        run = Run(*start_launcher(*told, environment=variables), run_dir)
     listener = threading.Thread(target=run.listen)
     listener.start()
     try:
         yield run
-        run.process.wait(TIMEOUT_S)
+        run.process.wait(timeout_s)
         assert wait_gone(run.family(), LEFT_WITHIN_S) == set(), f"processes are left:\n{run.output}"
         left = {path.name for path in run_dir.iterdir()} if run_dir.exists() else set()
         assert not {name for name in left if name == "token" or name.endswith((".sock", ".address"))}, left
@@ -117,28 +130,13 @@ def running(
         run.said.close()
 
 
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join((str(SOURCES), str(ROOT))), "OMP_NUM_THREADS": "1"}
-
-
-def _forked(told: Sequence[str], run_dir: Path) -> Run:
-    process, said = start_launcher(*told, environment=_environment())
-    return Run(process, said, run_dir)
-
-
-def _started(told: Sequence[str], wrap: str, run_dir: Path) -> Run:
+def _started(told: Sequence[str], wrap: str, variables: Mapping[str, str]) -> psutil.Popen:
     command = [sys.executable, "-m", "paceline", *told]
     if wrap:
         command = ["bash", "-c", f'{wrap} "$@"', "bash", *command]
-    process = psutil.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=_environment(),
+    return psutil.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables
     )
-    return Run(process, process.stdout, run_dir)
 
 
 def run_to_end(
