@@ -44,6 +44,7 @@ lint: $(STAMPS)/dev  ## Check style, formatting, strict types and import contrac
 
 campaign: $(STAMPS)/dev  ## Run the long searches for broken promises, which `make test` leaves out.
 	$(BIN)/python -m pytest -m campaign -n 2 --timeout 3600
+	$(BIN)/python -m pytest -m 'hypothesis and not campaign' --hypothesis-profile search -n 2 --timeout 3600
 	$(BIN)/python -m tests.faults.kill_campaign --kills 1600
 
 bench: $(STAMPS)/demo  ## Measure this machine and print a table of the numbers.

@@ -3,17 +3,25 @@
 import gc
 import os
 import signal
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 # An example may take any time, as other programs run here too; and two runs over one code find the same.
-# `pytest --hypothesis-profile search` draws other examples each time.
+# `make campaign` draws more of them, and others each time, as does `pytest --hypothesis-profile search`.
 settings.register_profile(
-    "search", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    "search",
+    deadline=None,
+    max_examples=500,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-settings.register_profile("suite", settings.get_profile("search"), derandomize=True)
+settings.register_profile("suite", settings.get_profile("search"), derandomize=True, max_examples=40)
 settings.load_profile("suite")
+
+# Hundreds of processes start from here, and each would compile all that it imports.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Every process that a test starts overwrites memory that becomes free: a late look at it finds NaN.
 os.environ["PACELINE_CHECK_MEMORY"] = "1"

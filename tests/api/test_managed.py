@@ -187,7 +187,7 @@ def test_what_cannot_be_summed_is_refused_and_the_table_goes_on() -> None:
         )
         with pytest.raises(UsageError, match="hyperparameters"):
             t.push([1], [[1.0]], hyper=({"lr": 0.5},))
-        assert t.push([1], [[math.nan]]).result(timeout=1).reason
+        assert t.push([1], [[math.nan]]).result(timeout=30).reason
         t.push([1], [[1.0]])
         assert t.pull([1]).tolist() == [[-1.0]]
         with pytest.raises(UsageError, match="communication"):

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from tests.equivalence.cells import Cell, Outcome, Strategy, distance
 from tests.equivalence.loops import train, train_alone
-from tests.faults.running import SOURCES, running
+from tests.faults.running import running
 from tests.jobs import run_job
-from tests.tidy.tree import ROOT
 from torch import Tensor
 
 import paceline
@@ -94,8 +93,7 @@ def merged(cells: Sequence[Cell], found: Sequence[Sequence[Outcome]]) -> dict[Ce
 def _run_processes(strategy: Strategy, cells: Sequence[Cell], directory: Path) -> dict[Cell, Outcome]:
     asked = directory / "asked.json"
     asked.write_text(json.dumps({"strategy": strategy.name, "cells": [vars(cell) for cell in cells]}))
-    options, path = ("-n", str(strategy.num_workers)), f"PYTHONPATH='{SOURCES}:{ROOT}'"
-    with running(directory / "run", SCRIPT, str(asked), options=options, wrap=path) as run:
+    with running(directory / "run", SCRIPT, str(asked), options=("-n", str(strategy.num_workers))) as run:
         code = run.end(_PATIENCE_S)
     assert code == 0, run.output
     told = [json.loads(line.partition("outcomes ")[2]) for line in run.saying("outcomes ")]

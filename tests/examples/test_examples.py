@@ -1,17 +1,14 @@
 """The examples run as their first lines say, alone and as a job, and learn what they set out to."""
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tests.examples.conftest import Alone
+from tests.launch.warm import run_job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TIMEOUT_S = 200
-JOB = [sys.executable, "-m", "paceline", "run", "--quiet", "--no-progress", "-n", "2", "-m", "2"]
 # What the script prints at the end, and whether that is good enough.
 GOALS = {
     "one_line.py": (r"accuracy (\d\.\d+)", lambda value: value > 0.9),
@@ -29,12 +26,11 @@ def test_an_example_reaches_its_goal_alone(name: str, alone: Alone) -> None:
     assert_goal(name, alone(name))
 
 
-@pytest.mark.parametrize("name", ["digits_fed.py", "embedding.py", "one_line.py"])
+@pytest.mark.parametrize(
+    "name", ["digits_fed.py", pytest.param("embedding.py", marks=pytest.mark.campaign), "one_line.py"]
+)
 def test_an_example_reaches_its_goal_as_a_job(name: str) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [*JOB, *OPTIONS.get(name, []), str(EXAMPLES / name)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False)
-    assert_goal(name, done)
+    assert_goal(name, run_job("-n", "2", "-m", "2", *OPTIONS.get(name, []), EXAMPLES / name))
 
 
 def assert_goal(name: str, done: subprocess.CompletedProcess[str]) -> None:

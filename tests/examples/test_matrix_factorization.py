@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.examples.conftest import Alone
+from tests.launch.warm import run_job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = EXAMPLES / "matrix_factorization.py"
-TIMEOUT_S = 200
 NUM_RATINGS = 3000
 
 
@@ -37,12 +34,6 @@ def write(path: Path, lines: np.ndarray, between: str, heading: str = "") -> Pat
     return path
 
 
-def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    arguments = [sys.executable, *map(str, command)]
-    return subprocess.run(arguments, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False)
-
-
 def test_it_learns_alone(tmp_path: Path, lines: np.ndarray, alone: Alone) -> None:
     done = alone(SCRIPT.name, write(tmp_path / "u.data", lines, "\t"), "--clocks", "200", "--step", "0.1")
     assert done.returncode == 0, done.stderr
@@ -54,9 +45,9 @@ def test_a_job_learns_and_reads_nothing_too_old(tmp_path: Path, lines: np.ndarra
     from matrix_factorization_figure import differentials
 
     ratings, losses, folder = write(tmp_path / "u.data", lines, "\t"), tmp_path / "losses.json", tmp_path / "run"
-    job = ("-m", "paceline", "run", "--quiet", "--no-progress", "-n", "3", "--consistency", "ssp:2")
-    done = run(*job, "--run-dir", folder, SCRIPT, ratings, "--clocks", "60", "--step", "0.1", "--watch", losses)
-    assert done.returncode == 0, done.stderr
+    job = ("-n", "3", "--consistency", "ssp:2", "--run-dir", folder)
+    done = run_job(*job, SCRIPT, ratings, "--clocks", "60", "--step", "0.1", "--watch", losses)
+    assert done.returncode == 0, done.stdout
     curve = json.loads(losses.read_text())
     assert [clock for clock, _, _ in curve] == list(range(0, 61, 10))
     assert curve[0][2] == pytest.approx(0.9 * NUM_RATINGS * np.var(lines[:, 2]), rel=0.1)

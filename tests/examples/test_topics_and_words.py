@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.examples.conftest import Alone
 from tests.examples.planted import write_bags, write_text
+from tests.launch.warm import run_job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TIMEOUT_S = 200
-JOB = ("-m", "paceline", "run", "--quiet", "--no-progress", "-n", "2", "-m", "2")
 
 
 @pytest.fixture
 def _examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
-
-
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False)
 
 
 def numbers(text: str, line: str) -> list[float]:
@@ -41,7 +31,7 @@ def test_topics_of_several_workers_are_those_that_were_planted_and_no_count_is_l
     num_tokens = write_bags(tmp_path, 400)
     picture = tmp_path / "lda.png"
     options = ("--topics", "8", "--sweeps", "24", "--reference", "tokens", "--picture", picture)
-    done = run(*JOB, EXAMPLES / "lda.py", tmp_path, *options)
+    done = run_job("-n", "2", "-m", "2", EXAMPLES / "lda.py", tmp_path, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"with {num_tokens} tokens, {num_tokens} in the topics" in done.stdout
     first, *_ = numbers(done.stdout, r"2 worker\(s\), perplexity: ")

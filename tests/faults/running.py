@@ -6,13 +6,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 import psutil
 from tests.launch.launching import processes_of, wait_gone
+from tests.launch.warm import start_launcher
+from tests.tidy.tree import ROOT
 
 import paceline
 from paceline.launch.policy import EXIT_LOST
@@ -27,15 +30,15 @@ SCRIPTS = Path(__file__).with_name("scripts")
 class Run:
     """One `paceline run`: its process, and all lines that it has written so far, of both streams."""
 
-    process: subprocess.Popen[str]
+    process: psutil.Process
+    said: IO[str]
     run_dir: Path
     lines: list[str] = field(default_factory=list)
     _news: threading.Condition = field(default_factory=threading.Condition)
     _over: bool = False
 
     def listen(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+        for line in self.said:
             with self._news:
                 self.lines.append(line.rstrip("\n"))
                 self._news.notify_all()
@@ -55,6 +58,7 @@ class Run:
     def end(self, timeout_s: float = TIMEOUT_S) -> int:
         """Wait for the end and return the exit code."""
         code = self.process.wait(timeout_s)
+        assert code is not None
         with self._news:
             self._news.wait_for(lambda: self._over, timeout_s)
         return code
@@ -83,7 +87,7 @@ class Run:
                 with suppress(psutil.Error):  # one that helps to start others ends by itself
                     if psutil.Process(pid).cmdline()[-2:] == words:
                         return pid
-            assert self.process.poll() is None, self.output
+            assert not self._over, self.output
 
 
 @contextmanager
@@ -93,43 +97,53 @@ def running(
     *args: str,
     options: tuple[str, ...] = (),
     wrap: str = "",
+    afresh: bool = False,
     environment: Mapping[str, str] | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Iterator[Run]:
     """Start `paceline run`; when the block ends so must the job, and nothing of it may be left.
 
-    `wrap` is what a shell says before the command; `environment`: variables beside those of the test.
+    It is forked from a process that has imported torch, unless it is to start `afresh`, as a shell starts it. `wrap` is
+    what the shell says before the command then. `environment`: variables beside those of the test.
     """
-    command = [sys.executable, "-m", "paceline", "run", "--run-dir", str(run_dir), "--quiet", *options, str(script)]
-    command += args
-    if wrap:
-        command = ["bash", "-c", f'{wrap} "$@"', "bash", *command]
-    variables = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1", **(environment or {})}
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables
-    )
-    run = Run(process, run_dir)
+    told = ["run", "--run-dir", str(run_dir), "--quiet", *options, str(script), *args]
+    path = os.pathsep.join((str(SOURCES), str(ROOT)))
+    variables = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(environment or {})}
+    if wrap or afresh:
+        process = _started(told, wrap, variables)
+        run = Run(process, process.stdout, run_dir)
+    else:
+        run = Run(*start_launcher(*told, environment=variables), run_dir)
     listener = threading.Thread(target=run.listen)
     listener.start()
     try:
         yield run
-        process.wait(timeout_s)
+        run.process.wait(timeout_s)
         assert wait_gone(run.family(), LEFT_WITHIN_S) == set(), f"processes are left:\n{run.output}"
         left = {path.name for path in run_dir.iterdir()} if run_dir.exists() else set()
         assert not {name for name in left if name == "token" or name.endswith((".sock", ".address"))}, left
     finally:
-        process.kill()
-        process.wait()
+        with suppress(psutil.NoSuchProcess):
+            run.process.kill()
+        run.process.wait()
         listener.join(timeout=30)
-        assert process.stdout is not None
-        process.stdout.close()
+        run.said.close()
+
+
+def _started(told: Sequence[str], wrap: str, variables: Mapping[str, str]) -> psutil.Popen:
+    command = [sys.executable, "-m", "paceline", *told]
+    if wrap:
+        command = ["bash", "-c", f'{wrap} "$@"', "bash", *command]
+    return psutil.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables
+    )
 
 
 def run_to_end(
-    run_dir: Path, script: Path, *args: str, options: tuple[str, ...] = (), wrap: str = ""
+    run_dir: Path, script: Path, *args: str, options: tuple[str, ...] = (), wrap: str = "", afresh: bool = False
 ) -> tuple[int, Run]:
     """Run a job to its end; return its exit code and what it said."""
-    with running(run_dir, script, *args, options=options, wrap=wrap) as run:
+    with running(run_dir, script, *args, options=options, wrap=wrap, afresh=afresh) as run:
         code = run.end()
     return code, run
 

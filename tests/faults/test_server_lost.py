@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from tests.faults.running import SCRIPTS, Run, running
 
 SAVER = SCRIPTS / "saver.py"
-TOLD_WITHIN_S = 60.0  # two, and time for a busy machine
 
 
 def assert_saved(folder: Path, run: Run) -> None:
@@ -28,11 +26,9 @@ def test_after_kill_9_of_a_server_every_worker_saves_its_model(transport: str, t
     with running(tmp_path / "run", SAVER, str(tmp_path), options=options) as run:
         run.wait_for("going", times=2)
 
-        began_s = time.monotonic()
         os.kill(run.wait_for_server(1), signal.SIGKILL)
-        caught = run.wait_for("caught ServerLost", times=2)
+        caught = run.wait_for("caught ServerLost", times=2)  # for which they would wait for longer by themselves
 
-        assert time.monotonic() - began_s < TOLD_WITHIN_S
         assert all("server 1 is lost:" in line and "was killed by SIGKILL" in line for line in caught)
         assert run.end() == 1
         assert_saved(tmp_path, run)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tests.launch.launching import processes_of, wait_gone
 from tests.launch.slurm import slurm
+from tests.launch.warm import run_job
 
 from paceline.cli import answer
 
@@ -76,7 +77,7 @@ def write(folder: Path, text: str) -> Path:
 
 def test_torchrun_learns_what_paceline_run_does(tmp_path: Path) -> None:
     script, folder = write(tmp_path, TRAIN), tmp_path / "runs"
-    expected, _ = outcome([sys.executable, "-m", "paceline", "run", "-n", "2", "--quiet"], script, {})
+    expected = sorted(run_job("-n", "2", script).stdout.splitlines())
 
     lines, told = outcome([*TORCHRUN], script, {"PACELINE_RUN_DIR": str(folder)})
 
@@ -101,7 +102,10 @@ SRUN = ("sh", "-c", " ".join(TASK.format(rank=rank) for rank in range(2)) + " wa
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "2"}
 
 
-@pytest.mark.parametrize(("command", "variables"), [(TORCHRUN, {}), (SRUN, STEP)], ids=["torchrun", "srun"])
+@pytest.mark.parametrize(
+    ("command", "variables"),
+    [pytest.param(TORCHRUN, {}, id="torchrun", marks=pytest.mark.campaign), pytest.param(SRUN, STEP, id="srun")],
+)
 def test_a_process_that_others_need_says_why_it_stays(
     command: tuple[str, ...], variables: dict[str, str], tmp_path: Path
 ) -> None:

@@ -28,7 +28,7 @@ class Hunted:
     output: str
 
 
-def hunt(mutant: Mutant | None, folder: Path) -> Hunted:
+def hunt(mutant: Mutant | None, folder: Path, num_seeds: int = NUM_SEEDS) -> Hunted:
     """Copy the package, make the mistake, and hunt for it in a process of its own."""
     package = folder / "paceline"
     package.mkdir(parents=True)
@@ -42,7 +42,7 @@ def hunt(mutant: Mutant | None, folder: Path) -> Hunted:
             return Hunted(-1, f"'{mutant.old}' occurs {text.count(mutant.old)} times in {mutant.file}")
         file.write_text(text.replace(mutant.old, mutant.new))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
-    command = [sys.executable, "-P", "-m", "tests.mutants.hunt", str(NUM_SEEDS)]
+    command = [sys.executable, "-P", "-m", "tests.mutants.hunt", str(num_seeds)]
     try:
         done = subprocess.run(
             command, env=environment, cwd=folder, capture_output=True, text=True, timeout=200, check=False
@@ -56,8 +56,9 @@ def test_names_are_unique_and_there_are_enough() -> None:
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 20
 
 
-def test_the_sound_core_survives(tmp_path: Path) -> None:
-    assert hunt(None, tmp_path) == Hunted(0, "\n")
+@pytest.mark.parametrize("num_seeds", [60, pytest.param(NUM_SEEDS, marks=pytest.mark.campaign)])
+def test_the_sound_core_survives(tmp_path: Path, num_seeds: int) -> None:
+    assert hunt(None, tmp_path, num_seeds) == Hunted(0, "\n")
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

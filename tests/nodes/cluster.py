@@ -41,6 +41,7 @@ from paceline.worker.waits import WorkerOptions
 CARRIERS = ("memory", "tcp", "shm")  # and "tls"
 CREDENTIALS = Credentials(bytes(range(32)), "nodes")
 RETRY_S = 0.05
+LEASE_S = 5.0
 JOIN_S = 150.0  # by then every thread of a test has ended, or the test fails
 
 Work = Callable[[WorkerNode], None]
@@ -48,7 +49,11 @@ Work = Callable[[WorkerNode], None]
 
 @dataclass
 class Cluster:
-    """Servers that run, and what it takes to join them."""
+    """Servers that run, and what it takes to join them.
+
+    Args:
+        reconnect_s: how long workers try to reconnect.
+    """
 
     transport: Transport
     servers: list[ServerNode]
@@ -56,13 +61,19 @@ class Cluster:
     lease_s: float
     shares: tuple[float, ...] = ()
     retry_s: float = RETRY_S
+    reconnect_s: float = LEASE_S
     errors: list[BaseException] = field(default_factory=list)
 
     def worker(self, rank: int, incarnation: int = 0, wait_timeout_s: float = 30.0) -> WorkerNode:
         settings = WorkerSettings(
             Sender(1, rank, incarnation), len(self.addresses), retry_s=self.retry_s, shares=self.shares
         )
-        return WorkerNode(settings, self.transport, self.addresses, WorkerOptions(wait_timeout_s, checks_memory=True))
+        return WorkerNode(
+            settings,
+            self.transport,
+            self.addresses,
+            WorkerOptions(wait_timeout_s, self.reconnect_s, checks_memory=True),
+        )
 
     @contextmanager
     def joined(self, rank: int, incarnation: int = 0, wait_timeout_s: float = 30.0) -> Iterator[WorkerNode]:
@@ -115,15 +126,19 @@ def cluster(
     num_servers: int = 2,
     plan: FaultPlan | None = None,
     seed: int = 0,
-    lease_s: float = 5.0,
+    lease_s: float = LEASE_S,
     shares: tuple[float, ...] = (),
     retry_s: float = RETRY_S,
     traces: Sequence[Trace] = (),
 ) -> Iterator[Cluster]:
-    """Run servers that expect these workers, with a trace for each if so; everything has ended afterwards."""
-    transport = make_transport(kind, directory)
+    """Run servers that expect these workers, with a trace for each if so; everything has ended afterwards.
+
+    Where a plan has faults nothing is given up for them: on a busy machine a few broken connections take any time.
+    """
+    transport, reconnect_s = make_transport(kind, directory), LEASE_S
     if plan is not None:
         transport = FaultyTransport(transport, plan, seed)
+        lease_s = reconnect_s = JOIN_S
     listeners = [transport.listen(address_of(kind, directory, rank)) for rank in range(num_servers)]
     addresses = tuple(listener.address for listener in listeners)
     servers = [
@@ -148,7 +163,7 @@ def cluster(
     for thread in threads:
         thread.start()
     try:
-        yield Cluster(transport, servers, addresses, lease_s, shares=shares, retry_s=retry_s)
+        yield Cluster(transport, servers, addresses, lease_s, shares=shares, retry_s=retry_s, reconnect_s=reconnect_s)
     finally:
         for server in servers:
             server.stop()

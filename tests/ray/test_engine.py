@@ -16,6 +16,7 @@ import psutil
 import pytest
 from tests.launch.launching import wait_gone
 from tests.launch.test_launchers import TRAIN
+from tests.launch.warm import run_job
 
 # Ray takes its time where others work, too.
 pytestmark = pytest.mark.timeout(300)
@@ -157,8 +158,7 @@ def test_over_two_nodes_the_bits_are_those_of_one_machine(launcher: Launcher, tm
     assert code == 0, lines
     assert "paceline: Ray has placed the processes on 2 nodes; they talk over TCP, encrypted" in lines
     write(script, TRAIN)
-    line = [sys.executable, "-m", "paceline", "run", "--quiet", str(script)]
-    local = subprocess.run(line, capture_output=True, text=True, timeout=200, check=True)
+    local = run_job(script)
     assert sorted(line for line in lines if " has " in line and "]" in line) == sorted(local.stdout.splitlines())
     assert {path.name for path in (run_dir / "trace").iterdir()} == {
         "data-0.jsonl",

@@ -1,13 +1,11 @@
 """Real runs of 4 workers and 2 servers: what workers read is as fresh as promised, and no worker runs too far ahead."""
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from tests.launch.launching import processes_of, wait_gone
+from tests.launch.warm import run_job
 
 from paceline.observe.runs import Run, read_run
 from paceline.observe.summary import RunSummary, summarize
@@ -15,7 +13,6 @@ from paceline.observe.summary import RunSummary, summarize
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "paced_worker.py"
 NUM_CLOCKS = 60
 STALENESS = 2
-TIMEOUT_S = 200.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +28,8 @@ class Finished:
 def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     folder = tmp_path_factory.mktemp(request.param) / "run"
     job = ["-n", "4", "-m", "2", "--consistency", f"{request.param}:{STALENESS}", "--run-dir", str(folder)]
-    command = [sys.executable, "-m", "paceline", "run", "--quiet", "--no-progress", *job, str(SCRIPT)]
-    command += ["--clocks", str(NUM_CLOCKS), "--compute-ms", "20", "--lazy"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_job(*job, SCRIPT, "--clocks", str(NUM_CLOCKS), "--compute-ms", "20", "--lazy")
+    assert done.returncode == 0, done.stdout
     run = read_run(folder)
     return Finished(folder, run, summarize(run))
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.simulate.swarm import draw
 
@@ -11,8 +11,6 @@ from paceline.core.consistency import Consistency, asynchronous, backup, bsp, es
 from paceline.simulate.history import History
 from paceline.simulate.scenario import Faults, Network, Scenario, Stragglers
 from paceline.simulate.world import World
-
-FEW = settings(max_examples=150)
 
 POINTS = st.one_of(
     st.just(bsp()),
@@ -91,7 +89,6 @@ def scenarios(
     ).map(patient)
 
 
-@FEW
 @given(scenarios(others=FURTHER, rows=FURTHER, num_pushes=st.sampled_from([1, 3])))
 def test_whatever_happens_no_rule_is_broken_and_all_workers_finish(scenario: Scenario) -> None:
     World(scenario).run()
@@ -109,7 +106,6 @@ def test_where_servers_keep_few_answers_workers_wait_and_none_is_refused(
         assert sum(len(pushes) for history in world.histories.values() for pushes in history.made.values()) > 0
 
 
-@FEW
 @given(scenarios(points=st.just(bsp()), networks=ROUGH, fates=st.just(Faults())))
 def test_bsp4_under_bsp_a_rough_network_does_not_show_in_what_is_applied(scenario: Scenario) -> None:
     rough = World(replace(scenario, network=replace(scenario.network, cut=0.0, spoil=0.0))).run()
@@ -119,7 +115,6 @@ def test_bsp4_under_bsp_a_rough_network_does_not_show_in_what_is_applied(scenari
     assert applied(clean) == [[(clock, all_workers) for clock in range(scenario.num_clocks)]] * scenario.num_servers
 
 
-@FEW
 @given(scenarios(points=st.builds(backup, st.integers(1, 3)), fates=st.just(Faults())))
 def test_t33_every_clock_has_a_full_quorum_of_distinct_workers(scenario: Scenario) -> None:
     scenario = replace(scenario, network=replace(scenario.network, cut=0.0, spoil=0.0))
@@ -140,7 +135,6 @@ def test_t8_with_even_workers_eager_values_stay_fresh_and_lazy_ones_age_up_to_th
     assert min(read.differential for read in lazy.reads) == -(staleness + 1)
 
 
-@FEW
 @given(scenarios())
 def test_t1_no_read_is_fresher_than_the_clock_or_older_than_the_bound(scenario: Scenario) -> None:
     history = World(scenario).run()

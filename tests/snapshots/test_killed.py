@@ -1,22 +1,19 @@
 """A job of real processes that is killed as a whole goes on from its snapshot, to the bytes of a run without a kill."""
 
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.launch.warm import run_job
 
 from paceline.snapshots.folder import newest
 
 SCRIPT = Path(__file__).with_name("scripts") / "train.py"
-DEADLINE_S = 200.0
 
 
 def run(out: Path, *options: str, folder: Path, mode: str) -> int:
-    words = [sys.executable, "-m", "paceline", "run", "--quiet", "--workers", "2", *options]
-    script = [str(SCRIPT), str(folder), str(out), mode]
-    return subprocess.run([*words, *script], timeout=DEADLINE_S, check=False).returncode
+    return run_job("--workers", "2", *options, SCRIPT, folder, out, mode).returncode
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes end with their launcher on Linux alone")

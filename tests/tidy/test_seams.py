@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from functools import cache
 
 import pytest
 from tests.tidy.tree import ROOT, SOURCE, parsed, python_files
@@ -40,14 +40,17 @@ def rows() -> dict[str, set[str]]:
     return {name: set(re.findall(r"`([\w/]+\.py)`", files)) for name, files in found}
 
 
-def imports() -> Iterator[tuple[str, str]]:
+@cache
+def imports() -> frozenset[tuple[str, str]]:
     """Each module, and the full name of what it imports, as `module:name`."""
-    for path in python_files("src"):
-        if path.is_relative_to(SOURCE) and path.name != "__init__.py":
-            for node in ast.walk(parsed(path)):
-                if isinstance(node, ast.ImportFrom):
-                    place = path.relative_to(SOURCE).as_posix()
-                    yield from ((place, f"{node.module}:{alias.name}") for alias in node.names)
+    return frozenset(
+        (path.relative_to(SOURCE).as_posix(), f"{node.module}:{alias.name}")
+        for path in python_files("src")
+        if path.is_relative_to(SOURCE) and path.name != "__init__.py"
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    )
 
 
 @pytest.mark.parametrize("row", IMPLEMENTATIONS)

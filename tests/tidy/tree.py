@@ -15,6 +15,7 @@ _TEXTS = {".py", ".md", ".toml", ".txt", ".svg", ".css", ".html", ".json", ".jso
 _MADE = {"_build", "__pycache__", ".ipynb_checkpoints"}
 
 
+@cache
 def text_files() -> list[Path]:
     """Every text file that belongs to the repository, and none that a tool has made."""
     top = [path for path in ROOT.iterdir() if path.is_file() and path.name != ".git"]  # a file in a second work tree

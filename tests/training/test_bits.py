@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.api.session import Session
 
-RECIPES = {"sgd": Recipe(optimizer=sgd, num_steps=100), "adam": Recipe(optimizer=adam, num_steps=100)}
+RECIPES = {"sgd": Recipe(optimizer=sgd, num_steps=40), "adam": Recipe(optimizer=adam, num_steps=40)}
 
 
 @pytest.fixture(scope="module")

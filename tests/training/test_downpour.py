@@ -157,13 +157,15 @@ def test_the_others_begin_where_the_first_worker_is_after_its_warm_start(tmp_pat
 
 
 def test_the_others_wait_for_a_warm_start_no_longer_than_for_anything(tmp_path: Path) -> None:
-    gave_up = threading.Event()
+    is_declared, gave_up = threading.Event(), threading.Event()
 
     def work(worker: Session) -> None:
         if worker.rank == 0:
             pour(mlp(), adagrad, warm_start_steps=3)  # and takes no step
+            is_declared.set()
             assert gave_up.wait(DEADLINE_S / 2)
             return
+        assert is_declared.wait(DEADLINE_S / 2)
         with pytest.raises(DeadlineExceeded, match=r"values of table 'model\.start' at clock 1 \(bsp\)"):
             pour(mlp(), adagrad, warm_start_steps=3)
         gave_up.set()

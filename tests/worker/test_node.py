@@ -244,7 +244,7 @@ def test_a_future_of_a_push_cannot_be_cancelled(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", CARRIERS)
 def test_a_link_that_breaks_at_every_other_message_only_costs_time(kind: str, tmp_path: Path) -> None:
     plan = FaultPlan(cut=0.25)
-    with cluster(kind, tmp_path, num_workers=2, num_servers=1, plan=plan, seed=3, lease_s=20.0) as servers:
+    with cluster(kind, tmp_path, num_workers=2, num_servers=1, plan=plan, seed=3) as servers:
 
         def work(node: WorkerNode) -> None:
             open_table(node, table("w", 4, "ssp:1"))

@@ -303,7 +303,7 @@ PAUSE = "import signal\nprint('begin', flush=True)\nwhile True: signal.sigtimedw
 
 @pytest.mark.parametrize("guarded", [True, False])
 def test_kill_9_of_the_launcher_takes_the_fork_server_along(guarded: bool, tmp_path: Path) -> None:
-    with running(tmp_path / "run", write_script(tmp_path, PAUSE), options=("-n", "2")) as run:
+    with running(tmp_path / "run", write_script(tmp_path, PAUSE), options=("-n", "2"), afresh=True) as run:
         run.wait_for("begin", times=2)
         family, [fork_server] = run.family(), fork_servers_of(run.run_dir)
         assert len(os.listdir(f"/proc/{fork_server}/task")) == 1, "what forks must not have threads"
@@ -335,7 +335,7 @@ print("came to the end")
 def test_a_run_goes_on_without_its_fork_server(tmp_path: Path) -> None:
     script = write_script(tmp_path, KILL_FORK_SERVER)
 
-    code, run = run_to_end(tmp_path / "run", script, options=("-n", "1", "--on-crash", "restart"))
+    code, run = run_to_end(tmp_path / "run", script, options=("-n", "1", "--on-crash", "restart"), afresh=True)
 
     assert code == 0, run.output
     assert run.told() == ["paceline: worker 0 was killed by SIGKILL; restart 1 of 3 in 0.5 s"]
@@ -346,7 +346,7 @@ def test_a_run_goes_on_without_its_fork_server(tmp_path: Path) -> None:
 def test_a_signal_is_answered_while_the_fork_server_imports(tmp_path: Path) -> None:
     script = write_script(tmp_path, "")
     (tmp_path / "torch.py").write_text(PAUSE)  # the script's folder comes first, for the fork server too
-    with running(tmp_path / "run", script) as run:
+    with running(tmp_path / "run", script, afresh=True) as run:
         run.wait_for("[fork server] begin")
 
         run.process.send_signal(signal.SIGTERM)

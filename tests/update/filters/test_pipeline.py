@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.update.filters.filtering import Account, kept_in, num_kept, one, pipeline_of, pushed, rest, row
 
@@ -25,7 +25,6 @@ PUSHES = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(PUSHES, st.sampled_from([*SELECTIONS, *CODECS]), st.sets(st.integers(0, 11)))
 def test_sent_and_kept_back_are_what_was_given(
     pushes: list[dict[int, tuple[int, int]]], filters: tuple[FilterSpec, ...], refused: set[int]
@@ -55,7 +54,6 @@ def test_sent_and_kept_back_are_what_was_given(
     assert sent_sum.agrees_with(given_sum, tolerance)
 
 
-@settings(max_examples=50, deadline=None)
 @given(PUSHES, st.sampled_from(LOSSY), st.integers(0, 11), st.integers(0, 4))
 def test_a_push_that_is_refused_later_leaves_the_sum_of_the_others(
     pushes: list[dict[int, tuple[int, int]]], filters: tuple[FilterSpec, ...], refused: int, later: int
