@@ -162,9 +162,10 @@ class TraceFollower:
     def poll(self) -> list[Record]:
         """Return the records since the last call; never blocks; none for a missing folder."""
         paths = [path for pattern in self._patterns for path in sorted(self._folder.glob(pattern))]
-        return [record for path in paths for record in self._news(path)]
+        contents = [(path, self._news(path)) for path in paths]  # first, and at nearly one moment: to decode takes time
+        return [record for path, content in contents for record in decode_lines(content, path)]
 
-    def _news(self, path: Path) -> list[Record]:
+    def _news(self, path: Path) -> bytes:
         number, offset = self._places.get(path, (0, 0))
         try:
             with path.open("rb") as file:
@@ -174,9 +175,9 @@ class TraceFollower:
                 file.seek(offset)
                 content = file.read()
         except FileNotFoundError:  # between two files of a bounded trace
-            return []
+            return b""
         self._places[path] = found.st_ino, offset + content.rfind(b"\n") + 1
-        return decode_lines(content, path)
+        return content
 
 
 def _newline_before(file: BinaryIO, at: int) -> int:
