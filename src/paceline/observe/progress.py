@@ -264,9 +264,10 @@ class RunView:
     view.picture().verdict.text
     """
 
-    def __init__(self, trace_folder: Path, num_workers: int = 0, last_bytes: int = 0) -> None:
-        """Know nothing yet; see `TraceDisplay`."""
-        self._tail: TraceFollower | None = TraceFollower(trace_folder, ALL_TRACES, last_bytes)  # None: cannot be read
+    def __init__(self, trace_folder: Path, num_workers: int = 0, last_bytes: int = 0, *, piece_bytes: int = 0) -> None:
+        """Know nothing yet; see `TraceDisplay`, and `TraceFollower` for `piece_bytes`."""
+        # None: cannot be read
+        self._tail: TraceFollower | None = TraceFollower(trace_folder, ALL_TRACES, last_bytes, piece_bytes)
         self._paces = {worker: _Pace() for worker in range(num_workers)}
         self._folder = trace_folder
         self._window = Window()
@@ -276,6 +277,16 @@ class RunView:
         self._began_t = self._latest_t = 0.0  # of the records
         self._latest_now = 0.0  # on the caller's clock, when the latest record was read
         self.elapsed_s = 0.0
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there are records that wait for the next refresh."""
+        return self._tail is not None and self._tail.is_behind
+
+    @property
+    def read_share(self) -> float:
+        """The share of the records that has been read, 0 to 1."""
+        return 1.0 if self._tail is None else self._tail.read_share
 
     @property
     def records_t(self) -> float:
@@ -299,13 +310,19 @@ class RunView:
     def picture(self) -> RunPicture:
         """Return what the run does now."""
         processes = self._processes()
-        verdict = judge(self._window, self._around(processes))
+        verdict = self._judge(processes)
         elapsed_s = max(self.elapsed_s, self._latest_t - self._began_t)
         return picture(elapsed_s, verdict, self.rows(), self._window, processes, list(self._events))
 
     def verdict(self) -> RunVerdict:
-        """Return what holds up the run now."""
-        return judge(self._window, self._around(self._processes()))
+        """Return what holds up the run now; of one that has ended, what held up its last steps."""
+        return self._judge(self._processes())
+
+    def _judge(self, processes: dict[tuple[str, int], ProcessState]) -> RunVerdict:
+        around = self._around(processes)
+        if around.has_ended:
+            self._window.gone.clear()  # the last steps are those of workers that have left by now, too
+        return judge(self._window, around)
 
     def has_ended(self) -> bool:
         """Return whether no worker of the run is left on this machine, or its folder; False where that is not known."""

@@ -144,14 +144,19 @@ def server_row(server: int, window: Window) -> ServerRow:
 
 def event_line(record: Record, began_t: float) -> str:
     """Return a line on an event that a user wants to know of; an empty one for other records."""
-    at = f"{max(0.0, record.t - began_t):7.1f} s "
+    text = event_text(record)
+    return f"{max(0.0, record.t - began_t):7.1f} s  {text}" if text else ""
+
+
+def event_text(record: Record) -> str:
+    """Return what an event says that a user wants to know of; an empty text for other records."""
     match record:
         case MembershipRecord(server=0):
-            return f"{at} worker {record.worker} {record.event}"
+            return f"worker {record.worker} {record.event}"
         case Exit():
-            return f"{at} {record.name} {record.happened}; {record.then}"
+            return f"{record.name} {record.happened}; {record.then}"
         case Refusal(server=-1):
-            return f"{at} worker {record.worker}: refused: {record.reason}"
+            return f"worker {record.worker}: refused: {record.reason}"
         case _:
             return ""
 

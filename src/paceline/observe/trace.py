@@ -316,6 +316,18 @@ class Serving(msgspec.Struct, frozen=True, tag_field="kind", tag="serving"):
     hot_rows: tuple[tuple[str, int, float], ...] = ()
 
 
+class Carried(msgspec.Struct, frozen=True, tag_field="kind", tag="carried"):
+    """A server works: its bytes so far, in bodies, by worker (the link to it) and by table, as received and sent.
+
+    Bytes of tables beyond the first ones, and of requests, have an empty name.
+    """
+
+    t: float
+    server: int
+    links: tuple[tuple[int, int, int], ...]
+    tables: tuple[tuple[str, int, int], ...]
+
+
 class Sampled(msgspec.Struct, frozen=True, tag_field="kind", tag="sampled"):
     """A process runs: its totals so far.
 
@@ -420,6 +432,7 @@ Record = (
     | AppliedRecord
     | ArrivedRecord
     | Serving
+    | Carried
     | Sampled
     | Refusal
     | MembershipRecord

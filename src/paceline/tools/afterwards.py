@@ -1,6 +1,7 @@
 """`paceline report` and `paceline trace`: what a run did, afterwards. Light, as `run` is."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -43,7 +44,7 @@ def report(
     from paceline.observe.report import LabelledRun, write_report
     from paceline.observe.runs import read_run
 
-    labels = _labels(folders)
+    labels = labels_of(folders)
     read = [LabelledRun(label, read_run(folder)) for label, folder in zip(labels, folders, strict=True)]
     try:
         page = write_report(read, to, title=_title(labels), facts=_facts([each.run for each in read]))
@@ -76,7 +77,7 @@ def trace(run: Path | None = None, /, *, to: Path = Path("trace.json")) -> None:
     sys.stdout.write(f"paceline: {to}: open it at https://ui.perfetto.dev, which keeps it in your browser\n")
 
 
-def _labels(folders: list[Path]) -> list[str]:
+def labels_of(folders: Sequence[Path]) -> list[str]:
     """Return different names of runs: those of their folders, or their paths."""
     names = [folder.resolve().name for folder in folders]
     return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
