@@ -109,7 +109,7 @@ class LossComparison:
         num_workers = sum(pair.num_equal > 0 for pair in self._pairs.values())
         workers = f"{num_workers} worker{'' if num_workers == 1 else 's'}"
         if different:
-            return f"not equal: {different}; {num_equal:,} losses before are equal"
+            return f"not equal: after {num_equal:,} equal losses {different}"
         one_sided = [pair for pair in self._pairs.values() if bool(pair.ours.waiting) != bool(pair.theirs.waiting)]
         if one_sided:
             return f"equal so far: {num_equal:,} losses of {workers}, bit by bit; one run has more steps"

@@ -33,7 +33,7 @@ from paceline.observe.trace import (
     ENDED as TRACES_ENDED,
 )
 from paceline.observe.verdict import SILENT_S, Surroundings, judge
-from paceline.observe.window import Window
+from paceline.observe.window import Window, worker_times
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -310,19 +310,15 @@ class RunView:
     def picture(self) -> RunPicture:
         """Return what the run does now."""
         processes = self._processes()
-        verdict = self._judge(processes)
+        around = self._look_around(processes)
+        times = worker_times(self._window)
+        verdict = judge(self._window, around, times)
         elapsed_s = max(self.elapsed_s, self._latest_t - self._began_t)
-        return picture(elapsed_s, verdict, self.rows(), self._window, processes, list(self._events))
+        return picture(elapsed_s, verdict, self.rows(), self._window, processes, list(self._events), times)
 
     def verdict(self) -> RunVerdict:
         """Return what holds up the run now; of one that has ended, what held up its last steps."""
-        return self._judge(self._processes())
-
-    def _judge(self, processes: dict[tuple[str, int], ProcessState]) -> RunVerdict:
-        around = self._around(processes)
-        if around.has_ended:
-            self._window.gone.clear()  # the last steps are those of workers that have left by now, too
-        return judge(self._window, around)
+        return judge(self._window, self._look_around(self._processes()))
 
     def has_ended(self) -> bool:
         """Return whether no worker of the run is left on this machine, or its folder; False where that is not known."""
@@ -343,10 +339,12 @@ class RunView:
             if samples and samples[-1].host == here
         }
 
-    def _around(self, processes: dict[tuple[str, int], ProcessState]) -> Surroundings:
+    def _look_around(self, processes: dict[tuple[str, int], ProcessState]) -> Surroundings:
         is_over = bool(processes) and not any(
             process.state for (role, _), process in processes.items() if role == "worker"
         )
+        if is_over:
+            self._window.gone.clear()  # the last steps are those of workers that have left by now, too
         free_bytes = None
         records_end = (self._folder / TRACES_ENDED).exists()
         if records_end:

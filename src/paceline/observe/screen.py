@@ -109,15 +109,17 @@ def picture(
     window: Window,
     processes: Mapping[tuple[str, int], ProcessState],
     events: Sequence[str],
+    times: Mapping[int, WorkerTime] | None = None,
 ) -> RunPicture:
-    """Return the picture of a run from its latest records."""
+    """Return the picture of a run from its latest records; `times` are those of the window, if known already."""
     staleness = {
         worker: (percentile(seen, 0.5) or 0, percentile(seen, 0.99) or 0)
         for worker, seen in window.staleness.items()
         if seen
     }
     servers = [server_row(server, window) for server in sorted(window.serving)]
-    return RunPicture(elapsed_s, verdict, workers, worker_times(window), staleness, processes, servers, events)
+    times = worker_times(window) if times is None else times
+    return RunPicture(elapsed_s, verdict, workers, times, staleness, processes, servers, events)
 
 
 def server_row(server: int, window: Window) -> ServerRow:

@@ -51,6 +51,7 @@ def run(
     trace: TraceLevel = "steps",
     quiet: Annotated[bool, Parameter(negative="")] = False,
     progress: bool = True,
+    dashboard: Annotated[bool, Parameter(negative="")] = False,
     traceback: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Run a script as several workers and servers, on this machine or where an engine places them.
@@ -122,6 +123,8 @@ def run(
         Show only what the script prints, and errors.
     progress
         Show live progress.
+    dashboard
+        Show the run on a page in a browser on this machine, whose address is told; it ends with the run.
     traceback
         Show the whole traceback of errors, of workers and servers too, where otherwise one line says what to do.
     """
@@ -149,6 +152,7 @@ def run(
         policy=Policy(on_crash, on_error, max_restarts, on_server_crash),
         progress=progress and not quiet,
         quiet=quiet,
+        dashboard=dashboard,
         traceback=traceback,
     )
     return start(engine, ray, asked)

@@ -115,12 +115,11 @@ class Feed:
     def wait_since(self, version: int, timeout_s: float) -> tuple[int, bytes]:
         """Return the latest version and what has changed since `version`, 0 for nothing known.
 
-        Blocks until there is something new, `timeout_s` seconds at most; then, and once the feed is closed, the message
-        is empty.
+        Blocks until there is something new, `timeout_s` seconds at most; the message is empty if nothing came.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._version > version or self._closed, timeout_s)
-            if self._closed or self._version == version:
+            if self._version == version:
                 return version, b""
             missed = self._version != version + 1
             return self._version, self._message(whole=True) if missed or not version else self._news
@@ -131,7 +130,7 @@ class Feed:
             self._num_looking += change
 
     def close(self) -> None:
-        """Let all go that wait."""
+        """Say nothing new any more; what was said last is still told."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

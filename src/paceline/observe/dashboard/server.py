@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 LOOPBACK: Final = "127.0.0.1"
 MAX_CONNECTIONS: Final = 32  # each has a thread
 REQUEST_TIMEOUT_S: Final = 10.0  # for a request to come, and for a piece of an answer to be taken
+END_PATIENCE_S: Final = 1.0  # for pages to take what was told last
 KEEP_ALIVE_S: Final = 15.0  # between two pieces of a stream, so that one whose page is gone ends
 _NAMES: Final = ("127.0.0.1", "localhost")  # a page of another site reaches us under its own name only
 _SEND_BYTES: Final = 1 << 16  # that wait in the kernel for a page that is slow
@@ -83,6 +84,7 @@ class _Server(ThreadingHTTPServer):
         self.feed, self.page, self.token = feed, page, token
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
+        self._ended = threading.Condition(self._lock)  # of a connection
         super().__init__(address, _Request)
 
     def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as the base class has it
@@ -100,6 +102,7 @@ class _Server(ThreadingHTTPServer):
     def shutdown_request(self, request: Any) -> None:  # noqa: ANN401 - as the base class has it
         with self._lock:
             self._open.discard(cast("socket.socket", request))
+            self._ended.notify_all()
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as the base class has it
@@ -108,8 +111,9 @@ class _Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
     def close_all(self) -> None:
-        """End all connections, wait for their threads, and stop to listen."""
+        """Let pages take what was told last, end all connections, wait for their threads, and stop to listen."""
         with self._lock:
+            self._ended.wait_for(lambda: not self._open, END_PATIENCE_S)
             for connection in self._open:
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
@@ -164,10 +168,9 @@ class _Request(BaseHTTPRequestHandler):
         try:
             version = 0
             while True:
-                seen, message = feed.wait_since(version, KEEP_ALIVE_S)
-                if feed.is_closed:
+                version, message = feed.wait_since(version, KEEP_ALIVE_S)
+                if feed.is_closed and not message:
                     return
-                version = seen
                 self.wfile.write(b"data: %b\n\n" % message if message else b":\n\n")
         finally:
             feed.note_looking(-1)

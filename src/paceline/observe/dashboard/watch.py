@@ -41,6 +41,7 @@ def watch(
                 feed.publish()
                 looked_s = now
             if not wait(REFRESH_S):
+                feed.publish()  # how it has ended
                 return
 
 
