@@ -289,6 +289,11 @@ class RunView:
         return 1.0 if self._tail is None else self._tail.read_share
 
     @property
+    def recorded_s(self) -> float:
+        """The time from the first record to the last, in seconds."""
+        return self._latest_t - self._began_t
+
+    @property
     def records_t(self) -> float:
         """The time now, on the clock of the records."""
         here_t = time.monotonic()
@@ -313,7 +318,7 @@ class RunView:
         around = self._look_around(processes)
         times = worker_times(self._window)
         verdict = judge(self._window, around, times)
-        elapsed_s = max(self.elapsed_s, self._latest_t - self._began_t)
+        elapsed_s = max(self.elapsed_s, self.recorded_s)
         return picture(elapsed_s, verdict, self.rows(), self._window, processes, list(self._events), times)
 
     def verdict(self) -> RunVerdict:

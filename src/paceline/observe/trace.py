@@ -319,7 +319,8 @@ class Serving(msgspec.Struct, frozen=True, tag_field="kind", tag="serving"):
 class Carried(msgspec.Struct, frozen=True, tag_field="kind", tag="carried"):
     """A server works: its bytes so far, in bodies, by worker (the link to it) and by table, as received and sent.
 
-    Bytes of tables beyond the first ones, and of requests, have an empty name.
+    Tables beyond the first ones are counted together, under an empty name. What belongs to no table, as requests and
+    first values, counts for links only.
     """
 
     t: float

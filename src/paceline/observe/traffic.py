@@ -28,9 +28,10 @@ class Traffic:
         self._table(table)[0] += num_bytes
 
     def note_sent(self, worker: int, table: str, num_bytes: int) -> None:
-        """Count the body of a frame for a worker, with what belongs to a table."""
+        """Count the body of a frame for a worker, which belongs to a table, or with an empty name to none."""
         self._link(worker)[1] += num_bytes
-        self._table(table)[1] += num_bytes
+        if table:
+            self._table(table)[1] += num_bytes
 
     def carried(self, t: float, server: int) -> Carried:
         """Return the totals as a record."""

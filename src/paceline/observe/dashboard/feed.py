@@ -41,13 +41,13 @@ class FollowedRun:
         """Read what is new, or a part of it if that is much."""
         if self.has_ended:
             return
-        began_s = time.monotonic()
+        deadline_s = time.monotonic() + _PATIENCE_S
         over = self.view.has_ended()  # before the last records are read
-        while time.monotonic() - began_s < _PATIENCE_S:
+        while True:
             self.history.add_all(self.view.refresh(time.monotonic()))
-            if not self.view.is_behind:
-                self.has_ended = over
+            if not self.view.is_behind or time.monotonic() >= deadline_s:
                 break
+        self.has_ended = over and not self.view.is_behind
         self._shown = as_data(self.view.picture())
 
     def news(self, *, whole: bool) -> dict[str, object]:
@@ -55,6 +55,7 @@ class FollowedRun:
         return {
             "label": self.label,
             "state": "ended" if self.has_ended else "reading" if self.view.is_behind else "running",
+            "elapsed_s": round(self.view.recorded_s, 1),
             "read_share": round(self.view.read_share, 2),
             "now": self._shown,
             **self.history.news(whole=whole),

@@ -35,8 +35,8 @@ const format = {
 
 /** Lines in an element: made once for a set of names and a theme, then given new numbers. */
 class Lines {
-  constructor(element, xText, yText, together) {
-    Object.assign(this, { element, xText, yText, together, key: "", plot: null });
+  constructor(element, xText, yText, { together, range = fromZero } = {}) {
+    Object.assign(this, { element, xText, yText, together, range, key: "", plot: null });
     new ResizeObserver(() => this.plot?.setSize(this.size())).observe(element);
   }
 
@@ -65,12 +65,12 @@ class Lines {
     const axis = { stroke: style("--quiet"), grid: { stroke: style("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };
     const known = v => v == null ? "" : this.yText(v);
     const told = (plot, v, _, place) => bands && v != null ? `${known(v)} (${known(plot.data[2][place])} – ${known(plot.data[3][place])})` : known(v);
-    const series = lines.map(line => ({ label: line.name, stroke: line.colour, width: 2, spanGaps: true, points: { show: line.x.length < 3 }, value: told }));
+    const series = lines.map(line => ({ label: line.name, stroke: line.colour, width: 2, spanGaps: true, points: { show: plot => plot.data[0].length < 3 }, value: told }));
     const edge = { stroke: "transparent", spanGaps: true, points: { show: false }, class: "edge" };
     if (bands) series.push(edge, edge);
     return {
       ...this.size(),
-      scales: { x: { time: false }, y: { range: (_, low, high) => niceRange(low, high) } },
+      scales: { x: { time: false }, y: { range: (_, low, high) => this.range(low ?? 0, high ?? 1) } },
       axes: [
         { ...axis, values: (_, marks) => marks.map(this.xText), space: 70, size: 28 },
         { ...axis, values: (_, marks) => marks.map(this.yText), size: 64 },
@@ -83,8 +83,10 @@ class Lines {
   }
 }
 
-function niceRange(low, high) {
-  if (low == null) return [0, 1];
+const fromZero = (low, high) => [Math.min(0, low), (high || 1) * 1.06];
+
+/** What there is, and zero if that is near. */
+function around(low, high) {
   const room = (high - low || Math.abs(high) || 1) * 0.06;
   return [low >= 0 && low < 0.4 * high ? 0 : low - room, high + room];
 }

@@ -6,12 +6,12 @@ const runs = [];
 let chosen = 0, bytesBy = "link", bars = [], due = false;
 
 const charts = {
-  lossTime: new Lines(find("loss-time"), format.at, format.number, "time"),
-  lossSamples: new Lines(find("loss-samples"), format.number, format.number),
-  up: new Lines(find("bytes-up"), format.at, n => `${format.bytes(n)}/s`, "time"),
-  down: new Lines(find("bytes-down"), format.at, n => `${format.bytes(n)}/s`, "time"),
-  busy: new Lines(find("busy"), format.at, format.percent, "time"),
-  queue: new Lines(find("queue"), format.at, format.number, "time"),
+  lossTime: new Lines(find("loss-time"), format.at, format.number, { together: "time", range: around }),
+  lossSamples: new Lines(find("loss-samples"), format.number, format.number, { range: around }),
+  up: new Lines(find("bytes-up"), format.at, n => `${format.bytes(n)}/s`, { together: "time" }),
+  down: new Lines(find("bytes-down"), format.at, n => `${format.bytes(n)}/s`, { together: "time" }),
+  busy: new Lines(find("busy"), format.at, format.percent, { together: "time" }),
+  queue: new Lines(find("queue"), format.at, format.number, { together: "time" }),
 };
 const timeline = new Timeline(find("timeline")), staleness = new Staleness(find("staleness"));
 
@@ -123,7 +123,7 @@ function showVerdicts() {
     const unsure = run.state === "reading" || verdict.kind === "starting";
     const line = node("span", `run ${unsure ? "unsure" : healthy ? "" : "bad"}`);
     if (runs.length > 1) line.append(swatch(colour(number)), node("span", "name", run.label));
-    const over = run.state === "ended" ? `ended after ${format.at(run.now.elapsed_s)}; its last steps: ` : "";
+    const over = run.state === "ended" ? `ended after ${format.at(run.elapsed_s)}; its last steps: ` : "";
     const text = run.state === "reading" ? `reading what it has written: ${format.percent(run.read_share)}` : over + (verdict.text ?? "");
     line.append(node("span", "verdict", text));
     return line;
@@ -151,13 +151,13 @@ function showChoice() {
   [...nav.children].forEach((button, number) => button.setAttribute("aria-pressed", number === chosen));
 }
 
-function showNumbers({ now, times, unit, state }) {
+function showNumbers({ now, times, unit, state, elapsed_s }) {
   const workers = now.workers ?? [], clocks = workers.map(row => row.clock), rates = workers.map(row => row.samples_per_s);
   const losses = workers.map(row => row.loss).filter(loss => loss != null);
   const range = clocks.length ? [Math.min(...clocks), Math.max(...clocks)] : [0, 0];
-  const ended = state === "ended", rate = ended ? sumFrom(times.series.num?.[""] ?? [], 0) / (now.elapsed_s || 1) : sumFrom(rates, 0);
+  const ended = state === "ended", rate = ended ? sumFrom(times.series.num?.[""] ?? [], 0) / (elapsed_s || 1) : sumFrom(rates, 0);
   const numbers = {
-    time: format.at(now.elapsed_s ?? 0),
+    time: format.at(elapsed_s),
     clock: range[0] === range[1] ? range[0] : `${range[0]}–${range[1]}`,
     [ended ? `${unit}/s, mean` : "samples/s"]: rates.some(each => each != null) || ended ? format.number(rate) : "–",
     loss: losses.length ? format.loss(losses.reduce((a, b) => a + b) / losses.length) : "–",
