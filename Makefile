@@ -24,7 +24,7 @@ define install
 	@mkdir -p $(STAMPS) && touch $(addprefix $(STAMPS)/,$(2))
 endef
 
-.PHONY: help demo test lint bench docs campaign clean
+.PHONY: help demo test lint bench docs campaign release clean
 
 help:  ## Show this list.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,17 @@ docs: $(STAMPS)/docs  ## Build the manual into docs/_build/html.
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 	@echo "Open docs/_build/html/index.html"
 
+release: $(STAMPS)/release  ## Build the wheel and the source package into dist, and check them in an empty environment.
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist/built .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/built/*.whl
+	mv dist/built/*.tar.gz dist && rm -r dist/built
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python -m venv dist/empty
+	dist/empty/bin/pip install --disable-pip-version-check -q -c constraints.txt dist/*.whl
+	dist/empty/bin/python tests/packaged.py
+	rm -rf dist/empty
+
 clean:  ## Remove everything that the other targets make.
 	rm -rf $(VENV) $(addsuffix .so,$(NATIVE)) docs/_build report dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -68,3 +79,6 @@ $(STAMPS)/dev: $(INSTALLED) | $(BIN)/pip
 
 $(STAMPS)/docs: $(INSTALLED) | $(BIN)/pip
 	$(call install,docs,docs)
+
+$(STAMPS)/release: $(INSTALLED) | $(BIN)/pip
+	$(call install,release,release)

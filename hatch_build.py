@@ -1,10 +1,11 @@
-"""Build the C libraries with the package; without a compiler the package goes without them.
+"""Build the C libraries and the description with the package; without a compiler it goes without the libraries.
 
 An ordinary wheel carries them and the tag of its platform; an editable install finds each beside its source.
 `python hatch_build.py` builds them there too.
 """
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 SOURCES = Path("src/paceline/update/rows/native.c"), Path("src/paceline/update/steps.c")
 # No option for the processor of this machine: the wheel has to run on others.
@@ -38,6 +40,25 @@ class NativeBuildHook(BuildHookInterface):
                 build_data["force_include"][str(library)] = str(library.relative_to(Path(self.root) / "src"))
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{platform_tag()}"
+
+
+class DescriptionHook(MetadataHookInterface):
+    """Makes the description of the package from the README."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Set the description, with links to files of the repository as links to its source."""
+        text = (Path(self.root) / "README.md").read_text(encoding="utf-8")
+        text = with_absolute_links(text, metadata["urls"]["Source"])
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}
+
+
+def with_absolute_links(text: str, source: str) -> str:
+    """Return Markdown whose links to files are links below `source`.
+
+    >>> with_absolute_links("[a](docs/a.md#b), [c](https://c.example), [d](#d)", "https://x")
+    '[a](https://x/docs/a.md#b), [c](https://c.example), [d](#d)'
+    """
+    return re.sub(r"\]\((?!\w+:|#)", f"]({source}/", text)
 
 
 def library_of(source: Path) -> Path:

@@ -22,7 +22,6 @@ from pictures import COLOURS, check_matplotlib, make_quiet, new_picture
 from torch import Tensor, nn
 
 import paceline
-from paceline.errors import DeadlineExceeded
 
 NUM_POLES, NUM_STEPS = 16, 100  # that an actor balances at once, and for how long at most
 DISCOUNT, STEP_S, FORCE, LENGTH, GRAVITY, POLE, CART = 0.98, 0.02, 10.0, 0.5, 9.8, 0.1, 1.0
@@ -112,7 +111,7 @@ def run(bound: int | None, options: Namespace) -> dict[str, object]:
                 while not over.is_set():
                     try:
                         (ticket,) = gate.admit(timeout_s=0.1)
-                    except DeadlineExceeded:
+                    except paceline.errors.DeadlineExceeded:
                         continue
                     updates.wait(ticket.version, timeout_s=60.0)
                     samples.put(act(own, ticket, options.wait_s))

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import paceline
-from paceline.worker.rows.table import RowTable
 
 INTERCEPT = torch.tensor([-1])  # an id like any other: the weight that all samples have
 NUM_FACTORS = 8
@@ -59,8 +58,8 @@ class Batch:
 class Model:
     """A weight for each feature; perhaps factors too, and perhaps a network that sees the factors of a sample."""
 
-    weights: RowTable
-    factors: RowTable | None
+    weights: paceline.RowTable
+    factors: paceline.RowTable | None
     network: nn.Module | None
 
     def pull(self, ids: Tensor) -> list[Tensor]:

@@ -23,7 +23,6 @@ from ratings import Ratings, load
 from torch import Tensor
 
 import paceline
-from paceline.worker.rows.table import RowTable
 
 WIDTH = 20  # numbers a row
 CLOCKS_A_PASS = 100
@@ -35,8 +34,8 @@ SNAPSHOT_EVERY = 10  # clocks
 class Factors:
     """What is learned: a row for each user and for each item."""
 
-    users: RowTable
-    items: RowTable
+    users: paceline.RowTable
+    items: paceline.RowTable
 
     @staticmethod
     def open(ps: paceline.Session, seed: int) -> Factors:

@@ -22,7 +22,6 @@ from sparse_samples import Batch, Floats, Ids, Samples, area_under_curve, held_o
 
 import paceline
 from paceline.update.filters.traffic import WireBytes
-from paceline.worker.rows.table import RowTable
 
 RATE = 0.8  # of the proximal steps of all workers in a clock together
 ALPHA = 1.0  # of FTRL
@@ -41,7 +40,7 @@ class Problem:
     test: Batch
     l1: float
 
-    def look(self, clock: int, weights: Floats, table: RowTable) -> Point:
+    def look(self, clock: int, weights: Floats, table: paceline.RowTable) -> Point:
         """Return how good weights are."""
         objective = log_loss(self.train.scores(weights), self.train.labels) + self.l1 * float(np.abs(weights).sum())
         auc = area_under_curve(self.test.scores(weights), self.test.labels)
@@ -112,7 +111,7 @@ def train(ps: paceline.Session, name: str, solver: Solver, problem: Problem, opt
     return Run(name, [*looks, problem.look(options.clocks, weights, table)], weights, counts)
 
 
-def count(ps: paceline.Session, table: RowTable, first: WireBytes) -> dict[str, float]:
+def count(ps: paceline.Session, table: paceline.RowTable, first: WireBytes) -> dict[str, float]:
     """Return what all workers counted, added up by a table of its own."""
     end = table.traffic.total
     counted = {

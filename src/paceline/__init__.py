@@ -13,7 +13,7 @@ from paceline.collective.torch_backend import register as _register_backend
 from paceline.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from paceline import ray
+    from paceline import errors, ray
     from paceline.api.collectives import all_gather, all_reduce, broadcast, pull, push, receive, reduce, send, wait
     from paceline.api.connect import connect
     from paceline.api.embedding import Embedding, EmbeddingBag
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from paceline.training.downpour import downpour
     from paceline.training.fsdp import fsdp
     from paceline.training.local_sgd import diloco, local_sgd
+    from paceline.training.strategy import Distributed
     from paceline.update import filters, functions
     from paceline.update import named_rules as update
     from paceline.update.rows import initializers as first
@@ -50,13 +51,18 @@ if TYPE_CHECKING:
     from paceline.versions.gate import gate
     from paceline.versions.subscription import subscribe
     from paceline.worker.rows.managed import managed
+    from paceline.worker.rows.table import RowTable
+    from paceline.worker.table import Table
 
 __all__ = [
     "Consistency",
+    "Distributed",
     "Embedding",
     "EmbeddingBag",
     "Lifecycle",
+    "RowTable",
     "Session",
+    "Table",
     "all_gather",
     "all_reduce",
     "asynchronous",
@@ -68,6 +74,7 @@ __all__ = [
     "diloco",
     "distributed",
     "downpour",
+    "errors",
     "essp",
     "feed",
     "files",
@@ -113,8 +120,11 @@ _HOMES = {
         ("all_gather", "all_reduce", "broadcast", "pull", "push", "receive", "reduce", "send", "wait"),
         "paceline.api.collectives",
     ),
+    "Distributed": "paceline.training.strategy",
     "Lifecycle": "paceline.update.rows.spec",
+    "RowTable": "paceline.worker.rows.table",
     "Session": "paceline.api.session",
+    "Table": "paceline.worker.table",
     "connect": "paceline.api.connect",
     "downpour": "paceline.training.downpour",
     "feed": "paceline.api.feed",
@@ -128,6 +138,7 @@ _HOMES = {
     "tune": "paceline.tools.tune.api",
 }
 _MODULES = {
+    "errors": "paceline.errors",
     "filters": "paceline.update.filters",
     "first": "paceline.update.rows.initializers",
     "functions": "paceline.update.functions",

@@ -78,6 +78,7 @@ def is_fraction(text: str) -> bool:
         return False
 
 
+app.register_install_completion_command(help="Have the shell complete commands and options.")
 app.config = (take_config, check_values)
 
 

@@ -2,6 +2,14 @@
 
 Mistakes of the caller (`UsageError`), failures of another process (`PeerError`), bugs of Paceline (`ProtocolBug`). A
 message says what happened, where (worker, table, clock), what was expected and found, and what to do.
+
+Example:
+    >>> import paceline
+    >>> try:
+    ...     paceline.ssp(-1)
+    ... except paceline.errors.UsageError as error:
+    ...     print("refused")
+    refused
 """
 
 from typing import Final

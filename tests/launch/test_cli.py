@@ -149,3 +149,20 @@ def test_the_module_is_the_command() -> None:
 
     assert result.returncode == 2
     assert result.stderr.startswith("paceline: there is no script /nowhere/train.py")
+
+
+def completions(line: str, folder: Path) -> list[str]:
+    """Return what bash offers for the last word of a line."""
+    script = folder / "completion.sh"
+    script.write_text(cli.app.generate_completion(shell="bash"))
+    words = line.split(" ")
+    ask = f"source {script}; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _paceline; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", ask], cwd=folder, capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout.split()
+
+
+def test_a_shell_completes_commands_options_and_scripts(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    assert completions("paceline sna", tmp_path) == ["snapshot"]
+    assert completions("paceline run --consis", tmp_path) == ["--consistency"]
+    assert completions("paceline run --workers 2 tr", tmp_path) == ["train.py"]

@@ -6,6 +6,7 @@ import re
 from itertools import takewhile
 from pathlib import Path
 
+import hatch_build
 from tests.tidy.tree import ROOT, place, text_files
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
@@ -91,3 +92,9 @@ def test_every_page_is_in_the_manual() -> None:
         page for page in pages - {"index"} if not re.search(rf"^{page.rpartition('/')[2]}$|{page}", reachable, re.M)
     }
     assert lost == set()
+
+
+def test_links_of_the_description_of_the_package_lead_out_of_it() -> None:
+    text = hatch_build.with_absolute_links((ROOT / "README.md").read_text(), "https://source.example")
+    assert text.count("](https://source.example/docs/") > 20
+    assert not re.search(r"\]\((?!https?://|#)", text)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import doctest
 import inspect
 import pkgutil
+import re
 from collections.abc import Iterator
 from importlib import import_module
 
 import pytest
+from tests.tidy.tree import SOURCE
 
 import paceline
 from paceline.api.script import current
@@ -30,6 +32,11 @@ def test_a_public_name_is_described_by_an_example(name: str) -> None:
     assert ">>> " in described, f"paceline.{name} has no example"
 
 
+def test_a_public_name_is_on_the_page_of_calls() -> None:
+    page = (SOURCE.parents[1] / "docs" / "api.md").read_text()
+    assert [name for name in paceline.__all__ if not re.search(rf"\bpaceline\.{name}\b", page)] == []
+
+
 def test_the_public_names_are_the_ones_that_can_be_had() -> None:
     assert dir(paceline) == sorted(paceline.__all__)
     assert all(getattr(paceline, name) is not None for name in paceline.__all__)
@@ -49,3 +56,16 @@ def test_every_example_in_the_source_runs() -> None:
     results = {name: doctest.testmod(import_module(name)) for name in modules()}
     assert sum(result.attempted for result in results.values()) > 20
     assert {name: result.failed for name, result in results.items() if result.failed} == {}
+
+
+def test_the_page_of_calls_names_members_that_are_there() -> None:
+    page = (SOURCE.parents[1] / "docs" / "api.md").read_text()
+    entries = re.findall(r"\.\. auto(?:class|module):: (\S+)\n   :members: ([^\n]+)", page)
+    missing = [
+        f"{home}.{member}"
+        for home, members in entries
+        for member in members.split(", ")
+        if not hasattr(pkgutil.resolve_name(home), member)
+    ]
+    assert len(entries) > 10
+    assert missing == []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
+from pathlib import Path
 
 from docs.pictures import draw_architecture as draw
 from tests.tidy.tree import SOURCE, parsed, place, python_files
@@ -68,3 +70,41 @@ def test_every_folder_says_first_what_is_in_it() -> None:
         if len(first.split()) < 4 or not first.endswith(".") or len(first) > limit:
             silent.append(f"{place(init)}: {first!r}")
     assert silent == []
+
+
+def test_every_folder_names_what_others_may_use_of_it() -> None:
+    used = used_elsewhere()
+    assert {folder: face(folder) for folder in used} == {folder: sorted(modules) for folder, modules in used.items()}
+
+
+def face(folder: str) -> list[str]:
+    """Return the modules that a folder's `__init__` names as those for other folders."""
+    said = ast.get_docstring(parsed(SOURCE / folder / "__init__.py")) or ""
+    return [
+        name
+        for part in said.split("\n\n")
+        if part.startswith("Other folders use")
+        for name in re.findall(r"`(\S+)`", part)
+    ]
+
+
+def used_elsewhere() -> dict[str, set[str]]:
+    """Return the modules of each folder that a module outside it imports, by their names inside it."""
+    used: dict[str, set[str]] = {folder: set() for folder in draw.folders()}
+    for path in filter(lambda path: path.is_relative_to(SOURCE), python_files("src")):
+        for module in imported(path):
+            folder, _, inside = module.removeprefix("paceline.").partition(".")
+            if inside and folder != path.relative_to(SOURCE).parts[0]:
+                used[folder].add(inside)
+    return used
+
+
+def imported(path: Path) -> set[str]:
+    """Return the modules of Paceline that a file imports."""
+    found: set[str] = set()
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("paceline."):
+            found |= {full if is_module(full := f"{node.module}.{name.name}") else node.module for name in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {name.name for name in node.names if name.name.startswith("paceline.")}
+    return found

@@ -1,1 +1,5 @@
-"""Which worker gets which samples: sharding, loaders, sources, data servers."""
+"""Which worker gets which samples: sharding, loaders, sources, data servers.
+
+Other folders use `files`, `partition`, `prefetching`, `service.client`, `service.server`, `sharding`, `slicing`,
+`source_loader`, `sources.declared`, `sources.reader`.
+"""

@@ -5,6 +5,8 @@
 0
 
 Ray comes with `pip install 'paceline[ray]'`, and is imported when a job begins.
+
+Other folders use `driver`, `options`.
 """
 
 from __future__ import annotations

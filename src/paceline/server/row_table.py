@@ -33,7 +33,7 @@ from paceline.update.rows.cuts import CUT_SLOT_BYTES
 from paceline.update.rows.export import load_rows, save_rows
 from paceline.update.rows.index import RowIndex
 from paceline.update.rows.layout import IDS, VALUES, RowPiece, use_columns
-from paceline.update.rows.ops import RowOps, tell_of_refused_library
+from paceline.update.rows.ops import RowOps, tell_of_missing_library
 from paceline.update.rows.rules import RowRule, row_rule
 from paceline.update.rows.spec import RowTableSpec, row_differences
 from paceline.update.rows.store import RowContribution, RowStore
@@ -193,7 +193,7 @@ class ServedRowTable:
                 "where it writes: declare it without memory_bytes and spill."
             )
         check_filters(spec.filters)
-        tell_of_refused_library()
+        tell_of_missing_library()
         self._rule = row_rule(spec.rule, host.allowed_paths)
         self._up, self._down = body_layouts(spec, self._rule)
         self.store = RowStore(spec, self._rule, host.ops, self._lasting_memory())

@@ -1,1 +1,4 @@
-"""Snapshots: one version of all tables on disk, for a job that goes on."""
+"""Snapshots: one version of all tables on disk, for a job that goes on.
+
+Other folders use `files`, `folder`, `options`, `taking`.
+"""

@@ -1,1 +1,4 @@
-"""Programs on top of the library: plan, tune, compare, demo."""
+"""Programs on top of the library: plan, tune, compare, demo.
+
+Other folders use `run`, `tune.api`.
+"""

@@ -1,1 +1,5 @@
-"""Training in PyTorch: an ordinary loop whose updates run on the servers."""
+"""Training in PyTorch: an ordinary loop whose updates run on the servers.
+
+Other folders use `all_reduce`, `arguments`, `downpour`, `embedding_gradients`, `flat`, `fsdp`, `local_sgd`,
+`parameter_server`, `publishing`, `strategy`.
+"""

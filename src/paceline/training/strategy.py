@@ -250,6 +250,17 @@ def held_by(flat: FlatParameters, table: Table) -> list[HeldTensor]:
 class Distributed(torch.optim.Optimizer, ABC):
     """Optimizer whose step is a step of the whole job; used like the optimizer it was made from.
 
+    `paceline.distributed` returns one. Its parameter groups are those of the optimizer it was made from, and complete.
+
+    Example:
+        >>> import torch, paceline
+        >>> def rate(optimizer: paceline.Distributed) -> float:
+        ...     return optimizer.param_groups[0]["lr"]
+        >>> _ = paceline.init()
+        >>> weights = [torch.zeros(2, requires_grad=True)]
+        >>> rate(paceline.distributed(torch.optim.SGD(weights, lr=0.1), name="doc-rate"))
+        0.1
+
     Attributes:
         num_refused: steps or pushes of this worker that were not applied, because they were not finite or too late.
         title: what is distributed, and how, in a few words.

@@ -1,4 +1,8 @@
-"""Carries frames over memory, shared memory, TCP or TLS; knows no message."""
+"""Carries frames over memory, shared memory, TCP or TLS; knows no message.
+
+Other folders use `base`, `buffer_pool`, `buffers`, `carrier`, `deadline`, `file_watch`, `frames`, `lasting_memory`,
+`memory`, `peer_identity`, `poller`, `segments`, `shm`, `tcp`, `tls`.
+"""
 
 from paceline.transport.base import EMPTY, Connection, Credentials, Frame, Limits, Listener, Place, Transport
 from paceline.transport.faulty import FaultCounts, FaultPlan, FaultyTransport

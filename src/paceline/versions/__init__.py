@@ -1,1 +1,4 @@
-"""Reads published versions in processes that take no part in training."""
+"""Reads published versions in processes that take no part in training.
+
+Other folders use `gate`, `subscription`.
+"""

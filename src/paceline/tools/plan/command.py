@@ -16,6 +16,7 @@ from paceline.tools.plan.machine import DEVICES, Machines, parse_device, parse_l
 from paceline.tools.plan.model import (
     COMPARED_DEVICES,
     KNOWN_MODELS,
+    REFERENCE_MODEL,
     KnownModel,
     Model,
     OptimizerName,
@@ -24,7 +25,7 @@ from paceline.tools.plan.model import (
     Transformer,
     plain_model,
 )
-from paceline.tools.plan.quantities import GB, MB, in_billions, in_count, in_gb, in_seconds, parse_count, three_digits
+from paceline.tools.plan.quantities import GB, MB, in_bytes, in_count, in_seconds, parse_count, three_digits
 from paceline.tools.plan.search import explain, recommend, survey
 from paceline.tools.plan.strategy import Schedule, parse_strategy
 
@@ -34,9 +35,11 @@ if TYPE_CHECKING:
 _SHAPE: Final = ("--layers", "--hidden", "--heads", "--vocabulary", "--sequence")
 _SEQUENCE: Final = 1024
 _SUFFIX: Final = ".py"
+_NAME_WIDTH: Final = len("parameter-server:9")
 WELL_KNOWN_NOTE = (
-    "16 bytes a parameter: weights and gradients in half precision, a float32 master copy and two moments. Activations "
-    "come on top. 'over 4' does not fit one device, and takes 4 at least when everything is sharded."
+    "ops: operations for a token, those of BERT-Base are 1. memory: 16 bytes a parameter, for weights and gradients in "
+    "half precision, a float32 master copy and two moments; activations come on top. Then: how many devices hold that "
+    "at least, when everything is sharded; 1 means that it fits one."
 )
 
 
@@ -214,8 +217,7 @@ def _model(name: str | None, options: ModelOptions, recipe: TrainingRecipe, batc
             "--parameters or a shape (--layers, --hidden, --heads, --sequence)."
         )
     _refuse_input(options)
-    shape = known.shape.without_scores() if options.fused_attention else known.shape
-    return shape.model(known.title, recipe.weight_bytes).scaled_to(known.num_parameters)
+    return known.model(recipe.weight_bytes, fused_attention=options.fused_attention)
 
 
 def _from_file(name: str, options: ModelOptions, recipe: TrainingRecipe, batch: int) -> Model:
@@ -276,8 +278,8 @@ def plan(
     Parameters
     ----------
     model
-        bert-large, gpt-2, turing-nlg, gpt-3, or FILE.py:FUNCTION, which returns a torch.nn.Module; without it
-        --parameters or a shape.
+        elmo, gpt, bert-tiny, bert-base, bert-large, gpt-2, megatron-lm, turing-nlg, gpt-3, or FILE.py:FUNCTION, which
+        returns a torch.nn.Module; without it --parameters or a shape.
     shape
         The model by its numbers, or the shape of its input.
     training
@@ -338,14 +340,20 @@ def _print(table: Table, told: str) -> None:
 def well_known_table(recipe: TrainingRecipe) -> Table:
     """Return the memory of the parameters of well-known models, and the devices that it fits."""
     table = _empty("Weights, gradients and optimizer state under mixed-precision Adam")
-    table.add_column("model", header_style="dim")
-    for heading in ("parameters", "memory", *COMPARED_DEVICES):
+    table.add_column("model", header_style="dim", no_wrap=True)
+    for heading in ("layers", "hidden", "params", "ops", "memory", *COMPARED_DEVICES):
         table.add_column(heading, justify="right", header_style="dim", no_wrap=True)
     for model in KNOWN_MODELS.values():
-        cells = ["fits" if count == 1 else f"over {count}" for count in _needed(model, recipe).values()]
-        size = in_gb(model.num_parameters * recipe.state_bytes)
-        table.add_row(model.title, in_billions(model.num_parameters), size, *cells)
+        shape = (str(model.shape.num_layers), str(model.shape.hidden), in_count(model.num_parameters))
+        size = in_bytes(model.num_parameters * recipe.state_bytes)
+        counts = [str(count) for count in _needed(model, recipe).values()]
+        table.add_row(model.title, *shape, three_digits(_computation(model)), size, *counts)
     return table
+
+
+def _computation(model: KnownModel) -> float:
+    """Return the operations for a token, beside those of the model that all are compared with."""
+    return model.flops_per_token / KNOWN_MODELS[REFERENCE_MODEL].flops_per_token
 
 
 def well_known_rows(recipe: TrainingRecipe) -> list[dict[str, object]]:
@@ -353,7 +361,10 @@ def well_known_rows(recipe: TrainingRecipe) -> list[dict[str, object]]:
     return [
         {
             "model": model.title,
+            "num_layers": model.shape.num_layers,
+            "hidden": model.shape.hidden,
             "num_parameters": model.num_parameters,
+            "relative_computation": _computation(model),
             "state_bytes": model.num_parameters * recipe.state_bytes,
             "devices_needed": _needed(model, recipe),
         }
@@ -375,17 +386,18 @@ def plan_table(task: PlannedTask, machines: Machines, estimates: Sequence[Estima
     )
     unit, size = ("GB", GB) if any(role.memory.total >= GB for one in estimates for role in one.roles) else ("MB", MB)
     table = _empty(f"{title}; in {unit}")
-    table.add_column("strategy", header_style="dim", overflow="fold")
-    table.add_column("role", header_style="dim", no_wrap=True)
-    for heading in ("weights", "grads", "optim", "activ", "buffers", "all", "fits", "sent", "bubble", "step"):
+    table.add_column("strategy", header_style="dim", overflow="fold", min_width=_NAME_WIDTH)
+    has_bubbles = any(one.bubble_share for one in estimates)
+    bubble = ("idle",) if has_bubbles else ()
+    for heading in ("weights", "grads", "optim", "activ", "bufs", "all", "fits", "sent", *bubble, "step"):
         table.add_column(heading, justify="right", header_style="dim", no_wrap=True)
     for one in estimates:
+        idle = (f"{one.bubble_share:.0%}",) if has_bubbles else ()
+        paced = (_of_unit(one.sent.total, size), *idle, in_seconds(one.step.total))
         for role in one.roles:
-            is_first = role is one.worker
-            paced = (three_digits(one.sent.total / size), f"{one.bubble_share:.0%}", in_seconds(one.step.total))
-            table.add_row(
-                str(one.strategy) if is_first else "", role.name, *_cells(role, size), *(paced if is_first else ())
-            )
+            is_worker = role is one.worker
+            name = str(one.strategy).replace("+", "\n+") if is_worker else f"  {role.name}"
+            table.add_row(name, *_cells(role, size), *(paced if is_worker else ()))
     return table
 
 
@@ -447,11 +459,15 @@ def _estimate_json(one: Estimate) -> dict[str, object]:
 
 
 def _cells(role: Role, unit: float) -> list[str]:
-    sizes = [three_digits(size / unit) for size in (*role.memory.by_part().values(), role.memory.total)]
+    sizes = [_of_unit(size, unit) for size in (*role.memory.by_part().values(), role.memory.total)]
     return [*sizes, "yes" if role.fits else "no"]
+
+
+def _of_unit(size_bytes: float, unit: float) -> str:
+    return three_digits(round(size_bytes / unit, 3))
 
 
 def _empty(title: str) -> Table:
     from rich.table import Table
 
-    return Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    return Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))

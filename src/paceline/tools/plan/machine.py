@@ -111,6 +111,7 @@ class Machines:
 DEVICES: Final[Mapping[str, Device]] = {
     device.name: device
     for device in (
+        Device("p100-16", 16 * GB, 21.2e12, 10.6e12, "nvlink-p100"),
         Device("v100-16", 16 * GB, 125e12, 15.7e12, "nvlink-v100"),
         Device("v100-32", 32 * GB, 125e12, 15.7e12, "nvlink-v100"),
         Device("a100-40", 40 * GB, 312e12, 19.5e12, "nvlink-a100"),
@@ -123,9 +124,10 @@ LINKS: Final[Mapping[str, NetworkLink]] = {
     link.name: link
     for link in (
         NetworkLink(SHARED_MEMORY, 30 * GB, 5e-6, is_shared=True),
-        NetworkLink("nvlink-v100", 150 * GB, 5e-6),
-        NetworkLink("nvlink-a100", 300 * GB, 5e-6),
-        NetworkLink("nvlink-h100", 450 * GB, 5e-6),
+        NetworkLink("nvlink-p100", 80 * GB, 5e-6),  # NVLink 1
+        NetworkLink("nvlink-v100", 150 * GB, 5e-6),  # NVLink 2
+        NetworkLink("nvlink-a100", 300 * GB, 5e-6),  # NVLink 3
+        NetworkLink("nvlink-h100", 450 * GB, 5e-6),  # NVLink 4
         NetworkLink("pcie3", 12 * GB, 10e-6),
         NetworkLink("pcie4", 24 * GB, 10e-6),
     )

@@ -329,18 +329,50 @@ class Transformer:
 
 
 @dataclass(frozen=True, slots=True)
+class Recurrent:
+    """Shape of a recurrent network, of which only the number of parameters is estimated."""
+
+    num_layers: int
+    hidden: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A well-known model: its title, its published number of parameters, and its shape."""
+    """A well-known model: its title, its published number of parameters, and its shape.
+
+    Example:
+        >>> round(KNOWN_MODELS["gpt-3"].flops_per_token / KNOWN_MODELS["bert-base"].flops_per_token)
+        1523
+    """
 
     title: str
     num_parameters: float
-    shape: Transformer
+    shape: Transformer | Recurrent
+
+    def model(self, number_bytes: int, *, fused_attention: bool = False) -> Model:
+        """Return its layers, with the published number of parameters; an activation takes `number_bytes`."""
+        if isinstance(self.shape, Recurrent):
+            return plain_model(self.title, self.num_parameters, self.shape.num_layers, self.shape.sequence)
+        shape = self.shape.without_scores() if fused_attention else self.shape
+        return shape.model(self.title, number_bytes).scaled_to(self.num_parameters)
+
+    @property
+    def flops_per_token(self) -> float:
+        """Operations of the forward pass for one token of its longest sample."""
+        return self.model(2).flops / self.shape.sequence
 
 
 KNOWN_MODELS: Final[Mapping[str, KnownModel]] = {
+    "elmo": KnownModel("ELMo", 93.6e6, Recurrent(2, 4096, 512)),
+    "gpt": KnownModel("GPT", 117e6, Transformer(12, 768, 12, 40478, 512)),
+    "bert-tiny": KnownModel("BERT-Tiny", 4.4e6, Transformer(2, 128, 2, 30522, 512)),
+    "bert-base": KnownModel("BERT-Base", 0.11e9, Transformer(12, 768, 12, 30522, 512)),
     "bert-large": KnownModel("BERT-Large", 0.32e9, Transformer(24, 1024, 16, 30522, 512)),
     "gpt-2": KnownModel("GPT-2", 1.5e9, Transformer(48, 1600, 25, 50257, 1024)),
+    "megatron-lm": KnownModel("Megatron-LM", 8.3e9, Transformer(72, 3072, 32, 50257, 1024)),
     "turing-nlg": KnownModel("Turing-NLG", 17.2e9, Transformer(78, 4256, 28, 50257, 1024)),
     "gpt-3": KnownModel("GPT-3", 175e9, Transformer(96, 12288, 96, 50257, 2048)),
 }
+REFERENCE_MODEL: Final = "bert-base"  # whose computation others are compared with
 COMPARED_DEVICES: Final = ("v100-16", "v100-32", "a100-40", "a100-80")

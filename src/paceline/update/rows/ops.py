@@ -81,13 +81,10 @@ def _tell(text: str) -> None:
 
 
 @cache
-def tell_of_refused_library(tell: Callable[[str], None] = _tell) -> None:
-    """Tell once in this process if there is a library of row operations that cannot be used, and what to do.
-
-    A library that is not there is not told of: the installation has said so, and tables of rows work without it.
-    """
-    library = load_library(LIBRARY) if LIBRARY.exists() else ""
-    if isinstance(library, str) and library:
+def tell_of_missing_library(tell: Callable[[str], None] = _tell) -> None:
+    """Tell once in this process if the library of row operations cannot be used, and what to do."""
+    library = load_library(LIBRARY)
+    if isinstance(library, str):
         tell(f"row tables are looked up in torch, which is slower, as their C library cannot be used: {library}")
 
 

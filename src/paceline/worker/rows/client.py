@@ -20,7 +20,7 @@ from paceline.transport.base import EMPTY
 from paceline.update.filters.pipeline import FilteredPush
 from paceline.update.filters.traffic import RowTraffic, WireBytes
 from paceline.update.placement import RowSharding
-from paceline.update.rows.ops import RowOps, tell_of_refused_library
+from paceline.update.rows.ops import RowOps, tell_of_missing_library
 from paceline.update.rows.pending import PendingRows
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.table import Hyper
@@ -90,7 +90,7 @@ class RowClient:
     def open(cls, context: ClientContext, spec: RowTableSpec, options: CacheOptions) -> Self:
         """Declare a row table to all servers and open it; blocks and raises as `DenseClient.open` does."""
         context.rpc.call_all(lambda number: DeclareRows(number, spec), f"servers to agree on table '{spec.name}'")
-        tell_of_refused_library()
+        tell_of_missing_library()
         with context.lock.changed:
             state = RowTableState.make(spec, options, context.row_sharding, context.core.settings.sender.worker)
             client = cls(state, context, options.communication)
