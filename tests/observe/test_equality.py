@@ -29,8 +29,8 @@ def test_the_last_bit_of_a_loss_counts(tmp_path: Path) -> None:
     write(tmp_path / "a", 0, [0.5, 0.3])
     write(tmp_path / "b", 0, [0.5, 0.1 + 0.2])
     assert compared(tmp_path) == (
-        "not equal: after 1 equal losses worker 0 has a loss of 0.3 over 8 samples in clock 1, and the other's a loss "
-        "of 0.30000000000000004 over 8 samples"
+        "not equal: worker 0 has a loss of 0.3 over 8 samples in clock 1, and the other's a loss of "
+        "0.30000000000000004 over 8 samples; 1 loss before"
     )
 
 
@@ -46,7 +46,7 @@ def test_runs_that_go_on_are_compared_as_they_come(tmp_path: Path) -> None:
     write(tmp_path / "b", 0, [0.5])
     comparison = LossComparison(tmp_path / "a", tmp_path / "b")
     comparison.advance()
-    assert comparison.text() == "equal so far: 1 losses of 1 worker, bit by bit; one run has more steps"
+    assert comparison.text() == "equal so far: 1 loss of 1 worker, bit by bit; one run has more steps"
     write(tmp_path / "b", 0, [0.25, 0.125], first=1)
     comparison.advance()
     assert comparison.text() == "equal: 3 losses of 1 worker, bit by bit"

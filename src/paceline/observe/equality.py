@@ -44,13 +44,15 @@ class _Pair:
     num_equal: int = 0
     difference: str = ""
 
-    def advance(self) -> None:
+    def advance(self) -> bool:
+        """Compare some pieces; return whether there is more to compare already."""
         for _ in range(_MOST_PIECES):
             both = self.ours.read(), self.theirs.read()
             while self.ours.waiting and self.theirs.waiting and not self.difference:
                 self._compare(self.ours.waiting.popleft(), self.theirs.waiting.popleft())
             if self.difference or not all(both):
-                return
+                return False
+        return True
 
     def _compare(self, ours: Step, theirs: Step) -> None:
         worker = f"worker {ours.worker}"
@@ -82,8 +84,8 @@ class LossComparison:
         self._folders = ours, theirs
         self._pairs: dict[str, _Pair] = {}
 
-    def advance(self) -> None:
-        """Compare what both have told by now, or a part of it if that is much.
+    def advance(self) -> bool:
+        """Compare what both have told by now, or a part of it if that is much; return whether there is more.
 
         Raises:
             UsageError: a file is not a trace.
@@ -92,27 +94,21 @@ class LossComparison:
         for name in sorted(names - self._pairs.keys()):
             ours, theirs = (_Steps.of(folder, name) for folder in self._folders)
             self._pairs[name] = _Pair(name, ours, theirs)
-        for pair in self._pairs.values():
-            pair.advance()
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether there is more to compare already."""
-        return any(
-            not pair.difference and pair.ours.read() and pair.theirs.read() for pair in self._pairs.values()
-        )  # fmt: skip
+        left = [pair for pair in self._pairs.values() if pair.advance()]
+        return bool(left)
 
     def text(self) -> str:
         """Return the answer so far, in a sentence."""
         different = next((pair.difference for pair in self._pairs.values() if pair.difference), "")
         num_equal = sum(pair.num_equal for pair in self._pairs.values())
+        losses = f"{num_equal:,} loss{'' if num_equal == 1 else 'es'}"
         num_workers = sum(pair.num_equal > 0 for pair in self._pairs.values())
         workers = f"{num_workers} worker{'' if num_workers == 1 else 's'}"
         if different:
-            return f"not equal: after {num_equal:,} equal losses {different}"
+            return f"not equal: {different}; {losses} before"
         one_sided = [pair for pair in self._pairs.values() if bool(pair.ours.waiting) != bool(pair.theirs.waiting)]
         if one_sided:
-            return f"equal so far: {num_equal:,} losses of {workers}, bit by bit; one run has more steps"
+            return f"equal so far: {losses} of {workers}, bit by bit; one run has more steps"
         if not num_equal:
             return "not comparable: no step of both has a loss"
-        return f"equal: {num_equal:,} losses of {workers}, bit by bit"
+        return f"equal: {losses} of {workers}, bit by bit"

@@ -21,7 +21,7 @@ def report(
     last: Annotated[bool, Parameter(negative="")] = False,
     seconds: float = LAST_S,
 ) -> None:
-    """Draw what runs did: losses, staleness, waiting; several runs are compared. Or tell how one ended.
+    """Draw what runs did: losses, staleness, waiting; several runs are compared, to the bit. Or tell how one ended.
 
     Parameters
     ----------
@@ -51,6 +51,8 @@ def report(
     except OSError as error:
         raise UsageError(f"cannot write the report to {to}: {error.strerror}; name another --to") from error
     sys.stdout.write(f"paceline: {page} and {page.with_suffix('.png')}\n")
+    for label, folder in zip(labels[1:], folders[1:], strict=True):
+        sys.stdout.write(f"paceline: {labels[0]} and {label}: {_compared(folders[0], folder)}\n")
 
 
 def trace(run: Path | None = None, /, *, to: Path = Path("trace.json")) -> None:
@@ -75,6 +77,16 @@ def trace(run: Path | None = None, /, *, to: Path = Path("trace.json")) -> None:
     except OSError as error:
         raise UsageError(f"cannot write {to}: {error.strerror}; name another --to") from error
     sys.stdout.write(f"paceline: {to}: open it at https://ui.perfetto.dev, which keeps it in your browser\n")
+
+
+def _compared(ours: Path, theirs: Path) -> str:
+    """Return whether two runs are equal."""
+    from paceline.observe.equality import LossComparison
+
+    comparison = LossComparison(ours, theirs)
+    while comparison.advance():
+        pass
+    return comparison.text()
 
 
 def labels_of(folders: Sequence[Path]) -> list[str]:
