@@ -369,7 +369,7 @@ class RunView:
         paced = [worker for worker, life in lives.items() if not life.end] or [
             worker for worker, life in lives.items() if life.end == ENDED
         ]
-        at_t = self._common_t()
+        at_t = self._reached_t()
         clocks = {worker: pace.clock(at_t) for worker, pace in self._paces.items()}
         slowest = min((clocks[worker] for worker in paced), default=0)
         leads = {worker: clocks[worker] - slowest for worker in paced}
@@ -378,7 +378,7 @@ class RunView:
             for worker, state in describe(lives, self._now).items()
         ]
 
-    def _common_t(self) -> float:
+    def _reached_t(self) -> float:
         """Return the latest time up to which the steps of all running workers are known.
 
         Traces are written in pieces and read one after another, so that the last steps of one worker may be here, and

@@ -128,11 +128,9 @@ def run(
     traceback
         Show the whole traceback of errors, of workers and servers too, where otherwise one line says what to do.
     """
-    from paceline.launch.plan import Policy, read_workers
+    from paceline.launch.plan import Policy
 
-    asked = run_of(script, args, config)(
-        num_workers=read_workers(workers).places,
-        num_at_start=read_workers(workers).at_start,
+    asked = run_of(script, args, config, workers)(
         num_servers=servers,
         num_data_servers=data_servers,
         transport=transport,
@@ -209,12 +207,13 @@ def config_args(config: Path | None) -> tuple[str, ...]:
     return () if config is None else read_config(config).args
 
 
-def run_of(script: Path, args: tuple[str, ...], config: Path | None) -> "partial[LocalRun]":
-    """Return a run of a program that lacks its options."""
-    from paceline.launch.plan import LocalRun
+def run_of(script: Path, args: tuple[str, ...], config: Path | None, workers: str) -> "partial[LocalRun]":
+    """Return a run of a program by so many workers that lacks its other options."""
+    from paceline.launch.plan import LocalRun, read_workers
 
-    path, module, args = read_program(script, args)
-    return partial(LocalRun, script=path, module=module, args=(*config_args(config), *args))
+    (path, module, args), count = read_program(script, args), read_workers(workers)
+    run = partial(LocalRun, script=path, module=module, args=(*config_args(config), *args))
+    return partial(run, num_workers=count.places, num_at_start=count.at_start)
 
 
 def read_program(script: Path, args: tuple[str, ...]) -> tuple[Path, str | None, tuple[str, ...]]:

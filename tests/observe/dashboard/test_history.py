@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from paceline.observe.dashboard.history import MAX_EVENTS, MAX_WORKERS, NUM_BINS, Axis, History
+from paceline.observe.dashboard.history import MAX_EVENTS, MAX_WORKERS, NUM_BINS, Axis, RunHistory
 from paceline.observe.trace import Carried, Exit, ReadRecord, Record, Reported, RowRead, Serving, Step
 
 
-def series(history: History) -> dict[str, dict[str, list[float | None]]]:
+def series(history: RunHistory) -> dict[str, dict[str, list[float | None]]]:
     return history.times.news(whole=True)["series"]  # type: ignore[return-value]
 
 
@@ -26,7 +26,7 @@ def steps(num_workers: int, num_clocks: int, step_s: float) -> list[Record]:
 
 @pytest.mark.parametrize("step_s", [0.01, 0.7, 90.0])
 def test_however_long_a_run_is_its_series_are_bounded_and_their_sums_are_right(step_s: float) -> None:
-    history = History()
+    history = RunHistory()
     history.add_all(steps(2, 3000, step_s))
     times = history.times.news(whole=True)
     assert NUM_BINS / 2 - 1 <= history.times.num <= NUM_BINS or step_s == 0.01
@@ -42,7 +42,7 @@ def test_however_long_a_run_is_its_series_are_bounded_and_their_sums_are_right(s
 def test_records_may_come_in_any_order() -> None:
     records = steps(3, 200, 0.1)
     mixed = [records[0], *random.Random(1).sample(records[1:], len(records) - 1)]
-    one, other = History(), History()
+    one, other = RunHistory(), RunHistory()
     one.add_all(records)
     other.add_all(mixed)
     for name, of in series(one).items():
@@ -69,7 +69,7 @@ def test_only_what_has_changed_is_news() -> None:
 
 
 def test_staleness_is_counted_by_reads_and_by_rows() -> None:
-    history = History()
+    history = RunHistory()
     history.add_all([
         ReadRecord(100.0, 0, "model", 5, 5, 0.0, "fetch"),
         ReadRecord(100.0, 0, "model", 9, 4, 0.0, "cache"),
@@ -84,7 +84,7 @@ def test_staleness_is_counted_by_reads_and_by_rows() -> None:
 
 
 def test_bytes_are_what_totals_have_grown_by_also_over_the_lives_of_a_server() -> None:
-    history = History()
+    history = RunHistory()
     totals = [(100.0, 1000, 500), (101.0, 3000, 900), (102.0, 400, 100)]  # then another process is the server
     for t, received, sent in totals:
         history.add_all([Carried(t, 0, ((2, received, sent),), (("model", received, sent),))])
@@ -96,7 +96,7 @@ def test_bytes_are_what_totals_have_grown_by_also_over_the_lives_of_a_server() -
 
 
 def test_events_and_workers_have_a_bound() -> None:
-    history = History()
+    history = RunHistory()
     exits = [
         Exit(100.0 + n, f"worker {n}", "worker", n, 0, 1, -9, 0.0, "was killed", "the others go on") for n in range(500)
     ]
@@ -107,6 +107,6 @@ def test_events_and_workers_have_a_bound() -> None:
 
 
 def test_a_loss_that_is_no_number_is_an_event_once_for_each_worker() -> None:
-    history = History()
+    history = RunHistory()
     history.add_all([Reported(100.0 + clock, 1, clock, None, "nan") for clock in range(5)])
     assert list(history.events) == [(0.0, "worker 1: its loss is nan in clock 0")]

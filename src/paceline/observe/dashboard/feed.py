@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from paceline.observe.dashboard.history import STALENESS_BARS, History
+from paceline.observe.dashboard.history import STALENESS_BARS, RunHistory
 from paceline.observe.equality import LossComparison
 from paceline.observe.progress import RunView
 from paceline.observe.screen import as_data
@@ -29,7 +29,7 @@ class FollowedRun:
     label: str
     folder: Path
     view: RunView = field(init=False)
-    history: History = field(default_factory=History)
+    history: RunHistory = field(default_factory=RunHistory)
     has_ended: bool = False
     _shown: dict[str, object] = field(default_factory=dict[str, object])
 

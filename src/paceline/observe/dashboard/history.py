@@ -94,7 +94,7 @@ class Axis:
             begin = end
 
     def news(self, *, whole: bool) -> dict[str, object]:
-        """Return the spans that have changed since the last call, or all; see `History.news`."""
+        """Return the spans that have changed since the last call, or all; see `RunHistory.news`."""
         since = 0 if whole else min(self.changed_from, self.num)
         series = {
             name: {of: bins.since(since, self.num) for (kind, of), bins in self.series.items() if kind == name}
@@ -136,10 +136,10 @@ class Totals:
 
 
 @dataclass(slots=True)
-class History:
+class RunHistory:
     """The records of a run, summed up, in any order.
 
-    history = History()
+    history = RunHistory()
     history.add_all(follower.poll())
     history.news(whole=True)
     """
