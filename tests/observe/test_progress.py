@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.observe.progress import TraceDisplay, plain_line
+from paceline.observe.progress import RunView, TraceDisplay, plain_line
 from paceline.observe.screen import WorkerRow
 from paceline.observe.trace import Step, Trace, trace_path
 
@@ -115,3 +115,24 @@ def test_states_stand_in_the_place_of_the_shares(tmp_path: Path, monkeypatch: py
     last = out.getvalue().rpartition("20 s")[2]
     for text in ("+0  0.4000         0 hung for 10 s", "-  0.6000         0 dead since 14:03:22"):
         assert text in last, last
+
+
+def test_rows_are_those_of_one_moment_though_traces_are_written_in_pieces(tmp_path: Path) -> None:
+    """Under bsp the lead is at most 1; of worker 0 the steps of the last 18 ms are not written yet."""
+    for worker, num_written in ((0, 50), (1, 59)):
+        with Trace(trace_path(tmp_path, "worker", worker)) as trace:
+            for clock in range(num_written):
+                trace.record(Step(100.0 + 0.002 * clock + 0.001 * worker, worker, clock, 8, 0.5, 0.0, 0.002))
+    view = RunView(tmp_path / "trace")
+    view.refresh(0.0)
+    assert [(row.clock, row.lead) for row in view.rows()] == [(50, 1), (49, 0)]
+
+
+def test_a_worker_that_has_long_finished_no_step_is_shown_as_far_behind(tmp_path: Path) -> None:
+    for worker, num_steps, step_s in ((0, 2, 0.5), (1, 300, 0.01)):
+        with Trace(trace_path(tmp_path, "worker", worker)) as trace:
+            for clock in range(num_steps):
+                trace.record(Step(100.0 + step_s * clock, worker, clock, 8, 0.5, 0.0, step_s))
+    view = RunView(tmp_path / "trace")
+    view.refresh(0.0)
+    assert [(row.clock, row.lead) for row in view.rows()] == [(2, 0), (300, 298)]

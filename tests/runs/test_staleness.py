@@ -55,3 +55,19 @@ def test_the_ages_of_reads_are_told(finished: Finished) -> None:
 
 def test_no_process_is_left(finished: Finished) -> None:
     assert wait_gone(processes_of(finished.folder), 30.0) == set()
+
+
+def test_bytes_by_link_and_by_table_add_up_to_those_of_each_server(finished: Finished) -> None:
+    loads = {load.server: load for load in finished.run.loads}
+    lasts = {record.server: record for record in finished.run.carried}
+    assert len(loads) == len(lasts) == 2
+    for server, last in lasts.items():
+        assert sorted(worker for worker, _, _ in last.links) == [0, 1, 2, 3]
+        assert sum(received for _, received, _ in last.links) == loads[server].received_bytes > 0
+        assert sum(sent for _, _, sent in last.links) == loads[server].sent_bytes > 0
+        ((table, pushed, pulled),) = last.tables
+        assert table
+        assert pulled == loads[server].sent_bytes
+        assert loads[server].received_bytes - pushed == pushed // (4 * NUM_CLOCKS), (
+            "what is no push are the first values"
+        )

@@ -29,6 +29,7 @@ from paceline.job.machines import cores_here
 from paceline.job.spec import ClusterSpec, write_token
 from paceline.job.strategy import Distribution
 from paceline.launch.child import Child, Launch, Process, start_process
+from paceline.launch.dashboard import beside
 from paceline.launch.exporter import exporting
 from paceline.launch.forkserver.server import ForkServer
 from paceline.launch.forkserver.subreaper import Orphans
@@ -290,6 +291,7 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
             open_fork_server(run, programs, run_dir, environment) as fork_server,
             open_successors(run) as successors,
             exporting(run.export, run_dir, console.announce, quiet=run.quiet),
+            open_dashboard(run, run_dir, console),
         ):
             keeps_spares = successors is not None
             backend = LocalBackend(
@@ -366,6 +368,11 @@ def open_board(trace_folder: Path, num_workers: int) -> ProgressDisplay:
     from paceline.observe.progress import TraceDisplay as ProgressBoard  # brings the terminal library with it
 
     return ProgressBoard(trace_folder, num_workers)
+
+
+def open_dashboard(run: LocalRun, run_dir: Path, console: Console) -> AbstractContextManager[None]:
+    """Have a dashboard of this run beside it, if it is asked for."""
+    return beside(run_dir, console) if run.dashboard else nullcontext()
 
 
 def _share_cores(run: LocalRun, console: Console) -> dict[str, str]:

@@ -73,6 +73,7 @@ class LocalRun:
     grace_s: float = 5.0  # from being told to end until being killed
     timeout_s: float | None = None  # of a wait of a worker; None takes PACELINE_TIMEOUT_S, else the default
     progress: bool = False
+    dashboard: bool = False  # on a page in a browser, by a process beside the job
     quiet: bool = False
     shares: tuple[float, ...] = ()  # of each table, one a server, as proportions; none for equal parts
     server_threads: int | None = None  # of each server, for updates; None leaves it to the table's consistency

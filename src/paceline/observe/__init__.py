@@ -3,4 +3,6 @@
 Other folders use `export.feed`, `export.options`, `export.prometheus`, `export.run_metrics`, `export.trackers`,
 `notices`, `perfetto`, `plots`, `progress`, `report`, `resources`, `row_counts`, `runs`, `screen`, `story`, `summary`,
 `trace`.
+Other folders use `dashboard.watch`, `equality`, `notices`, `perfetto`, `plots`, `progress`, `report`, `resources`,
+`row_counts`, `runs`, `screen`, `story`, `summary`, `trace`, `traffic`.
 """

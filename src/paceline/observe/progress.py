@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
@@ -32,7 +33,7 @@ from paceline.observe.trace import (
     ENDED as TRACES_ENDED,
 )
 from paceline.observe.verdict import SILENT_S, Surroundings, judge
-from paceline.observe.window import Window
+from paceline.observe.window import Window, worker_times
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -143,6 +144,9 @@ ENDED = "ended"
 # A plain line lists each worker up to this number, and beyond it their range.
 MAX_LISTED_WORKERS = 8
 NUM_EVENTS = 20  # that are kept
+# Between what is known of two workers that run: traces are written every 20 ms, and read in a fraction of a second. A
+# worker whose last step is older has not finished another one.
+MOST_APART_S = 0.4
 
 
 @dataclass(slots=True)
@@ -172,16 +176,20 @@ class _Pace:
         while self.bad_losses and self.bad_losses[0].t < t - WINDOW_S:
             self.bad_losses.popleft()
 
-    def clock(self) -> int:
-        return self.steps[-1].clock + 1 if self.steps else 0
+    def clock(self, at_t: float) -> int:
+        """Return the number of clocks that were finished at a time on the clock of the records."""
+        return next((step.clock + 1 for step in reversed(self.steps) if step.t <= at_t), self._clock_before())
 
-    def row(self, worker: int, lead: int | None, state: str, now: float) -> WorkerRow:
+    def _clock_before(self) -> int:
+        return self.steps[0].clock if self.steps else 0
+
+    def row(self, worker: int, clock: int, lead: int | None, state: str, now: float) -> WorkerRow:
         losses = [step.loss for step in self.steps if step.loss is not None]
         losses += [float(told.text or "nan") for told in self.bad_losses]
         busy_s = sum(step.step_s for step in self.steps) or 1.0
         return WorkerRow(
             worker=worker,
-            clock=self.clock(),
+            clock=clock,
             loss=_mean(losses),
             samples_per_s=self.samples_per_s(now),
             lead=lead,
@@ -256,9 +264,10 @@ class RunView:
     view.picture().verdict.text
     """
 
-    def __init__(self, trace_folder: Path, num_workers: int = 0, last_bytes: int = 0) -> None:
-        """Know nothing yet; see `TraceDisplay`."""
-        self._tail: TraceFollower | None = TraceFollower(trace_folder, ALL_TRACES, last_bytes)  # None: cannot be read
+    def __init__(self, trace_folder: Path, num_workers: int = 0, last_bytes: int = 0, *, piece_bytes: int = 0) -> None:
+        """Know nothing yet; see `TraceDisplay`, and `TraceFollower` for `piece_bytes`."""
+        # None: cannot be read
+        self._tail: TraceFollower | None = TraceFollower(trace_folder, ALL_TRACES, last_bytes, piece_bytes)
         self._paces = {worker: _Pace() for worker in range(num_workers)}
         self._folder = trace_folder
         self._window = Window()
@@ -268,6 +277,21 @@ class RunView:
         self._began_t = self._latest_t = 0.0  # of the records
         self._latest_now = 0.0  # on the caller's clock, when the latest record was read
         self.elapsed_s = 0.0
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there are records that wait for the next refresh."""
+        return self._tail is not None and self._tail.is_behind
+
+    @property
+    def read_share(self) -> float:
+        """The share of the records that has been read, 0 to 1."""
+        return 1.0 if self._tail is None else self._tail.read_share
+
+    @property
+    def recorded_s(self) -> float:
+        """The time from the first record to the last, in seconds."""
+        return self._latest_t - self._began_t
 
     @property
     def records_t(self) -> float:
@@ -281,23 +305,25 @@ class RunView:
         """Record why a worker has ended, or with an empty state, that it was started."""
         self._paces.setdefault(worker, _Pace()).life.note(state, self._now)
 
-    def refresh(self, now: float | None = None) -> None:
-        """Read new records; `now` is in seconds on the caller's steady clock, by default as before."""
+    def refresh(self, now: float | None = None) -> list[Record]:
+        """Read new records, and return them; `now` is in seconds on the caller's steady clock, by default as before."""
         if now is not None:
             self._start_t = now if self._start_t is None else self._start_t
             self.elapsed_s, self._now = now - self._start_t, now
-        self._take_in()
+        return self._take_in()
 
     def picture(self) -> RunPicture:
         """Return what the run does now."""
         processes = self._processes()
-        verdict = judge(self._window, self._around(processes))
-        elapsed_s = max(self.elapsed_s, self._latest_t - self._began_t)
-        return picture(elapsed_s, verdict, self.rows(), self._window, processes, list(self._events))
+        around = self._look_around(processes)
+        times = worker_times(self._window)
+        verdict = judge(self._window, around, times)
+        elapsed_s = max(self.elapsed_s, self.recorded_s)
+        return picture(elapsed_s, verdict, self.rows(), self._window, processes, list(self._events), times)
 
     def verdict(self) -> RunVerdict:
-        """Return what holds up the run now."""
-        return judge(self._window, self._around(self._processes()))
+        """Return what holds up the run now; of one that has ended, what held up its last steps."""
+        return judge(self._window, self._look_around(self._processes()))
 
     def has_ended(self) -> bool:
         """Return whether no worker of the run is left on this machine, or its folder; False where that is not known."""
@@ -318,10 +344,12 @@ class RunView:
             if samples and samples[-1].host == here
         }
 
-    def _around(self, processes: dict[tuple[str, int], ProcessState]) -> Surroundings:
+    def _look_around(self, processes: dict[tuple[str, int], ProcessState]) -> Surroundings:
         is_over = bool(processes) and not any(
             process.state for (role, _), process in processes.items() if role == "worker"
         )
+        if is_over:
+            self._window.gone.clear()  # the last steps are those of workers that have left by now, too
         free_bytes = None
         records_end = (self._folder / TRACES_ENDED).exists()
         if records_end:
@@ -341,26 +369,41 @@ class RunView:
         paced = [worker for worker, life in lives.items() if not life.end] or [
             worker for worker, life in lives.items() if life.end == ENDED
         ]
-        slowest = min((self._paces[worker].clock() for worker in paced), default=0)
-        leads = {worker: self._paces[worker].clock() - slowest for worker in paced}
+        at_t = self._reached_t()
+        clocks = {worker: pace.clock(at_t) for worker, pace in self._paces.items()}
+        slowest = min((clocks[worker] for worker in paced), default=0)
+        leads = {worker: clocks[worker] - slowest for worker in paced}
         return [
-            self._paces[worker].row(worker, leads.get(worker), state, self._now)
+            self._paces[worker].row(worker, clocks[worker], leads.get(worker), state, self._now)
             for worker, state in describe(lives, self._now).items()
         ]
 
-    def _take_in(self) -> None:
+    def _reached_t(self) -> float:
+        """Return the latest time up to which the steps of all running workers are known.
+
+        Traces are written in pieces and read one after another, so that the last steps of one worker may be here, and
+        those that another one has finished at the same time not yet.
+        """
+        lasts = [
+            pace.steps[-1].t for pace in self._paces.values() if pace.steps and not (pace.life.end or pace.life.leaves)
+        ]
+        newest_t = max(lasts, default=math.inf)
+        return min((t for t in lasts if t > newest_t - MOST_APART_S), default=newest_t)
+
+    def _take_in(self) -> list[Record]:
         if self._tail is None:
-            return
+            return []
         try:
             records = self._tail.poll()
         except (OSError, UsageError) as error:  # a failed display does not end the run
             self._tail = None
             tell_on_stderr(f"the live display stands still from here on: {error}. The run goes on")
-            return
+            return []
         if records:
             self._latest_now = self._now
         for record in records:
             self._add(record)
+        return records
 
     def _add(self, record: Record) -> None:
         self._began_t = min(self._began_t, record.t) if self._began_t else record.t

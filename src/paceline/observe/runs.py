@@ -11,8 +11,10 @@ import msgspec
 
 from paceline.errors import UsageError
 from paceline.observe.trace import (
+    OLDER,
     AppliedRecord,
     ArrivedRecord,
+    Carried,
     Epoch,
     Evaluated,
     Exit,
@@ -54,6 +56,7 @@ _R = TypeVar(
     AppliedRecord,
     ArrivedRecord,
     Serving,
+    Carried,
     Sampled,
     Refusal,
     MembershipRecord,
@@ -80,6 +83,7 @@ class Run:
     applied: tuple[AppliedRecord, ...] = ()
     arrived: tuple[ArrivedRecord, ...] = ()
     serving: tuple[Serving, ...] = ()
+    carried: tuple[Carried, ...] = ()
     sampled: tuple[Sampled, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     memberships: tuple[MembershipRecord, ...] = ()
@@ -119,6 +123,7 @@ def gather(records: Iterable[Record]) -> Run:
         applied=_of_kind(ordered, AppliedRecord),
         arrived=_of_kind(ordered, ArrivedRecord),
         serving=_of_kind(ordered, Serving),
+        carried=_of_kind(ordered, Carried),
         sampled=_of_kind(ordered, Sampled),
         refusals=_of_kind(ordered, Refusal),
         memberships=_of_kind(ordered, MembershipRecord),
@@ -149,38 +154,67 @@ ALL_TRACES: Final = ("worker-*.jsonl", "server-*.jsonl", "launcher-*.jsonl")
 class TraceFollower:
     """Follows the traces of a live run: those of its workers, or what `patterns` name.
 
-    With `last_bytes` it begins so far from the end of a file that is there at the first look.
+    With `last_bytes` it begins so far from the end of a file that is there at the first look. With `piece_bytes` no
+    more of a file is read at once, and of a bounded trace the file before, too.
 
     tail = Tail(run_folder / "trace")
     for record in tail.poll(): ...
     """
 
-    def __init__(self, folder: Path, patterns: Sequence[str] = ALL_TRACES[:1], last_bytes: int = 0) -> None:
+    def __init__(
+        self, folder: Path, patterns: Sequence[str] = ALL_TRACES[:1], last_bytes: int = 0, piece_bytes: int = 0
+    ) -> None:
         self._folder = folder
         self._patterns = patterns
         self._last_bytes = last_bytes
+        self._piece_bytes = piece_bytes
         # Invariant: every offset is just behind a newline of the file of this number; a bounded trace begins new
         # files.
         self._places: dict[Path, tuple[int, int]] = {}
+        self._left_bytes = self._all_bytes = 0  # at the last look
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the last look has left something to the next one."""
+        return self._left_bytes > 0
+
+    @property
+    def read_share(self) -> float:
+        """The share of the bytes that has been read, 0 to 1."""
+        return 1.0 - self._left_bytes / (self._all_bytes or 1)
 
     def poll(self) -> list[Record]:
         """Return the records since the last call; never blocks; none for a missing folder."""
+        self._left_bytes = self._all_bytes = 0
         paths = [path for pattern in self._patterns for path in sorted(self._folder.glob(pattern))]
-        return [record for path in paths for record in self._news(path)]
+        # First, and at nearly one moment: to decode takes time.
+        contents = [(part, self._news(part, path)) for path in paths for part in self._parts(path)]
+        return [record for path, content in contents for record in decode_lines(content, path)]
 
-    def _news(self, path: Path) -> list[Record]:
+    def _parts(self, path: Path) -> list[Path]:
+        return [path.with_name(path.name + OLDER), path] if self._piece_bytes else [path]
+
+    def _news(self, path: Path, newest: Path) -> bytes:
         number, offset = self._places.get(path, (0, 0))
         try:
             with path.open("rb") as file:
                 found = os.fstat(file.fileno())
                 if found.st_ino != number:
+                    # What was the newest part at the last look is the one before it now.
+                    number, offset = self._places.get(newest, (0, 0)) if path != newest else (0, 0)
+                if found.st_ino != number:
                     offset = _newline_before(file, found.st_size - self._last_bytes) if self._last_bytes else 0
                 file.seek(offset)
-                content = file.read()
+                content = file.read(self._piece_bytes or -1)
         except FileNotFoundError:  # between two files of a bounded trace
-            return []
-        self._places[path] = found.st_ino, offset + content.rfind(b"\n") + 1
-        return decode_lines(content, path)
+            return b""
+        whole = content.rfind(b"\n") + 1
+        if self._piece_bytes and len(content) == self._piece_bytes and not whole:
+            raise UsageError(f"{path} is not a trace: a line has more than {self._piece_bytes} bytes. Remove the file")
+        self._places[path] = found.st_ino, offset + whole
+        self._all_bytes += found.st_size
+        self._left_bytes += max(0, found.st_size - offset - len(content))
+        return content
 
 
 def _newline_before(file: BinaryIO, at: int) -> int:

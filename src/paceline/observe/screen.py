@@ -109,15 +109,17 @@ def picture(
     window: Window,
     processes: Mapping[tuple[str, int], ProcessState],
     events: Sequence[str],
+    times: Mapping[int, WorkerTime] | None = None,
 ) -> RunPicture:
-    """Return the picture of a run from its latest records."""
+    """Return the picture of a run from its latest records; `times` are those of the window, if known already."""
     staleness = {
         worker: (percentile(seen, 0.5) or 0, percentile(seen, 0.99) or 0)
         for worker, seen in window.staleness.items()
         if seen
     }
     servers = [server_row(server, window) for server in sorted(window.serving)]
-    return RunPicture(elapsed_s, verdict, workers, worker_times(window), staleness, processes, servers, events)
+    times = worker_times(window) if times is None else times
+    return RunPicture(elapsed_s, verdict, workers, times, staleness, processes, servers, events)
 
 
 def server_row(server: int, window: Window) -> ServerRow:
@@ -144,14 +146,19 @@ def server_row(server: int, window: Window) -> ServerRow:
 
 def event_line(record: Record, began_t: float) -> str:
     """Return a line on an event that a user wants to know of; an empty one for other records."""
-    at = f"{max(0.0, record.t - began_t):7.1f} s "
+    text = event_text(record)
+    return f"{max(0.0, record.t - began_t):7.1f} s  {text}" if text else ""
+
+
+def event_text(record: Record) -> str:
+    """Return what an event says that a user wants to know of; an empty text for other records."""
     match record:
         case MembershipRecord(server=0):
-            return f"{at} worker {record.worker} {record.event}"
+            return f"worker {record.worker} {record.event}"
         case Exit():
-            return f"{at} {record.name} {record.happened}; {record.then}"
+            return f"{record.name} {record.happened}; {record.then}"
         case Refusal(server=-1):
-            return f"{at} worker {record.worker}: refused: {record.reason}"
+            return f"worker {record.worker}: refused: {record.reason}"
         case _:
             return ""
 

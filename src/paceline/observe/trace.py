@@ -328,6 +328,19 @@ class Serving(msgspec.Struct, frozen=True, tag_field="kind", tag="serving"):
     hot_rows: tuple[tuple[str, int, float], ...] = ()
 
 
+class Carried(msgspec.Struct, frozen=True, tag_field="kind", tag="carried"):
+    """A server works: its bytes so far, in bodies, by worker (the link to it) and by table, as received and sent.
+
+    Tables beyond the first ones are counted together, under an empty name. What belongs to no table, as requests and
+    first values, counts for links only.
+    """
+
+    t: float
+    server: int
+    links: tuple[tuple[int, int, int], ...]
+    tables: tuple[tuple[str, int, int], ...]
+
+
 class Sampled(msgspec.Struct, frozen=True, tag_field="kind", tag="sampled"):
     """A process runs: its totals so far.
 
@@ -433,6 +446,7 @@ Record = (
     | AppliedRecord
     | ArrivedRecord
     | Serving
+    | Carried
     | Sampled
     | Refusal
     | MembershipRecord

@@ -100,15 +100,17 @@ HEALTHY: Final = RunVerdict("healthy", "healthy")
 STARTING: Final = RunVerdict("starting", "starting: too few steps for a verdict")
 
 
-def judge(window: Window, around: Surroundings = Surroundings()) -> RunVerdict:
-    """Return the verdict on the latest steps of a run.
+def judge(
+    window: Window, around: Surroundings = Surroundings(), times: dict[int, WorkerTime] | None = None
+) -> RunVerdict:
+    """Return the verdict on the latest steps of a run. `times` are those of the window, where they are known already.
 
     judge(window).text  # 'worker 3 is 2.1x slower: computing; the others wait 38 % for it'
     """
     found = _of_processes(window, around) or _of_disk(around) or _of_refusals(window)
     if found is not None:
         return found
-    times = worker_times(window)
+    times = worker_times(window) if times is None else times
     if not times or min(time.num_steps for time in times.values()) < LEAST_STEPS:
         return STARTING
     lost = [_of_workers(window, times), _of_ways(window, times), _of_all_data(times)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -223,6 +224,10 @@ def _split_meeting(window: Window, worker: int, comm_s: float) -> dict[Blamed, f
     return {key: seconds * min(1.0, room) for key, seconds in blamed.items()}
 
 
+def _time_of(record: MinClock) -> float:
+    return record.t
+
+
 class _Ways:
     """Finds what a read waited for: the computing of a worker, the way of its push, the server, or the way back."""
 
@@ -234,8 +239,12 @@ class _Ways:
         for (server, worker), arrivals in window.arrived.items():
             for arrival in arrivals:
                 self._came[server, arrival.clock][worker] = arrival.t
-        self._advanced = [record for records in window.advanced.values() for record in records]
-        self._advanced.sort(key=lambda record: record.t)
+        self._last_came = {
+            key: max(came, key=lambda worker: came[worker]) for key, came in self._came.items()
+        }  # of each server and clock: the worker that ended it
+        self._advanced: dict[str, list[MinClock]] = defaultdict(list)  # by table, in order of time
+        for record in sorted((each for records in window.advanced.values() for each in records), key=_time_of):
+            self._advanced[record.table].append(record)
         self._slow_links = _slow_links(self._up(), self._down(window))
 
     def split(self, read: ReadRecord | RowRead) -> dict[Blamed, float]:
@@ -248,7 +257,7 @@ class _Ways:
             blamed[self._on_way(read.worker, NO_SERVER)] += read.waited_s
             return blamed
         came = self._came.get((advance.server, advance.clock - 1), {})
-        last = max(came, key=lambda worker: came[worker], default=None)
+        last = self._last_came.get((advance.server, advance.clock - 1))
         bounds = [began_t]
         for at in (
             self._finished.get((last, advance.clock - 1), began_t) if last is not None else began_t,
@@ -266,14 +275,9 @@ class _Ways:
         return blamed
 
     def _last_advance(self, read: ReadRecord | RowRead, began_t: float) -> MinClock | None:
-        return next(
-            (
-                record
-                for record in reversed(self._advanced)
-                if began_t < record.t <= read.t and record.table == read.table
-            ),
-            None,
-        )
+        records = self._advanced.get(read.table, ())
+        place = bisect_right(records, read.t, key=_time_of)
+        return records[place - 1] if place and records[place - 1].t > began_t else None
 
     def _on_way(self, worker: int, server: int) -> Blamed:
         """Return whose the time on a way is: the link of a worker if it is slower than others', else the server."""

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any, Final, final
 from paceline.errors import DeadlineExceeded, PacelineError, UsageError
 from paceline.job.addresses import CLUSTER_NAME
 from paceline.job.spec import write_token
-from paceline.launch.local import TRACE_NAME, guarded_folder, open_board, open_copy, require_startable
+from paceline.launch.local import (
+    TRACE_NAME,
+    guarded_folder,
+    open_board,
+    open_copy,
+    open_dashboard,
+    require_startable,
+)
 from paceline.launch.output import CHUNK_BYTES, Console, unblocked_output
 from paceline.launch.plan import DEFAULT_PROGRAMS, LocalRun, plan_launches
 from paceline.launch.signals import Signals
@@ -199,7 +206,12 @@ def _supervise(ray: ModuleType, run: LocalRun, options: RayOptions, run_dir: Pat
     )
     with open_copy(run.copy_to) as copy:
         console = Console(copy)
-        with joined(ray, run, options, console) as cluster, Signals() as signals, unblocked_output() as outlets:
+        with (
+            joined(ray, run, options, console) as cluster,
+            Signals() as signals,
+            unblocked_output() as outlets,
+            open_dashboard(run, run_dir, console),
+        ):
             board = open_board(trace_folder, run.num_workers) if run.progress else None
             backend = RayBackend(run, options, run_dir, cluster, console, signals.wakeup_fd, outlets)
             supervisor = Supervisor(config, backend, backend, console, signals, board, Exits(console, board, run_dir))

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 
-from paceline.core.messages import Clock, Delivered, Held, Ticked, value_class
+from paceline.core.messages import Clock, Delivered, Fetched, Held, Ticked, value_class
 from paceline.errors import DeadlineExceeded, PeerError
 from paceline.observe.resources import SAMPLE_INTERVAL_S, ProcessSamples, ResourceUsage
 from paceline.observe.row_counts import RowCounts
 from paceline.observe.trace import ArrivedRecord, Load, Serving, Trace
+from paceline.observe.traffic import Traffic
 from paceline.server.readers import ReaderService
 from paceline.transport.base import EMPTY, Connection, Frame, Listener, Place, Transport
 from paceline.transport.buffer_pool import Buffer
@@ -26,9 +27,20 @@ from paceline.transport.buffers import LentBody
 from paceline.transport.deadline import Deadline
 from paceline.transport.poller import Poller, receive_all
 from paceline.wire.connection import SMALL_IN_A_ROW, LargeBodies
-from paceline.wire.messages import Hello, RowPushFrame, StepFrame, check_server, encode
+from paceline.wire.messages import (
+    EarlyValues,
+    FetchedRest,
+    Hello,
+    PushFrame,
+    PushPiece,
+    RowPushFrame,
+    StepFrame,
+    check_server,
+    encode,
+)
 from paceline.wire.send_queue import SendHold, SendQueue
 
+_CARRIED_INTERVAL_S = 1.0  # between two records of the bytes by worker and table
 _POLL_S = 0.5  # between two looks at all connections: whether a peer is silent
 _NO_MEMORY = "this machine has no memory for a frame"
 
@@ -280,6 +292,17 @@ _URGENT = Held | Ticked  # a clock cannot complete before a worker has received 
 _CONNECT_TIMEOUT_S = 5.0
 
 
+def _table_of(message: object) -> str:
+    """Return the table whose values travel with a message to a worker; an empty text if there is none."""
+    match message:
+        case Fetched() | Delivered() | EarlyValues():
+            return message.table
+        case FetchedRest():
+            return message.fetched.table
+        case _:
+            return ""
+
+
 @dataclass(slots=True)
 class Connections:
     """Connections by peer.
@@ -296,6 +319,7 @@ class Connections:
     may_send: Callable[[], bool] | None = None
     hold: SendHold = field(default_factory=SendHold)  # gathers small frames that are sent while it is entered
     sent_bytes: int = 0  # in bodies, to workers
+    traffic: Traffic = field(default_factory=Traffic)  # the same, by worker and table
     # By (rank, incarnation): the number of the newest connection, and its send queue.
     _workers: dict[tuple[int, int], tuple[int, SendQueue]] = field(
         default_factory=dict[tuple[int, int], tuple[int, SendQueue]]
@@ -346,7 +370,9 @@ class Connections:
         """
         _, queue = self._workers.get((worker, incarnation), (0, None))
         if queue is not None and (self.may_send is None or self.may_send()):
-            self.sent_bytes += len(body)
+            if body:
+                self.sent_bytes += len(body)
+                self.traffic.note_sent(worker, _table_of(message), len(body))
             urgent, owed = isinstance(message, _URGENT), message.table if isinstance(message, Delivered) else ""
             queue.send(encode(message), body, urgent=urgent, owed=owed, lent=lent)
 
@@ -419,6 +445,7 @@ class LoadMeter:
     _idle_s: float = 0.0
     _received_bytes: int = 0
     _due_t: float = 0.0
+    _carried_due_t: float = 0.0
 
     def __post_init__(self) -> None:
         """Count nothing yet."""
@@ -441,16 +468,24 @@ class LoadMeter:
         return item
 
     def note_message(self, worker: int, message: object, body: memoryview) -> None:
-        """Record when a worker's clock comes to its end here, and sample which rows are pushed."""
+        """Record when a worker's clock comes to its end here, count its bytes, and sample which rows are pushed."""
+        if body:
+            self.peers.traffic.note_received(worker, len(body))
         if isinstance(message, StepFrame):
             if message.ends >= 0:
                 self.trace.record(ArrivedRecord(self.now(), self.server, worker, message.ends - 1))
-            if message.row_pushes:
-                for push, part in zip(message.all_pushes, message.bodies(body), strict=True):
-                    self.note_message(worker, push, part)
+            for push, part in zip(message.all_pushes, message.bodies(body), strict=True):
+                self._note_push(push, part)
         elif isinstance(message, Clock):
             self.trace.record(ArrivedRecord(self.now(), self.server, worker, message.clock - 1))
-        elif isinstance(message, RowPushFrame) and message.keys.sent:
+        elif isinstance(message, PushFrame | RowPushFrame):
+            self._note_push(message, body)
+        elif isinstance(message, PushPiece):
+            self._note_push(message.push, body)
+
+    def _note_push(self, message: PushFrame | RowPushFrame, body: memoryview) -> None:
+        self.peers.traffic.note_pushed(message.push.table, len(body))
+        if isinstance(message, RowPushFrame) and message.keys.sent:
             self._rows.note(message.push.table, body, message.keys.num, self.now())
 
     def sample(self) -> None:
@@ -461,6 +496,7 @@ class LoadMeter:
         """Write the totals to the trace, unless nothing ever arrived."""
         self._process.close()
         if self._first_t is not None:
+            self.trace.record(self.peers.traffic.carried(self.now(), self.server))
             usage = self._resources.usage()
             in_use_s = self._last_t - self._first_t
             sending_s = 0.0 if usage is None else usage.sending_s
@@ -484,4 +520,7 @@ class LoadMeter:
                 self._rows.hottest(),
             )
         )
+        if now >= self._carried_due_t:
+            self._carried_due_t = now + _CARRIED_INTERVAL_S
+            self.trace.record(self.peers.traffic.carried(now, self.server))
         self._process.sample(now)

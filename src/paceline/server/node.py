@@ -314,8 +314,6 @@ class ServerNode:
             else:
                 self._callers[connection] = hello  # removed with the connection, whose end is its last item
                 message = decode(item.frame.header)
-                if self.trace.is_kept:
-                    self._load_meter.note_message(hello.rank, message, item.frame.body)
                 self._dispatch(hello, connection, message, item.frame)
         except PeerError as error:
             self._records.refused(f"{connection.peer}: {error}")
@@ -323,6 +321,8 @@ class ServerNode:
 
     def _dispatch(self, hello: Hello, connection: Connection, message: object, frame: Frame) -> None:
         check_said(hello, message, self.settings.num_servers)
+        if self.trace.is_kept:
+            self._load_meter.note_message(hello.rank, message, frame.body)
         body, life = frame.body, (hello.rank, hello.incarnation)
         match message:
             case StepFrame():

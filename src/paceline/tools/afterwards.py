@@ -1,6 +1,7 @@
 """`paceline report` and `paceline trace`: what a run did, afterwards. Light, as `run` is."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -20,7 +21,7 @@ def report(
     last: Annotated[bool, Parameter(negative="")] = False,
     seconds: float = LAST_S,
 ) -> None:
-    """Draw what runs did: losses, staleness, waiting; several runs are compared. Or tell how one ended.
+    """Draw what runs did: losses, staleness, waiting; several runs are compared, to the bit. Or tell how one ended.
 
     Parameters
     ----------
@@ -43,13 +44,15 @@ def report(
     from paceline.observe.report import LabelledRun, write_report
     from paceline.observe.runs import read_run
 
-    labels = _labels(folders)
+    labels = labels_of(folders)
     read = [LabelledRun(label, read_run(folder)) for label, folder in zip(labels, folders, strict=True)]
     try:
         page = write_report(read, to, title=_title(labels), facts=_facts([each.run for each in read]))
     except OSError as error:
         raise UsageError(f"cannot write the report to {to}: {error.strerror}; name another --to") from error
     sys.stdout.write(f"paceline: {page} and {page.with_suffix('.png')}\n")
+    for label, folder in zip(labels[1:], folders[1:], strict=True):
+        sys.stdout.write(f"paceline: {labels[0]} and {label}: {_compared(folders[0], folder)}\n")
 
 
 def trace(run: Path | None = None, /, *, to: Path = Path("trace.json")) -> None:
@@ -76,7 +79,17 @@ def trace(run: Path | None = None, /, *, to: Path = Path("trace.json")) -> None:
     sys.stdout.write(f"paceline: {to}: open it at https://ui.perfetto.dev, which keeps it in your browser\n")
 
 
-def _labels(folders: list[Path]) -> list[str]:
+def _compared(ours: Path, theirs: Path) -> str:
+    """Return whether two runs are equal."""
+    from paceline.observe.equality import LossComparison
+
+    comparison = LossComparison(ours, theirs)
+    while comparison.advance():
+        pass
+    return comparison.text()
+
+
+def labels_of(folders: Sequence[Path]) -> list[str]:
     """Return different names of runs: those of their folders, or their paths."""
     names = [folder.resolve().name for folder in folders]
     return names if len(set(names)) == len(names) else [str(folder) for folder in folders]

@@ -53,6 +53,7 @@ def run(
     trace: TraceLevel = "steps",
     quiet: Annotated[bool, Parameter(negative="")] = False,
     progress: bool = True,
+    dashboard: Annotated[bool, Parameter(negative="")] = False,
     traceback: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Run a script as several workers and servers, on this machine or where an engine places them.
@@ -122,14 +123,12 @@ def run(
         Show only what the script prints, and errors.
     progress
         Show live progress.
+    dashboard
+        Show the run on a page in a browser on this machine, whose address is told; it ends with the run.
     traceback
         Show the whole traceback of errors, of workers and servers too, where otherwise one line says what to do.
     """
-    from paceline.launch.plan import read_workers
-
-    asked = run_of(script, args, config)(
-        num_workers=read_workers(workers).places,
-        num_at_start=read_workers(workers).at_start,
+    asked = run_of(script, args, config, workers)(
         num_servers=servers,
         num_data_servers=data_servers,
         transport=transport,
@@ -151,6 +150,7 @@ def run(
         policy=policy,
         progress=progress and not quiet,
         quiet=quiet,
+        dashboard=dashboard,
         traceback=traceback,
     )
     return start(engine, ray, asked)
@@ -211,12 +211,13 @@ def config_args(config: Path | None) -> tuple[str, ...]:
     return () if config is None else read_config(config).args
 
 
-def run_of(script: Path, args: tuple[str, ...], config: Path | None) -> "partial[LocalRun]":
-    """Return a run of a program that lacks its options."""
-    from paceline.launch.plan import LocalRun
+def run_of(script: Path, args: tuple[str, ...], config: Path | None, workers: str) -> "partial[LocalRun]":
+    """Return a run of a program by so many workers that lacks its other options."""
+    from paceline.launch.plan import LocalRun, read_workers
 
-    path, module, args = read_program(script, args)
-    return partial(LocalRun, script=path, module=module, args=(*config_args(config), *args))
+    (path, module, args), count = read_program(script, args), read_workers(workers)
+    run = partial(LocalRun, script=path, module=module, args=(*config_args(config), *args))
+    return partial(run, num_workers=count.places, num_at_start=count.at_start)
 
 
 def read_program(script: Path, args: tuple[str, ...]) -> tuple[Path, str | None, tuple[str, ...]]:

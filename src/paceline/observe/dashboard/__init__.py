@@ -1,0 +1,1 @@
+"""A page that shows runs in a browser, while they go on and afterwards."""

@@ -1,0 +1,23 @@
+"""The number of tables that are counted by name is bounded, and so are their names."""
+
+from paceline.observe.traffic import MAX_NAME, MAX_TABLES, Traffic
+
+
+def test_bytes_are_counted_by_worker_and_by_table() -> None:
+    traffic = Traffic()
+    traffic.note_received(1, 100)
+    traffic.note_pushed("model", 90)
+    traffic.note_sent(1, "model", 50)
+    traffic.note_sent(0, "", 5)
+    assert traffic.carried(7.0, 3).links == ((1, 100, 50), (0, 0, 5))
+    assert traffic.carried(7.0, 3).tables == (("model", 90, 50),)
+
+
+def test_tables_beyond_the_first_ones_are_counted_together() -> None:
+    traffic = Traffic()
+    traffic.note_pushed("x" * (MAX_NAME + 1), 1000)
+    for number in range(1000):
+        traffic.note_pushed(f"table {number}", 1)
+    tables = traffic.carried(0.0, 0).tables
+    assert len(tables) == MAX_TABLES
+    assert {name: received for name, received, _ in tables}[""] == 1000 + 1000 - (MAX_TABLES - 1)
