@@ -245,7 +245,7 @@ class ReplicaLink:
         self._look_s = time.monotonic() + _IDLE_LOOK_S
         self.check()  # what is sent is what shows that a machine confirms nothing
         try:
-            while self._connection is not None:
+            while True:
                 self._hear(timeout_s=0.0)
         except DeadlineExceeded:
             pass
