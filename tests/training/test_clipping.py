@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.jobs import run_job
+from tests.training.recipes import seeded
 from torch import Tensor, nn
 
 import paceline
@@ -25,8 +26,7 @@ STEPS = 5
 
 
 def model() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    return seeded(lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).double())
 
 
 def loss_of(net: nn.Module, rank: int, step: int) -> Tensor:
