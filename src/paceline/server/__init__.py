@@ -1,5 +1,5 @@
 """A parameter server: a thread that performs what the core decides on its tables.
 
 Other folders use `connections`, `embedded`, `journal`, `node`, `readers`, `recovery`, `replica`, `tables`,
-`versions`, `work_queue`.
+`work_queue`.
 """
