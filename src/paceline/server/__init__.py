@@ -2,4 +2,6 @@
 
 Other folders use `connections`, `embedded`, `journal`, `node`, `readers`, `record`, `recovery`, `replica`,
 `tables`, `versions`, `work_queue`.
+Other folders use `connections`, `embedded`, `journal`, `node`, `readers`, `recovery`, `replica`, `tables`,
+`work_queue`.
 """

@@ -1,4 +1,4 @@
 """What travels: messages, their encoding and permissions, connections, send queues.
 
-Other folders use `connection`, `malformed`, `messages`, `requests`, `row_codec`, `send_queue`, `versions`.
+Other folders use `connection`, `deltas`, `malformed`, `messages`, `requests`, `row_codec`, `send_queue`, `versions`.
 """
