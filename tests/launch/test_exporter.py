@@ -118,7 +118,7 @@ def test_a_run_that_is_over_is_exported_by_its_folder(tmp_path: Path) -> None:
 
 def test_export_needs_to_be_told_where(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert answer(["export", str(tmp_path)]) == 2
-    assert "needs --log or --metrics" in capsys.readouterr().err
+    assert "has nowhere to go: add --log or --metrics" in capsys.readouterr().err
 
 
 @contextmanager

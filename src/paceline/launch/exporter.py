@@ -57,7 +57,8 @@ def exporting(
 ) -> Generator[None]:
     """Have a process pass on what the run in this folder reports, until the end of the context and what was left then.
 
-    Unless `quiet`, it announces where metrics are. Raises UsageError, before it begins, for a tracker or an address that cannot be had.
+    Unless `quiet`, it announces where metrics are. Raises UsageError, before it begins, for a tracker or address that
+    cannot be had.
     """
     if not asked.is_wanted:
         yield
