@@ -59,8 +59,8 @@ class DistinctIds:
     sees what a script has written into its tensor meanwhile.
     """
 
-    def __init__(self, ops: RowOps) -> None:
-        self._ops = ops
+    def __init__(self, search: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+        self._search = search  # `RowOps.unique`
         # Ids of the last call, the distinct ones, and their places. One attribute, as several threads may ask.
         self._last: tuple[Tensor | None, Tensor, Tensor | None] = (None, torch.empty(0, dtype=torch.int64), None)
 
@@ -75,7 +75,7 @@ class DistinctIds:
         if known is not None and torch.equal(ids, known):
             return distinct, places
         with torch.inference_mode(mode=False):  # a later call may save the places for its backward pass
-            distinct, places = self._ops.unique(ids)
+            distinct, places = self._search(ids)
             known = ids.clone() if len(distinct) < len(ids) else None
         if known is None:
             places = None
@@ -111,7 +111,7 @@ class RowClient:
         """Open the table in the core."""
         state = self.state
         self.name, self.sharding, self.ops = state.spec.name, self.context.row_sharding, self.context.row_sharding.ops
-        self.distinct = DistinctIds(self.ops)
+        self.distinct = DistinctIds(self.ops.unique)
         self._reads, self._pushes = RowReadsInFlight(self.sharding), RowPushes(state.is_held)
         if self.budget is not None:
             self._budgeted = self._make_budgeted(self.budget)
