@@ -1,8 +1,6 @@
 """Observability: the trace of a run, live progress, plots and the report.
 
-Other folders use `export.feed`, `export.options`, `export.prometheus`, `export.run_metrics`, `export.trackers`,
-`notices`, `perfetto`, `plots`, `progress`, `report`, `resources`, `row_counts`, `runs`, `screen`, `story`, `summary`,
-`trace`.
-Other folders use `dashboard.watch`, `equality`, `notices`, `perfetto`, `plots`, `progress`, `report`, `resources`,
+Other folders use `dashboard.watch`, `equality`, `export.feed`, `export.options`, `export.prometheus`,
+`export.run_metrics`, `export.trackers`, `notices`, `perfetto`, `plots`, `progress`, `report`, `resources`,
 `row_counts`, `runs`, `screen`, `story`, `summary`, `trace`, `traffic`.
 """

@@ -1,7 +1,5 @@
 """A parameter server: a thread that performs what the core decides on its tables.
 
-Other folders use `connections`, `embedded`, `journal`, `node`, `readers`, `record`, `recovery`, `replica`,
-`tables`, `versions`, `work_queue`.
-Other folders use `connections`, `embedded`, `journal`, `node`, `readers`, `recovery`, `replica`, `tables`,
+Other folders use `connections`, `embedded`, `journal`, `node`, `readers`, `record`, `recovery`, `replica`, `tables`,
 `work_queue`.
 """
