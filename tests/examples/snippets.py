@@ -24,7 +24,20 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 FENCE = re.compile(r"^( *)```(\S*) *(.*)\n((?:.*\n)*?)\1```$", re.MULTILINE)
 RUN, SHOWN = ("python", "sh", "console"), ("text", "yaml", "toml")
 # What a block may need that is not on every test machine. A server is there where the page starts one.
-NEEDS = {"server", "job", "terminal", "machines", "slurm", "mpirun", "ray", "kubernetes", "registry", "data", "hours"}
+NEEDS = {
+    "server",
+    "job",
+    "terminal",
+    "machines",
+    "slurm",
+    "mpirun",
+    "ray",
+    "kubernetes",
+    "engine",
+    "registry",
+    "data",
+    "hours",
+}
 PROMPT = "$ "
 PROGRESS = re.compile(r"\d+ s  \|")
 NUMBER = re.compile(r"\b[0-9A-F]{40}\b|\d+(?:[.,:]\d+)*|\.\.\.")
