@@ -111,7 +111,8 @@ class ServerPlace:
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def run(self) -> None:
-        while not self.is_over:
+        """Serve until an orderly end: one that is killed has a successor, also if it is told to stop meanwhile."""
+        while True:
             settings = ServerSettings(
                 self.rank, self.num_servers, workers=tuple(range(self.num_workers)), lease_s=PATIENCE_S, retry_s=0.05
             )
@@ -137,6 +138,7 @@ class ServerPlace:
             except BaseException as error:
                 self.errors.append(error)
                 raise
+            return
 
     def stop(self) -> None:
         with self._changed:

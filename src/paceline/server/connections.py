@@ -372,7 +372,8 @@ class Connections:
         if queue is not None and (self.may_send is None or self.may_send()):
             if body:
                 self.sent_bytes += len(body)
-                self.traffic.note_sent(worker, _table_of(message), len(body))
+                self.traffic.sent_to[worker] += len(body)
+                self.traffic.sent_of[_table_of(message)] += len(body)
             urgent, owed = isinstance(message, _URGENT), message.table if isinstance(message, Delivered) else ""
             queue.send(encode(message), body, urgent=urgent, owed=owed, lent=lent)
 

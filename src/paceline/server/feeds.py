@@ -63,9 +63,14 @@ class _Server:
 
 @final
 class RowFeeds:
-    """The row tables of one server, as its readers see them, whatever node serves them. Thread-safe."""
+    """The row tables of one server, as its readers see them, whatever node serves them. Thread-safe.
+
+    Attributes:
+        is_followed: whether a table may have a log; for the server's thread.
+    """
 
     def __init__(self) -> None:
+        self.is_followed = False
         self._server: _Server | None = None
         self._free = threading.BoundedSemaphore(MAX_SHOWN)
 
@@ -114,6 +119,7 @@ class RowFeeds:
         found, clock = held.tables.require(table), held.core.clock_of(table)
         followed = found.follow(clock)
         self._required().followed.add(table)
+        self.is_followed = True
         return *followed, clock
 
     def note_clocks(self, tables: ServedTables, clock_of: Callable[[str], int]) -> None:
@@ -127,6 +133,7 @@ class RowFeeds:
                 server.followed.discard(name)
             else:
                 log.note_clock(clock_of(name))
+        self.is_followed = bool(server.followed)
 
     def begin(self) -> bool:
         """Return whether one reader more may be shown all rows; `end` is due then."""

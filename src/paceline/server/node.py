@@ -244,7 +244,8 @@ class ServerNode:
         if self._table_rpc.has_waiting:
             self.replica.note_idle()
             self._table_rpc.advance_idle()
-        self._readable.feeds.note_clocks(self._tables, self._core.clock_of)
+        if self._readable.feeds.is_followed:
+            self._readable.feeds.note_clocks(self._tables, self._core.clock_of)
         if self._journal is not None:
             self._keep_up(self._journal)
         if self._is_replicated:

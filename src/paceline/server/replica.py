@@ -228,7 +228,7 @@ class ReplicaLink:
 
     def patience_s(self, patience_s: float | None) -> float | None:
         """Return for how long to wait for the next item at most, if it is so long otherwise (None: for ever)."""
-        if self._connection is None and self.find is None:
+        if not self.is_connected and self.find is None:
             return patience_s
         return _IDLE_LOOK_S if patience_s is None else min(patience_s, _IDLE_LOOK_S)
 
@@ -240,12 +240,12 @@ class ReplicaLink:
         Raises:
             Superseded: the replica serves in the place of this process.
         """
-        if self._connection is None or time.monotonic() < self._look_s:
+        if not self.is_connected or time.monotonic() < self._look_s:
             return
         self._look_s = time.monotonic() + _IDLE_LOOK_S
         self.check()  # what is sent is what shows that a machine confirms nothing
         try:
-            while True:
+            while self.is_connected:
                 self._hear(timeout_s=0.0)
         except DeadlineExceeded:
             pass
@@ -318,9 +318,14 @@ class ReplicaLink:
                     raise
 
     @property
+    def is_connected(self) -> bool:
+        """Whether there is a replica by now, and still."""
+        return self._connection is not None
+
+    @property
     def is_there(self) -> bool:
         """Whether there is a replica by now, and still, or a record."""
-        return self._connection is not None or self.record is not None
+        return self.is_connected or self.record is not None
 
     @property
     def is_wanted(self) -> bool:

@@ -19,13 +19,13 @@ from paceline.update.table import NonFinite, Scale, SegmentPiece
 if TYPE_CHECKING:
     from torch import Tensor
 
-_KEY: Final = "clip_norm"  # among the hyperparameters of the first group of a push
+CLIP_NORM: Final = "clip_norm"  # among the hyperparameters of the first group of a push
 _EPSILON: Final = 1e-6  # added to the norm, as torch does
 
 
 def with_clip(hyper: tuple[Hyper, ...], max_norm: float) -> tuple[Hyper, ...]:
     """Return hyperparameters of a push whose update is to be clipped."""
-    return ({**hyper[0], _KEY: max_norm}, *hyper[1:])
+    return ({**hyper[0], CLIP_NORM: max_norm}, *hyper[1:])
 
 
 def without_clip(hyper: tuple[Hyper, ...]) -> tuple[tuple[Hyper, ...], float | None]:
@@ -36,10 +36,10 @@ def without_clip(hyper: tuple[Hyper, ...]) -> tuple[tuple[Hyper, ...], float | N
     >>> without_clip(({"lr": 0.1},))
     (({'lr': 0.1},), None)
     """
-    if not hyper or _KEY not in hyper[0]:
+    if not hyper or CLIP_NORM not in hyper[0]:
         return hyper, None
-    given = hyper[0][_KEY]
-    own: Mapping[str, object] = {key: value for key, value in hyper[0].items() if key != _KEY}
+    given = hyper[0][CLIP_NORM]
+    own: Mapping[str, object] = {key: value for key, value in hyper[0].items() if key != CLIP_NORM}
     max_norm = float(given) if isinstance(given, int | float) else math.nan
     return (own, *hyper[1:]), max_norm  # pyright: ignore[reportReturnType]
 

@@ -11,7 +11,7 @@ import torch
 
 from paceline.errors import ProtocolBug, UsageError
 from paceline.update.chunked import Chunked
-from paceline.update.clipping import clipping, without_clip
+from paceline.update.clipping import CLIP_NORM, clipping, without_clip
 from paceline.update.cuts import ShardCut
 from paceline.update.kernels import Kernel
 from paceline.update.lasting import ShardMemory, ShardSettings
@@ -231,7 +231,7 @@ class Shard:
     @torch.no_grad()
     def _update(self, contributions: Sequence[Contribution]) -> dict[int, int]:
         updates, told = self._updates, contributions[0].hyper or self.hyper
-        hyper, max_norm = without_clip(told)
+        hyper, max_norm = without_clip(told) if told and CLIP_NORM in told[0] else (told, None)
         if max_norm is not None:
             policy = (self.spec.scale, self.spec.nonfinite)
             contributions = [*contributions, clipping(contributions, self._pieces, policy, self._threads, max_norm)]

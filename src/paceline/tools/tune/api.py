@@ -18,7 +18,6 @@ from paceline.errors import UsageError
 from paceline.job.strategy import Distribution
 from paceline.launch.config import Choice, as_text, option_name, read_mapping
 from paceline.launch.plan import LocalRun, read_workers
-from paceline.launch.policy import Policy
 from paceline.launch.script import check_script
 from paceline.tools.run import run
 from paceline.tools.tune.display import NullDisplay, draw_search, open_display
@@ -66,7 +65,10 @@ def _each(search: Search) -> Iterator[Mapping[str, Choice]]:
 def _require_whole(options: Mapping[str, Choice], arguments: Mapping[str, object]) -> None:
     """Raise UsageError for a fraction where an option takes whole numbers, which the command line would round."""
     for name, value in options.items():
-        if isinstance(value, float) and isinstance(arguments.get(name.replace("-", "_")), int):
+        key = name.replace("-", "_")
+        if isinstance(value, float) and isinstance(
+            arguments.get(key, getattr(arguments.get("policy"), key, None)), int
+        ):
             raise UsageError(f"--{name} takes whole numbers, got {value:g} as a number with a fraction")
 
 
@@ -86,7 +88,7 @@ def _check(arguments: Mapping[str, Any]) -> None:
         transport=arguments["transport"],
         grace_s=arguments["grace_s"],
         server_threads=arguments["server_threads"],
-        policy=Policy(on_crash=arguments["on_crash"], max_restarts=arguments["max_restarts"]),
+        policy=arguments["policy"],
     ).validate()
 
 
