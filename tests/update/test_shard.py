@@ -7,6 +7,7 @@ from tests.update.tables import table
 
 from paceline.core.partition import Range
 from paceline.errors import ProtocolBug
+from paceline.update.clipping import with_clip
 from paceline.update.named_rules import SGD, Adam, resolve, torch_optim
 from paceline.update.rules import RuleSpec
 from paceline.update.shard import Contribution, Shard
@@ -263,3 +264,15 @@ def test_runs_a_rule_of_your_own_and_checks_the_names_of_its_state() -> None:
     assert shard.values.tolist() == [3.0] * 4
     with pytest.raises(ProtocolBug, match=r"names a state 'momentum', expected '<piece>\.<name>'"):
         shard.state()
+
+
+def test_a_norm_to_clip_to_counts_for_its_own_update_alone() -> None:
+    spec = replace(table(segments=TWO), scale="samples", rule=SGD(lr=1.0))
+    shard = shard_of(spec)
+    gradient, rate = vector(3, 0, 0, 4), spec.rule.groups
+    shard.apply([Contribution(gradient, 1, hyper=with_clip(rate, 1.0))])
+    torch.testing.assert_close(shard.values, -gradient / 5)
+    assert shard.hyper == rate  # what snapshots and replicas take over
+    shard.store(torch.zeros(4))
+    shard.apply([Contribution(gradient, 1)])
+    assert shard.values.tolist() == (-gradient).tolist()

@@ -246,7 +246,7 @@ class Shard:
             if found:
                 return found
             self.num_zeroed += updates.apply(contributions, hyper)
-        self.hyper = told
+        self.hyper = hyper  # the limit is of this update alone
         self.version += 1
         self._commit(is_update=True)
         save = updates.saving() if isinstance(updates, Chunked) else None
