@@ -63,10 +63,10 @@ def test_tensorboard_shows_what_a_run_reports_while_prometheus_scrapes_it(tmp_pa
     program = """if 1:
         import json, sys
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-        found = EventAccumulator(sys.argv[1], size_guidance={"tensors": 0})
+        found = EventAccumulator(sys.argv[1], size_guidance={"scalars": 0})
         found.Reload()
-        tags = found.Tags()["tensors"]
-        values = {tag: {event.step: event.tensor_proto.float_val[0] for event in found.Tensors(tag)} for tag in tags}
+        tags = found.Tags()["scalars"]
+        values = {tag: {event.step: event.value for event in found.Scalars(tag)} for tag in tags}
         print(json.dumps(values))
     """
     values = read_back(program, str(curves))

@@ -35,6 +35,7 @@ from paceline.observe.export.trackers import ExportedRun, parse_trackers, unix_o
 POLL_S: Final = 0.5
 _END_TIMEOUT_S: Final = CLOSE_TIMEOUT_S + 10.0
 _EXIT_LATE: Final = 1
+_NICENESS: Final = 10  # training goes first where cores are short: a tenth of a core is left for this process
 
 
 class ExportOrders(msgspec.Struct, frozen=True):
@@ -184,6 +185,7 @@ def _end_in_time() -> None:
 def main() -> None:
     """Do as standard input says, until its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(_NICENESS)
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as lines:  # its end is waited for by descriptor
         line = lines.readline()
     if not line:

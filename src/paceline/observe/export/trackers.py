@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _CLOCK: Final = "clock"
 _METRICS_A_BATCH: Final = 1000  # that MLflow takes
+_MOST_QUEUED: Final = 1000  # events for the thread that writes TensorBoard's file
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +120,25 @@ def is_there(module: str) -> bool:
 
 
 class TensorBoard:
-    """Writes a file of events into a folder, with TensorBoard's own writer, which needs no torch."""
+    """Writes a file of events into a folder, with the writer that torch's own `SummaryWriter` uses.
+
+    All values of a clock are one event, which takes a tenth of the processor time of an event for each.
+    """
 
     def __init__(self, folder: str, run: ExportedRun) -> None:
-        self._writer: Any = _library("tensorboard.summary").Writer(folder or f"runs/{run.name}")
+        writing = _library("tensorboard.summary.writer.event_file_writer")
+        self._writer: Any = writing.EventFileWriter(folder or f"runs/{run.name}", max_queue_size=_MOST_QUEUED)
+        self._event: Any = _library("tensorboard.compat.proto.event_pb2").Event
         self._offset_s = run.unix_offset_s
 
     def write(self, points: Sequence[Point]) -> None:
         """See `Tracker.write`."""
-        for point in points:
-            self._writer.add_scalar(point.name, point.value, point.clock, wall_time=point.t + self._offset_s)
+        for clock, at_clock in groupby(points, attrgetter(_CLOCK)):
+            event = self._event(step=clock)
+            for point in at_clock:
+                event.wall_time = point.t + self._offset_s
+                event.summary.value.add(tag=point.name, simple_value=point.value)
+            self._writer.add_event(event)
         self._writer.flush()
 
     def close(self) -> None:
