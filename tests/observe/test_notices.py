@@ -1,20 +1,14 @@
-"""What is told: in one line each, also of losses that are not finite."""
+"""What the live line shows of losses that are not finite."""
 
 import io
 from pathlib import Path
 
 import pytest
 
-from paceline.observe.notices import tell
 from paceline.observe.progress import TraceDisplay
 from paceline.observe.runs import read_run
 from paceline.observe.summary import summarize
 from paceline.observe.trace import NO_SERVER, Refusal, Reported, Step, Trace, trace_path
-
-
-def test_a_notice_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    tell("one\ntwo")
-    assert capsys.readouterr().err == "paceline: one two\n"
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "-inf"])

@@ -24,7 +24,7 @@ LEAST = 8  # characters of a message on the page beside its gaps: fewer prove no
 WRAPS = 12  # a message with fewer of its own only says where another one comes from
 INTERNAL = {"ProtocolBug", "UnfitRecord", "JournalFull", "DamagedRevocations"}
 CALLERS_MISTAKE = {"UsageError", "IdOutOfRange", "NoWeight", "WrongCall", "PacelineError"}
-TELLING = {"tell", "_tell", "tell_user", "tell_on_stderr", "announce"}
+TELLING = {"tell", "_tell", "announce"}
 VERBS = (
     "add|ask|build|call|cd|change|check|chmod|choose|close|connect|convert|cut|declare|end|finish|freeze|give|install|"
     "keep|leave|let|load|look|lower|make|materialise|name|open|pull|push|put|read|remove|restore|rotate|run|say|send|"

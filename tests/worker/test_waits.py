@@ -10,7 +10,7 @@ import pytest
 
 from paceline.errors import PeerError, UsageError
 from paceline.wire.requests import ReportWait
-from paceline.worker.waits import PERIOD_S, About, Waits, print_lines
+from paceline.worker.waits import PERIOD_S, About, Waits, tell_each
 
 
 @dataclass
@@ -168,5 +168,5 @@ def test_what_is_no_time_is_refused() -> None:
 
 
 def test_lines_go_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
-    print_lines(["waiting"])
+    tell_each(["waiting"])
     assert capsys.readouterr().err == "paceline: waiting\n"

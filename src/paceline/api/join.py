@@ -18,7 +18,7 @@ from paceline.core.settings import WorkerSettings
 from paceline.data.sources.reader import SessionReaders
 from paceline.errors import PacelineError, UsageError
 from paceline.job.addresses import data_addresses
-from paceline.job.carriers import make_transport, tell_user
+from paceline.job.carriers import make_transport
 from paceline.job.credentials.holders import Holder
 from paceline.job.environment import (
     Place,
@@ -39,6 +39,7 @@ from paceline.job.views import Views
 from paceline.launch.limits import explain, is_shortage
 from paceline.launch.rendezvous.detect import detect
 from paceline.launch.signals import ABORT_MARKER_NAME, PreemptionNotice
+from paceline.notices import set_rank, tell
 from paceline.observe.trace import trace_path
 from paceline.snapshots.taking import SnapshotPlan
 from paceline.transport.base import Transport
@@ -99,7 +100,7 @@ def start(*, transport: Transport | None = None, place: Place | None = None, ser
         )
     owner = inherited_from()
     if owner is not None and place is None:
-        tell_user(
+        tell(
             f"process {os.getpid()} was started by a worker (process {owner}), whose place it does not take: it trains "
             "alone, with a server of its own"
         )
@@ -142,6 +143,7 @@ def _join_started_job(servers: str | None) -> JoinedJob | None:
 
 def _noted(session: Session) -> Session:
     _process.sessions[:] = [*(known for known in _process.sessions if not known.closed), session]
+    set_rank(session.rank)
     return session
 
 

@@ -23,7 +23,7 @@ from paceline.errors import PacelineError, UsageError
 from paceline.launch.script_exit import ended_well
 from paceline.launch.signals import PreemptionNotice
 from paceline.model_parallel.arrangement import Arrangement
-from paceline.observe.notices import CLOCK_ADVICE
+from paceline.notices import CLOCK_ADVICE, FAILURE, tell
 from paceline.observe.trace import BARRIER
 from paceline.snapshots.taking import SavedJob, SnapshotPlan, SnapshotTaker, Sources
 from paceline.training.embedding_gradients import EmbeddingLookups
@@ -460,8 +460,8 @@ class Session:
             self.close()
         except PacelineError as error:
             ended_by: object = getattr(sys, "last_value", None)  # where Python has shown what ended the script
-            if str(ended_by) != str(error) and sys.stderr is not None:
-                sys.stderr.write(f"paceline: {error}\n")
+            if str(ended_by) != str(error):
+                tell(str(error), FAILURE)
 
     def abandon(self) -> None:
         """Disable the session in a process that was forked from this worker: calls are refused, nothing is sent."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 from paceline.data.order import MAX_SEED, shuffle
 from paceline.errors import UsageError
+from paceline.notices import tell
 
 Key = int | str | bytes | tuple["Key", ...]
 
@@ -50,11 +50,6 @@ def _encoded(key: object) -> bytes:
 
 
 Partition = Literal["strided", "contiguous", "hashed"]
-
-
-def tell(text: str) -> None:
-    """Write a line for the user to stderr."""
-    sys.stderr.write(f"paceline: {text}\n")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,5 @@
 """The carriers between the processes of a job: a new one is a file in `transport` and a line here."""
 
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
@@ -10,6 +9,7 @@ from paceline.job.addresses import Serving
 from paceline.job.credentials.holders import KEYS_NAME, Holder, TokenFiles, tls_settings
 from paceline.job.machines import LOOPBACK
 from paceline.job.spec import ClusterSpec
+from paceline.notices import tell
 from paceline.transport import shm, tcp
 from paceline.transport.base import Transport
 from paceline.transport.carrier import Carrier, JobSettings
@@ -21,13 +21,7 @@ CARRIERS: Final[Mapping[str, Carrier]] = {
 }
 
 
-def tell_user(text: str) -> None:
-    """Write on stderr what works less well than it could."""
-    sys.stderr.write(f"paceline: {text}\n")  # one write: else the lines of other processes may come in between
-    sys.stderr.flush()
-
-
-def make_transport(spec: ClusterSpec, holder: Holder, notice: Callable[[str], None] = tell_user) -> Transport:
+def make_transport(spec: ClusterSpec, holder: Holder, notice: Callable[[str], None] = tell) -> Transport:
     """Make the carrier between the processes of this job, for one of them.
 
     `notice` is told what works less well than it could, and which clients are turned away. Raises UsageError when a

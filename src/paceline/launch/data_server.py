@@ -17,12 +17,13 @@ from paceline.job.environment import checks_memory
 from paceline.job.machines import LOOPBACK
 from paceline.job.spec import ClusterSpec, write_private
 from paceline.launch.entry import read_orders, report_unknown_order, run_program
+from paceline.notices import tell
 from paceline.observe.trace import Trace, trace_path
 
 
 def serve(spec: ClusterSpec, rank: int, host: str = LOOPBACK) -> None:
     """Serve batches to the workers of the job; blocks until told to stop. By TCP it listens at `host`."""
-    transport = make_transport(spec, Holder("data", rank), lambda text: print(text, file=sys.stderr))
+    transport = make_transport(spec, Holder("data", rank), tell)
     listener = transport.listen(listen_address(spec, rank, host, role="data"))
     run_dir = Path(spec.run_dir)
     trace = Trace(trace_path(run_dir, "data", rank), spec.trace_bytes)

@@ -13,10 +13,10 @@ from collections.abc import Callable, Generator
 from typing import Final
 
 from paceline.errors import PacelineError
-from paceline.job.carriers import tell_user
 from paceline.job.environment import find_launcher, mark_as_server, wants_traceback
 from paceline.launch.limits import explain, is_shortage
 from paceline.launch.signals import ignore_preemption_signals
+from paceline.notices import FAILURE, tell
 
 PR_SET_PDEATHSIG: Final = 1
 EXIT_CODE: Final = 128 + signal.SIGKILL
@@ -58,12 +58,12 @@ def run_program(serving: Callable[[], None]) -> None:
     except PacelineError as error:
         if wants_traceback():
             raise
-        tell_user(str(error))
+        tell(str(error), FAILURE)
         sys.exit(_EXIT_FAILURE)
     except (OSError, MemoryError, RuntimeError) as error:
         if wants_traceback() or not is_shortage(error):
             raise
-        tell_user(explain(error))
+        tell(explain(error), FAILURE)
         sys.exit(_EXIT_FAILURE)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -23,9 +23,9 @@ import msgspec
 
 from paceline.errors import PacelineError
 from paceline.job.addresses import SPEC_NAME
-from paceline.job.carriers import tell_user
 from paceline.job.spec import ClusterSpec
 from paceline.launch.guard import RECORDS
+from paceline.notices import tell
 from paceline.observe.export.feed import CLOSE_TIMEOUT_S, RunExport, TrackerFeed
 from paceline.observe.export.options import ExportOptions
 from paceline.observe.export.prometheus import MetricsServer, listen
@@ -197,7 +197,7 @@ def main() -> None:
     try:
         export_run(Path(orders.run_dir), orders.log, listening, _wait_input)
     except PacelineError as error:
-        tell_user(f"what the run reports is not passed on any more: {error}. The run goes on")
+        tell(f"what the run reports is not passed on any more: {error}. The run goes on")
         code = _EXIT_LATE
     sys.stderr.flush()
     os._exit(code)  # a tracker that hangs keeps a thread, which is not waited for

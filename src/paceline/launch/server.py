@@ -15,7 +15,7 @@ from pathlib import Path
 from paceline.core.consistency import Consistency
 from paceline.core.settings import ServerSettings
 from paceline.job.addresses import CLUSTER_NAME
-from paceline.job.carriers import listen_address, make_transport, tell_user
+from paceline.job.carriers import listen_address, make_transport
 from paceline.job.credentials.holders import Holder
 from paceline.job.credentials.revocation import revoked_path, watching_revoked
 from paceline.job.environment import checks_memory, memory_descriptor
@@ -24,6 +24,7 @@ from paceline.job.machines import LOOPBACK, cores_here, server_threads
 from paceline.job.spec import ClusterSpec, wait_spec, write_private
 from paceline.job.views import FIRST, Views
 from paceline.launch.entry import read_orders, report_unknown_order, run_program
+from paceline.notices import tell
 from paceline.observe.trace import Trace, trace_path
 from paceline.server.journal import LISTENER
 from paceline.server.node import ServerNode
@@ -77,7 +78,7 @@ def open_listener(transport: Transport, memory: LastingMemory | None, published:
 def record_file(spec: ClusterSpec, rank: int) -> RecordFile | None:
     """Return the record of a server, where the job keeps them."""
     path = record_path(Path(spec.run_dir), rank)
-    return RecordFile(path, spec.record_bytes, tell_user) if spec.record_bytes else None
+    return RecordFile(path, spec.record_bytes, tell) if spec.record_bytes else None
 
 
 def replica_link(spec: ClusterSpec, rank: int, views: Views, transport: Transport, *, begins: bool) -> ReplicaLink:
@@ -86,7 +87,7 @@ def replica_link(spec: ClusterSpec, rank: int, views: Views, transport: Transpor
         return ReplicaLink(record=record_file(spec, rank))
 
     def place(view: int, address: Callable[[], str], process: int) -> ReplicaPlace:
-        return ReplicaPlace(rank, view, views, address, transport, tell_user, spec.generation, process)
+        return ReplicaPlace(rank, view, views, address, transport, tell, spec.generation, process)
 
     def find() -> list[ReplicaPlace]:
         view = views.newest()
@@ -152,9 +153,9 @@ def serve(
         checks_memory=checks_memory(),
         num_threads=lambda consistency: spec.server_threads or threads_here(consistency, spec),
         memory=memory,
-        tell=tell_user,
+        tell=tell,
         replica=replica_link(spec, rank, views, transport, begins=not is_replica),
-        follows=Follower(rank, views, listener, spec.join_timeout_s, tell_user) if is_replica else None,
+        follows=Follower(rank, views, listener, spec.join_timeout_s, tell) if is_replica else None,
     )
     threading.Thread(target=obey, args=(node,), name="paceline-orders", daemon=True).start()
     write_private(published, listener.address.encode())

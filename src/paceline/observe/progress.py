@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
 
 from paceline.errors import UsageError
+from paceline.notices import tell
 from paceline.observe.resources import look_at
 from paceline.observe.runs import ALL_TRACES, TraceFollower
 from paceline.observe.screen import WorkerRow, event_line, picture, screen_lines
@@ -27,7 +28,6 @@ from paceline.observe.trace import (
     RowRead,
     State,
     Step,
-    tell_on_stderr,
 )
 from paceline.observe.trace import (
     ENDED as TRACES_ENDED,
@@ -397,7 +397,7 @@ class RunView:
             records = self._tail.poll()
         except (OSError, UsageError) as error:  # a failed display does not end the run
             self._tail = None
-            tell_on_stderr(f"the live display stands still from here on: {error}. The run goes on")
+            tell(f"the live display stands still from here on: {error}. The run goes on")
             return []
         if records:
             self._latest_now = self._now

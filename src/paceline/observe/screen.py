@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from paceline.observe.notices import printable
+from paceline.notices import printable
 from paceline.observe.trace import Exit, MembershipRecord, Refusal
 from paceline.observe.verdict import HEALTHY, busy_share
 from paceline.observe.window import latest_life, percentile, worker_times

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from paceline.observe.notices import printable
+from paceline.notices import printable
 from paceline.observe.runs import decode_lines
 from paceline.observe.screen import event_line
 from paceline.observe.trace import OLDER, AppliedRecord, Exit, MinClock, ReadRecord, RowRead, Serving, State, Step

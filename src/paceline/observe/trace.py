@@ -7,12 +7,13 @@ Every `t` is `time.monotonic()` in seconds, comparable between processes on one 
 from __future__ import annotations
 
 import os
-import sys
 from io import FileIO
 from threading import Lock
 from typing import TYPE_CHECKING, Final, Literal, Self, final
 
 import msgspec
+
+from paceline.notices import tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,13 +27,6 @@ ENDED: Final = "ended"  # a file beside the traces of a run, once one of them ha
 _BLOCK_BYTES: Final = 64 * 1024
 
 
-def tell_on_stderr(text: str) -> None:
-    """Write a notice on stderr, unless it is closed."""
-    if sys.stderr is not None:  # None under pythonw, or if a launcher has closed it
-        sys.stderr.write(f"paceline: {text}\n")
-        sys.stderr.flush()
-
-
 @final
 class TraceFile:
     """Appends whole lines to a file. The first error ends the trace, not the training.
@@ -43,7 +37,7 @@ class TraceFile:
     records are kept, in at most twice `max_bytes` on disk.
     """
 
-    def __init__(self, path: Path, max_bytes: int = 0, tell: Callable[[str], None] = tell_on_stderr) -> None:
+    def __init__(self, path: Path, max_bytes: int = 0, tell: Callable[[str], None] = tell) -> None:
         self._path = path
         self._max_bytes = max_bytes  # 0: no bound
         self._tell = tell
@@ -477,7 +471,7 @@ class Trace:
         self,
         path: Path | None,
         max_bytes: int = 0,
-        tell: Callable[[str], None] = tell_on_stderr,
+        tell: Callable[[str], None] = tell,
         each: Callable[[Record], None] | None = None,
     ) -> None:
         self._each = each

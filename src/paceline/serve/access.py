@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Final, Literal
 
 from paceline.errors import UsageError
-from paceline.job.carriers import tell_user
 from paceline.job.credentials.holders import Holder, TokenFiles, tls_settings
 from paceline.job.folders import check_private
 from paceline.job.machines import is_loopback
 from paceline.job.spec import TOKEN_NAME, write_token
+from paceline.notices import tell
 from paceline.transport.base import MIN_TOKEN_BYTES, Credentials, Secret
 from paceline.transport.tcp import TcpTransport
 from paceline.transport.tls import TlsSettings
@@ -35,14 +35,12 @@ class ServerCredentials:
     secret: Secret
     tls: TlsSettings | None = None
 
-    def transport(self, notice: Callable[[str], None] = tell_user) -> TcpTransport:
+    def transport(self, notice: Callable[[str], None] = tell) -> TcpTransport:
         """Make the carrier; `notice` gets a line for each refused peer. Raises UsageError for unusable certificates."""
         return TcpTransport(self.secret, tls=self.tls, notice=notice)
 
 
-def server_access(
-    host: str, state: Path, keys: Path | None, notice: Callable[[str], None] = tell_user
-) -> ServerCredentials:
+def server_access(host: str, state: Path, keys: Path | None, notice: Callable[[str], None] = tell) -> ServerCredentials:
     """Return the credentials of a server that listens at this host; makes a token if it needs one.
 
     `notice` gets a line when certificates are about to expire.

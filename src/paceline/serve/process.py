@@ -19,13 +19,13 @@ from types import FrameType
 from typing import Final
 
 from paceline.errors import CheckpointError, PacelineError
-from paceline.job.carriers import tell_user
 from paceline.job.credentials.holders import REVOKED_NAME
 from paceline.job.credentials.revocation import watching_revoked
 from paceline.job.environment import wants_traceback
 from paceline.job.spec import TOKEN_NAME
 from paceline.launch.entry import PR_SET_PDEATHSIG
 from paceline.launch.limits import explain, is_shortage
+from paceline.notices import FAILURE, NEWS, tell
 from paceline.observe.export.prometheus import MetricsServer, listen
 from paceline.observe.export.run_metrics import RunMetrics
 from paceline.serve.access import SCHEME, format_host_port, parse_host_port, server_access
@@ -63,16 +63,16 @@ def serve_state(
         accepting = transport.listen_again(orders.address, listener)
         undo.callback(accepting.close)
         for problem in _damaged(folder, or_previous=orders.or_previous) if orders.checks else ():
-            tell_user(problem)
+            tell(problem)
         metrics: dict[str, RunMetrics] | None = {} if orders.metrics else None
         if metrics is not None:
             scraped = MetricsServer(
                 listen(orders.metrics), lambda: {(("namespace", name),): one for name, one in dict(metrics).items()}
             )
             undo.callback(scraped.close)
-            tell_user(f"metrics for Prometheus are at {scraped.url}")
+            tell(f"metrics for Prometheus are at {scraped.url}", NEWS)
         hosting = NamespaceConfig(
-            tell=tell_user,
+            tell=tell,
             save_every_s=orders.save_every_s,
             allowed_paths=frozenset(orders.allow),
             or_previous=orders.or_previous,
@@ -123,7 +123,7 @@ def _until_told(stop: Callable[[], None]) -> ExitStack:
     def heed(number: int, _frame: FrameType | None) -> None:
         for each in _ENDING:
             signal.signal(each, signal.SIG_DFL)
-        tell_user("saving, and ending")
+        tell("saving, and ending", NEWS)
         stop()
 
     for number in _ENDING:
@@ -173,7 +173,7 @@ def main() -> None:
     except (PacelineError, OSError, MemoryError, RuntimeError) as error:
         if wants_traceback() or not (isinstance(error, PacelineError) or is_shortage(error)):
             raise
-        tell_user(str(error) if isinstance(error, PacelineError) else explain(error))
+        tell(str(error) if isinstance(error, PacelineError) else explain(error), FAILURE)
         code = _EXIT_FAILURE
     sys.stdout.flush()
     sys.stderr.flush()

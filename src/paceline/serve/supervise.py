@@ -27,10 +27,10 @@ import msgspec
 from msgspec.structs import replace
 
 from paceline.errors import PacelineError, UsageError
-from paceline.job.carriers import tell_user
 from paceline.job.environment import same_imports
 from paceline.launch.policy import describe_exit
 from paceline.launch.successors import NUM_ENTRIES
+from paceline.notices import NEWS, tell
 from paceline.serve.orders import (
     HAND_OVER,
     LISTENER,
@@ -260,12 +260,10 @@ class ServeSupervisor:
     def _on_killed(self, process: ServeProcess, code: int) -> None:
         happened = f"the process that serves (pid {process.process.pid}) {describe_exit(code)}"
         if process.makes_room or not self._deaths.note(self.memory, time.monotonic() - process.began_s):
-            tell_user(f"{happened}; another process goes on in its place")
+            tell(f"{happened}; another process goes on in its place")
             return
         times = MOST_FRUITLESS + 1
-        tell_user(
-            f"{happened}, {times} times in a row before it had done anything more: the next goes on from its saves"
-        )
+        tell(f"{happened}, {times} times in a row before it had done anything more: the next goes on from its saves")
         for name in self.memory.names():
             if name not in (LISTENER, LOCK):
                 self.memory.drop(name)
@@ -274,9 +272,9 @@ class ServeSupervisor:
     def _hand_over_within(self, serving: ServeProcess, version: ServeVersion) -> None:
         """Have the process that serves make room for the one that was started anew."""
         if version.format != FORMAT:
-            tell_user(_other_format(version.program))
+            tell(_other_format(version.program))
             return
-        tell_user(f"a process of paceline {version.program} takes over")
+        tell(f"a process of paceline {version.program} takes over", NEWS)
         serving.makes_room = True
         with suppress(OSError):
             serving.channel.send(HAND_OVER)
@@ -311,7 +309,7 @@ class ServeSupervisor:
         socket.send_fds(asking, [HAND_OVER], [self.memory.theirs.fileno()])
         is_taken = asking.recv(ORDER_BYTES) == TAKEN
         if is_taken:
-            tell_user("another process has taken over")
+            tell("another process has taken over", NEWS)
         return is_taken
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.core.consistency import Consistency
 from paceline.core.messages import Push
-from paceline.observe.notices import SHARD_ADVICE, tell
+from paceline.notices import SHARD_ADVICE, tell
 from paceline.update.clipping import without_clip
 from paceline.update.named_rules import numbers_problem, runs_in_torch
 from paceline.update.rows.spec import RowTableSpec

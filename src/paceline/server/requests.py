@@ -14,7 +14,7 @@ from paceline.core.server import ServerCore
 from paceline.core.standstill import Waiter, describe, stuck
 from paceline.core.work_queue import Life
 from paceline.errors import PacelineError
-from paceline.observe.notices import printable
+from paceline.notices import printable
 from paceline.server.cuts import listed
 from paceline.server.tables import ServedTables
 from paceline.server.work_queue import Send, WorkQueueHost

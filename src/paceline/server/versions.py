@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final, final
 
 from paceline.errors import UsageError
-from paceline.observe.notices import tell
+from paceline.notices import tell
 from paceline.server.served_table import PartToPublish
 from paceline.wire.malformed import REQUEST_ERRORS, describe_error
 from paceline.wire.requests import PublishTable

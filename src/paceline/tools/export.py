@@ -1,6 +1,5 @@
 """`paceline export`: what a run reports, given to trackers and Prometheus. Light, as `run` is."""
 
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 from cyclopts import Parameter
 
 from paceline.errors import UsageError
+from paceline.notices import NEWS, tell
 from paceline.observe.export.options import ExportOptions
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def export(
     is_live = folder.resolve() in map(Path.resolve, running())
     listening = None if asked.metrics is None else listen(asked.metrics)
     if listening is not None:
-        sys.stderr.write(f"paceline: metrics for Prometheus are at port {listening.getsockname()[1]}, until Ctrl-C\n")
+        tell(f"metrics for Prometheus are at port {listening.getsockname()[1]}, until Ctrl-C", NEWS)
     export_run(folder, asked.log or "", listening, _until_over(folder, serves=listening is not None), is_live=is_live)
 
 

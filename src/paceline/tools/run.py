@@ -3,7 +3,6 @@
 Light, as it is imported for every command: what it needs is imported when it runs.
 """
 
-import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +13,7 @@ from paceline.errors import UsageError
 from paceline.job.choices import Engine, ScaleName, TraceLevel, TransportName
 from paceline.launch.policy import Policy
 from paceline.launch.recording import RecordOptions
+from paceline.notices import tell
 from paceline.observe.export.options import ExportOptions
 from paceline.ray.options import RayOptions
 from paceline.snapshots.options import SnapshotOptions
@@ -162,7 +162,7 @@ def parts_of(shares: str | None, num_servers: int, *, quiet: bool) -> tuple[floa
 
     parts, why = read_shares(shares, num_servers)
     if why and not quiet:
-        print(f"paceline: {why}", file=sys.stderr)
+        tell(why)
     return parts
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from paceline.core.calls import shown
 from paceline.errors import UsageError
 from paceline.model_parallel.parallelize import Parallel
-from paceline.observe.notices import tell
+from paceline.notices import tell
 from paceline.training.buffers import floating_buffers
 from paceline.training.collective_optimizer import (
     COMPARED_EVERY,

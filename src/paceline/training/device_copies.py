@@ -6,7 +6,6 @@ a script computes is queued on the current stream; the host goes on meanwhile.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -17,11 +16,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from paceline.notices import tell
+
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
-
-
-def _tell(text: str) -> None:
-    sys.stderr.write(f"paceline: {text}\n")
 
 
 @dataclass(slots=True)
@@ -36,7 +33,7 @@ class DeviceCopies:
     """
 
     sides: Mapping[torch.device, torch.cuda.Stream] = field(default_factory=dict[torch.device, torch.cuda.Stream])
-    notice: Callable[[str], object] = _tell
+    notice: Callable[[str], object] = tell
     _refused: bool = False  # whether pinning memory has failed
 
     @staticmethod

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from paceline.observe.notices import SHARD_ADVICE, tell
+from paceline.notices import SHARD_ADVICE, tell
 
 STEPS: Final = 4  # that are checked
 _SAMPLES: Final = 4096  # numbers of a tensor that are checked

@@ -20,7 +20,7 @@ from paceline.data.slicing import ClockSlices
 from paceline.errors import UsageError
 from paceline.model_parallel.arrangement import Arrangement, ModelPart
 from paceline.model_parallel.mesh import Mesh
-from paceline.observe.notices import is_told
+from paceline.notices import is_told
 from paceline.training.embedding_gradients import EmbeddingLookups
 from paceline.training.flat import FlatParameters, Weights
 from paceline.update.table import NonFinite, Scale, TableSpec

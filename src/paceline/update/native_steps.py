@@ -7,7 +7,6 @@ bits as torch's operations on numbers of every kind (`steps_of`).
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import CDLL, c_float, c_int, c_int64, c_uint32, c_void_p
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ProtocolBug
+from paceline.notices import tell
 from paceline.update.kernels import AdamKernel, Kernel, Numbers, Operands, SGDKernel
 from paceline.update.rows.native_ops import load_library
 from paceline.update.summing import add_up
@@ -198,12 +198,8 @@ def steps_of(kernel: Kernel, values: Tensor) -> NativeSteps | None:
     return None if library is None else NativeSteps(library, kernel)
 
 
-def _tell(text: str) -> None:
-    sys.stderr.write(f"paceline: {text}\n")
-
-
 @cache
-def steps_library(tell: Callable[[str], None] = _tell) -> CDLL | None:
+def steps_library(tell: Callable[[str], None] = tell) -> CDLL | None:
     """Return the library; None if it is not there, or would not make torch's bits, which is told once."""
     library = load_library(LIBRARY, FUNCTIONS) if LIBRARY.exists() else ""
     if isinstance(library, str):

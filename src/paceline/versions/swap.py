@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, final
 from torch import Tensor, nn
 
 from paceline.errors import DeadlineExceeded, PacelineError, PeerError, UsageError
-from paceline.job.carriers import tell_user
+from paceline.notices import tell
 
 if TYPE_CHECKING:
     from paceline.versions.subscription import Version, VersionSubscription
@@ -156,7 +156,7 @@ class ModuleUpdates:
         """Tell once why the module does not get the newest version: it goes on with what it has."""
         if problem != self.problem:
             self.problem = problem
-            tell_user(f"the module stays at version {self.number} of '{self._subscription.name}': {problem}")
+            tell(f"the module stays at version {self.number} of '{self._subscription.name}': {problem}")
 
     def _give(self, version: Version) -> None:
         """Offer a version to the module, whose bytes are all here; raises UsageError if it does not fit."""

@@ -14,8 +14,8 @@ from typing import Final, Literal, final
 
 from paceline.core.consistency import Consistency
 from paceline.core.tables import is_late
+from paceline.notices import CLOCK_ADVICE, is_told, tell
 from paceline.observe import trace as records
-from paceline.observe.notices import CLOCK_ADVICE, is_told, tell
 from paceline.observe.resources import ProcessSamples, ResourceUsage
 from paceline.observe.trace import Trace
 from paceline.worker.dense import ReadOutcome

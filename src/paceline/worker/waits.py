@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -21,7 +20,7 @@ from typing import Final, Self, cast, final
 
 from paceline.core.settings import LEASE_S, WAIT_TIMEOUT_S
 from paceline.errors import DeadlineExceeded, PacelineError, PeerError, ServerLost, UsageError
-from paceline.observe.notices import printable
+from paceline.notices import printable, tell
 from paceline.stopwatch import Stopwatch
 from paceline.transport.deadline import seconds
 from paceline.wire.connection import ReadTurns
@@ -252,12 +251,10 @@ class Waits:
             self._longest_s = max(self._longest_s, wait.waited_s)
 
 
-def print_lines(lines: list[str]) -> None:
-    """Write lines to standard error, if there is one."""
+def tell_each(lines: list[str]) -> None:
+    """Tell the user each line."""
     for line in lines:
-        with suppress(OSError, ValueError, AttributeError):  # its reader is gone, or the script has closed it
-            sys.stderr.write(f"paceline: {line}\n")
-            sys.stderr.flush()
+        tell(line)
 
 
 # The functions behind those of `signal`, which take ten times as long: they look for members of enumerations.
@@ -290,7 +287,7 @@ class WorkerOptions:
     how_ended: Callable[[int], str] = lambda _: ""
     where: Callable[[int], str] = lambda _: ""
     joins_late: bool = False
-    tell: Callable[[list[str]], None] = print_lines
+    tell: Callable[[list[str]], None] = tell_each
 
 
 @final

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Final
 
 from paceline.errors import UsageError
-from paceline.job.carriers import tell_user
 from paceline.job.credentials.holders import KEYS_NAME, REVOKED_NAME
 from paceline.job.spec import ClusterSpec
+from paceline.notices import tell
 from paceline.transport.file_watch import FileWatch
 from paceline.transport.peer_identity import DamagedRevocations, read_revoked
 
@@ -51,7 +51,7 @@ def _watch(path: Path, expel: Callable[[frozenset[str]], None], over: threading.
         except UsageError as error:  # meanwhile handshakes are refused
             if str(error) != problem:
                 problem = str(error)
-                tell_user(problem)
+                tell(problem)
             if not isinstance(error, DamagedRevocations):
                 continue
             names = error.names

@@ -17,7 +17,6 @@ from typing import Final, final
 
 from paceline.errors import UsageError
 from paceline.job.addresses import CLUSTER_NAME, SPEC_NAME
-from paceline.job.carriers import tell_user
 from paceline.job.credentials.holders import KEYS_NAME, Holder
 from paceline.job.environment import (
     Place,
@@ -58,6 +57,7 @@ from paceline.launch.rendezvous.roster import (
 from paceline.launch.rendezvous.sidecar import SidecarServers
 from paceline.launch.rendezvous.store import Invitation, RendezvousStore, open_store
 from paceline.launch.script_exit import leave_after_crash
+from paceline.notices import NEWS, tell
 from paceline.observe.trace import UNNAMED_TRACE_BYTES
 
 FOUNDER_NAME: Final = "founder.address"  # in the folder of the job: where this process is, for others to find a way to
@@ -107,9 +107,9 @@ def settle(
         write_private(run_dir / FOUNDER_NAME, address.encode())
         _issue(run_dir, job, assignment)
         names = ", ".join(map(str, machines[:8])) + (", ..." if len(machines) > 8 else "")
-        tell_user(f"{len(machines)} machines ({names}): tcp, encrypted; this one is {address}")
+        tell(f"{len(machines)} machines ({names}): tcp, encrypted; this one is {address}", NEWS)
     if shares:
-        tell_user(
+        tell(
             f"servers hold {', '.join(f'{share:.2f}' for share in shares)} of every table, as their hosts have workers"
         )
     spec = ClusterSpec(
@@ -229,7 +229,7 @@ def _set_up(
     assignment: RoleAssignment, detected: Detected, store: RendezvousStore, undo: ExitStack
 ) -> tuple[Invitation, Guard]:
     """Set the job up, and tell the others where."""
-    tell_user(assignment.summary)
+    tell(assignment.summary, NEWS)
     invitation, guard = make_folder(shared=detected.may_span)
     undo.callback(guard.dismiss, GUARD_TIMEOUT_S)
     if not detected.may_span:

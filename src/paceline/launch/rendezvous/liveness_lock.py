@@ -21,11 +21,11 @@ import msgspec
 
 from paceline.core.standstill import names
 from paceline.errors import UsageError
-from paceline.job.carriers import tell_user
 from paceline.job.folders import names_in
 from paceline.job.machines import Machine, this_machine
 from paceline.job.spec import ClusterSpec
 from paceline.launch.rendezvous.detect import Role
+from paceline.notices import tell
 from paceline.stopwatch import Stopwatch
 from paceline.transport.frames import WIRE_VERSION
 from paceline.version import __version__
@@ -274,14 +274,14 @@ def wait_all_ended(spec: ClusterSpec) -> None:
 def announcing_wait(spec: ClusterSpec, worker: int, after_s: float = _TELL_AFTER_S) -> Generator[None]:
     """Say once, if the others go on for a while, why this worker's process stays though its script has ended."""
 
-    def tell() -> None:
+    def tell_why() -> None:
         others = [rank for rank in range(spec.num_workers) if takes_part(Path(spec.run_dir), "worker", rank)]
-        tell_user(
+        tell(
             f"worker {worker} has ended its script; its process stays until {names(others)} will have left the job, as "
             "others need its servers or its folder"
         )
 
-    timer = threading.Timer(after_s, tell)
+    timer = threading.Timer(after_s, tell_why)
     timer.daemon = True
     timer.start()
     try:

@@ -15,7 +15,6 @@ from typing import Final, final
 
 from paceline.errors import PeerError
 from paceline.job.addresses import SPEC_NAME, record_server_ended
-from paceline.job.carriers import tell_user
 from paceline.job.environment import inherited, with_import_path
 from paceline.job.spec import ClusterSpec
 from paceline.job.views import FIRST, Views
@@ -24,6 +23,7 @@ from paceline.launch.policy import describe_exit
 from paceline.launch.rendezvous.liveness_lock import wait_worker_ended
 from paceline.launch.rendezvous.roster import wait_complete
 from paceline.launch.signals import ignore_preemption_signals
+from paceline.notices import tell
 from paceline.server.node import ServerNode
 
 ENTRY: Final = "paceline.launch.rendezvous.sidecar"
@@ -73,9 +73,9 @@ class SidecarServers:
                 return
             record_server_ended(self._run_dir, rank, describe_exit(code), life)
             if views.how_ended():
-                tell_user(f"server {rank} {describe_exit(code)}; the run ends")
+                tell(f"server {rank} {describe_exit(code)}; the run ends")
                 return
-            tell_user(f"a process of server {rank} {describe_exit(code)}; the run goes on with another")
+            tell(f"a process of server {rank} {describe_exit(code)}; the run goes on with another")
             num_failures = 0 if code < 0 and views.includes(life) else num_failures + 1
             life += 2  # those of its other place have the numbers between
             if num_failures < MAX_FAILURES:
@@ -141,7 +141,7 @@ def _follow_workers(spec: ClusterSpec, rank: int, node: ServerNode) -> None:
     try:
         wait_complete(spec, lambda: None, spec.join_timeout_s)
     except PeerError as error:
-        tell_user(f"server {rank}: {error}")
+        tell(f"server {rank}: {error}")
         os._exit(EXIT_FAILURE)
     workers = range(spec.num_workers)
     watches = [threading.Thread(target=_watch, args=(spec, node, worker), daemon=True) for worker in workers]

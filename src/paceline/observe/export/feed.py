@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
 
+from paceline.notices import tell
 from paceline.observe.export.points import PointMaker
 from paceline.observe.runs import ALL_TRACES, TraceFollower
-from paceline.observe.trace import tell_on_stderr
 
 if TYPE_CHECKING:
     from paceline.observe.export.points import Point
@@ -32,7 +32,7 @@ CLOSE_TIMEOUT_S: Final = 60.0  # for all trackers together
 class TrackerFeed:
     """One tracker and its thread."""
 
-    def __init__(self, choice: TrackerChoice, run: ExportedRun, tell: Callable[[str], None] = tell_on_stderr) -> None:
+    def __init__(self, choice: TrackerChoice, run: ExportedRun, tell: Callable[[str], None] = tell) -> None:
         """Open it in its thread."""
         self._choice = choice
         self._run = run

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from paceline.errors import UsageError
+from paceline.notices import tell
 from paceline.update.rows.index import NO_SEED, Seed
 from paceline.update.rows.native_ops import LIBRARY, NativeOps, load_library
 from paceline.update.rows.torch_ops import TorchOps
@@ -76,12 +76,8 @@ class RowOps(Protocol):
         ...
 
 
-def _tell(text: str) -> None:
-    sys.stderr.write(f"paceline: {text}\n")
-
-
 @cache
-def tell_of_missing_library(tell: Callable[[str], None] = _tell) -> None:
+def tell_of_missing_library(tell: Callable[[str], None] = tell) -> None:
     """Tell once in this process if the library of row operations cannot be used, and what to do."""
     library = load_library(LIBRARY)
     if isinstance(library, str):

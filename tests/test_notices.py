@@ -1,0 +1,52 @@
+"""Notices are lines on stderr, and records of `logging` where a script configures it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from paceline.notices import tell
+
+
+def said_by(program: str) -> str:
+    """What a process writes on stderr whose script is this program; it ends well."""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    return found.stderr
+
+
+def test_a_notice_is_one_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    tell("one\ntwo")
+    assert capsys.readouterr().err == "paceline: one two\n"
+
+
+@pytest.mark.parametrize(
+    ("configures", "expected"),
+    [
+        ("", "paceline: late\npaceline: two machines\n"),
+        (
+            "logging.basicConfig(format='%(levelname)s %(name)s %(rank)s %(message)s')",
+            "WARNING paceline - late\nINFO paceline 3 two machines\n",
+        ),
+        ("logging.basicConfig(format='%(message)s', handlers=[logging.StreamHandler()])", "late\ntwo machines\n"),
+        ("logging.getLogger('paceline').setLevel('WARNING')", "paceline: late\n"),
+        ("logging.getLogger('paceline').addHandler(logging.NullHandler())", ""),
+        ("sys.stderr.close()", ""),
+        ("sys.stderr = None", ""),
+    ],
+)
+def test_a_script_decides_what_becomes_of_notices(configures: str, expected: str) -> None:
+    program = (
+        "import logging, sys\nfrom paceline.notices import NEWS, set_rank, tell\n"
+        f"{configures}\ntell('late')\nset_rank(3)\ntell('two machines', NEWS)\n"
+    )
+    assert said_by(program) == expected
+
+
+def test_a_record_has_the_name_of_the_folder_that_it_comes_from() -> None:
+    program = (
+        "import logging\nfrom paceline.transport.rate_limited_log import RateLimitedLog\n"
+        "from paceline.notices import tell\n"
+        "logging.basicConfig(format='%(name)s %(filename)s: %(message)s')\n"
+        "RateLimitedLog(tell).add('cause', 'a stranger is turned away')\n"
+    )
+    assert said_by(program) == "paceline.transport rate_limited_log.py: a stranger is turned away\n"
