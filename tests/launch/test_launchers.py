@@ -102,6 +102,30 @@ SRUN = ("sh", "-c", " ".join(TASK.format(rank=rank) for rank in range(2)) + " wa
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "2"}
 
 
+COUNT_ON = """
+import os, paceline
+ps = paceline.init()
+table = ps.table("w", shape=(1,), update=paceline.update.Add(), scale="sum")
+told = paceline.resumed()
+for clock in range(told.clock if told else 0, int(os.environ["STOP_AT"])):
+    table.push([2.0 ** ps.rank])
+    ps.clock()
+written = paceline.snapshot(os.environ["PACELINE_SNAPSHOTS"])
+if written:
+    written.result(60)
+print(f"worker {ps.rank} goes on from {told.clock if told else None} and has {table.pull().item():g}\\n", end="")
+"""
+
+
+def test_under_another_launcher_a_job_goes_on_from_its_snapshots_where_there_are_some(tmp_path: Path) -> None:
+    script, kept = write(tmp_path, COUNT_ON), str(tmp_path / "kept")
+    both = {**STEP, "PACELINE_SNAPSHOTS": kept, "PACELINE_RESUME": kept}
+    for stop_at, begins in ((2, None), (5, 2)):  # the second is started as the first one
+        lines, told = outcome([*SRUN], script, {**both, "STOP_AT": str(stop_at)})
+        assert lines == [f"worker {rank} goes on from {begins} and has {3 * stop_at}" for rank in range(2)]
+        assert told.count(f"paceline: goes on from {kept}/snapshot-1, at clock 2\n") == (begins is not None)
+
+
 @pytest.mark.parametrize(
     ("command", "variables"),
     [pytest.param(TORCHRUN, {}, id="torchrun", marks=pytest.mark.campaign), pytest.param(SRUN, STEP, id="srun")],

@@ -205,6 +205,33 @@ def test_a_script_gets_what_was_asked_for_and_its_end_is_that_of_the_run(launche
     assert lines[-1] == "    no data"
 
 
+COUNT_ON = """
+import sys, paceline
+ps = paceline.init()
+table = ps.table("w", shape=(1,), update=paceline.update.Add(), scale="sum")
+told = paceline.resumed()
+for clock in range(told.clock if told else 0, int(sys.argv[2])):
+    table.push([2.0 ** ps.rank])
+    ps.clock()
+written = paceline.snapshot(sys.argv[1])
+if written:
+    written.result(60)
+print(f"worker {ps.rank} goes on from {told.clock if told else None} and has {table.pull().item():g}\\n", end="")
+"""
+
+
+@pytest.mark.campaign
+def test_over_two_nodes_a_job_goes_on_from_a_snapshot(launcher: Launcher, tmp_path: Path) -> None:
+    script, kept = tmp_path / "count.py", str(tmp_path / "kept")
+    for stop_at, begins in ((2, None), (5, 2)):
+        job = {"args": [kept, str(stop_at)], **ON_SECOND, **({"resume": kept} if begins else {})}
+        code, lines = launcher.run(script, COUNT_ON, quiet=False, **job)
+        assert code == 0, lines
+        for rank in range(2):
+            assert f"[worker {rank}] worker {rank} goes on from {begins} and has {3 * stop_at}" in lines
+        assert (f"paceline: goes on from {kept}/snapshot-1, at clock 2" in lines) == (begins is not None)
+
+
 def test_a_job_without_room_says_what_there_is(launcher: Launcher, tmp_path: Path) -> None:
     code, lines = launcher.run(tmp_path / "none.py", "", workers=9, start_timeout_s=0.1)
 

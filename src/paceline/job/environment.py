@@ -26,6 +26,9 @@ TIMEOUT: Final = "PACELINE_TIMEOUT_S"
 PLAIN_COLLECTIVES: Final = "PACELINE_PLAIN_COLLECTIVES"
 COLLECTIVES: Final = "PACELINE_COLLECTIVES"
 CHECK_MEMORY: Final = "PACELINE_CHECK_MEMORY"
+SNAPSHOTS: Final = "PACELINE_SNAPSHOTS"
+SNAPSHOT_EVERY: Final = "PACELINE_SNAPSHOT_EVERY"
+RESUME: Final = "PACELINE_RESUME"
 KEEP_RUNS: Final = "PACELINE_KEEP_RUNS"
 TRACEBACK: Final = "PACELINE_TRACEBACK"
 NUM_THREADS: Final = "OMP_NUM_THREADS"
@@ -131,6 +134,19 @@ def wait_timeout_s(variables: Mapping[str, str] = os.environ) -> float:
     if not seconds:
         raise UsageError(f"the environment variable {TIMEOUT} must be more than 0 seconds")
     return float(seconds)
+
+
+def asked_snapshots(variables: Mapping[str, str] = os.environ) -> tuple[Path | None, str | None, Path | None]:
+    """Return where the user wants snapshots, how often, and where to go on from, under another launcher.
+
+    >>> asked_snapshots({"PACELINE_SNAPSHOTS": "/runs/a", "PACELINE_SNAPSHOT_EVERY": "10m"})
+    (PosixPath('/runs/a'), '10m', None)
+    """
+
+    def folder(name: str) -> Path | None:
+        return Path(variables[name]).absolute() if variables.get(name) else None
+
+    return folder(SNAPSHOTS), variables.get(SNAPSHOT_EVERY) or None, folder(RESUME)
 
 
 def allows_plain_collectives(variables: Mapping[str, str] = os.environ) -> bool:

@@ -40,10 +40,10 @@ from paceline.launch.places import WorkerPlaces
 from paceline.launch.plan import LocalRun, Programs, plan_launches
 from paceline.launch.script import check_script
 from paceline.launch.signals import Signals
+from paceline.launch.snapshots import resumption, with_snapshots
 from paceline.launch.successors import LEAST_FILES, Successors
 from paceline.launch.supervise import Exits, Member, ProgressDisplay, SupervisionConfig, Supervisor
 from paceline.observe.trace import UNNAMED_TRACE_BYTES
-from paceline.snapshots.folder import newest
 
 GUARD_TIMEOUT_S: Final = 5.0
 TRACE_NAME: Final = "trace"
@@ -242,29 +242,10 @@ def make_spec(run: LocalRun, run_dir: Path) -> ClusterSpec:
         record_bytes=run.record.max_bytes(run.num_servers),
         trace_bytes=UNNAMED_TRACE_BYTES if run.run_dir is None else 0,
     )
-    spec = with_snapshots(spec, run)
+    spec = with_snapshots(spec, run.snapshots)
     if run.debug is None:
         return spec
     return replace(spec, join_timeout_s=DEBUG_PATIENCE_S, wait_timeout_s=DEBUG_PATIENCE_S)
-
-
-def with_snapshots(spec: ClusterSpec, run: LocalRun) -> ClusterSpec:
-    """Return the spec of a job that keeps snapshots, or goes on from one, whose files are read once to check them.
-
-    Raises:
-        UsageError: there is no snapshot to go on from.
-        CheckpointError: the one that is there is damaged.
-    """
-    asked = run.snapshots
-    if asked.snapshots is not None:
-        folder = str(asked.snapshots.absolute())
-        spec = replace(spec, snapshots=folder, snapshot_every_s=asked.every_s, snapshots_kept=asked.keep)
-    if asked.resume is None:
-        return spec
-    found = newest(asked.resume.absolute())
-    found.verify()
-    manifest = found.manifest
-    return replace(spec, resume=str(found.folder), clock=manifest.clock, generation=manifest.generation + 1)
 
 
 def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -> int:
@@ -307,7 +288,7 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
                 size = f"{run.record.record_gib:g} GiB"
                 console.announce(f"what servers are told is kept for paceline replay: at most {size}")
             if spec.resume and not run.quiet:
-                console.announce(f"goes on from {spec.resume}, at clock {spec.clock}")
+                console.announce(resumption(spec))
             starting = [each for each in launches if each.role != "worker" or each.rank in run.first_workers]
             vacant = None if run.num_at_start is None else [each for each in launches if each not in starting]
             supervisor = Supervisor(

@@ -86,6 +86,8 @@ class RayBackend:
             self._registry = RayRegistry(self._run, self._options, self._run_dir, nodes, self._cluster.node_id)
             if not self._run.quiet:
                 self._console.announce(_placed(self._registry))
+                if self._registry.resumption:
+                    self._console.announce(self._registry.resumption)
         return self._registry is not None
 
     def start(self, launch: Launch) -> RemoteProcess:

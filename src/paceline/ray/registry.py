@@ -21,6 +21,7 @@ from paceline.launch.child import NUM_LAST_LINES, Launch
 from paceline.launch.local import make_spec
 from paceline.launch.rendezvous.liveness_lock import VERSION
 from paceline.launch.signals import ABORT_MARKER_NAME
+from paceline.launch.snapshots import resumption
 from paceline.observe.trace import TraceFile, trace_path
 from paceline.ray.messages import EXIT_NOT_STARTED, ActorCommand, ActorReady, News, Role
 
@@ -54,6 +55,7 @@ class RayRegistry:
         self._is_here = where == {here}
         self._folder = str(run_dir) if self._is_here else None
         spec = make_spec(run, run_dir)
+        self.resumption = resumption(spec)  # what is told of it, empty for a job that begins anew
         self._trace_bytes, self._traces = spec.trace_bytes, dict[Path, TraceFile]()
         self._authority = Authority.make(spec.job) if self.encrypted else None
         spec = replace(spec, transport="tcp", encrypted=True) if self.encrypted else spec

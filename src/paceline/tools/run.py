@@ -169,8 +169,6 @@ def parts_of(shares: str | None, num_servers: int, *, quiet: bool) -> tuple[floa
 def start(engine: Engine, ray: RayOptions, asked: "LocalRun") -> int:
     """Have an engine run a job to its end, and return its exit code."""
     if engine == "ray":
-        if asked.snapshots != SnapshotOptions():
-            raise UsageError("--snapshots and --resume are for --engine local: on Ray, call paceline.snapshot(DIR)")
         if asked.record != RecordOptions():
             raise UsageError("--record is for --engine local: leave it out on Ray")
         if asked.export.is_wanted:

@@ -57,6 +57,7 @@ from paceline.launch.rendezvous.roster import (
 from paceline.launch.rendezvous.sidecar import SidecarServers
 from paceline.launch.rendezvous.store import Invitation, RendezvousStore, open_store
 from paceline.launch.script_exit import leave_after_crash
+from paceline.launch.snapshots import options_of_environment, resumption, with_snapshots
 from paceline.notices import NEWS, tell
 from paceline.observe.trace import UNNAMED_TRACE_BYTES
 
@@ -125,6 +126,9 @@ def settle(
         join_timeout_s=2 * start_timeout_s(START_TIMEOUT_S),  # from the start of a server on: first all have to come
         has_replicas=assignment.has_replicas,
     )
+    spec = with_snapshots(spec, options_of_environment())
+    if spec.resume:
+        tell(resumption(spec), NEWS)
     for rank in range(spec.num_servers) if spec.has_replicas else ():
         Views(run_dir, rank).change(FIRST)
     spec.write(run_dir / SPEC_NAME)

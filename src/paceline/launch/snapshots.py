@@ -1,0 +1,54 @@
+"""What a job that is started keeps of itself, and goes on from: by options, or by variables under other launchers."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.errors import UsageError
+from paceline.job.environment import RESUME, SNAPSHOTS, asked_snapshots
+from paceline.job.spec import ClusterSpec
+from paceline.snapshots.folder import newest, snapshots_in
+from paceline.snapshots.options import SnapshotOptions
+
+
+def with_snapshots(spec: ClusterSpec, asked: SnapshotOptions) -> ClusterSpec:
+    """Return the spec of a job that keeps snapshots, or goes on from one, whose files are read once to check them.
+
+    Raises:
+        UsageError: there is no snapshot to go on from.
+        CheckpointError: the one that is there is damaged.
+    """
+    if asked.snapshots is not None:
+        folder = str(asked.snapshots.absolute())
+        spec = replace(spec, snapshots=folder, snapshot_every_s=asked.every_s, snapshots_kept=asked.keep)
+    if asked.resume is None:
+        return spec
+    found = newest(asked.resume.absolute())
+    found.verify()
+    manifest = found.manifest
+    return replace(spec, resume=str(found.folder), clock=manifest.clock, generation=manifest.generation + 1)
+
+
+def resumption(spec: ClusterSpec) -> str:
+    """Return what is told of where the job goes on from, empty for one that begins anew."""
+    return f"goes on from {spec.resume}, at clock {spec.clock}" if spec.resume else ""
+
+
+def options_of_environment() -> SnapshotOptions:
+    """Return what the environment asks about snapshots, where another launcher has no options of ours.
+
+    Where a job keeps its snapshots and goes on from those of one folder, it begins anew if there are none yet: a
+    launcher that starts a job again starts it as it did before. Raises UsageError for what makes no sense.
+    """
+    folder, every, resume = asked_snapshots()
+    if resume is not None and resume == folder and not _has_any(resume):
+        resume = None
+    asked = SnapshotOptions(snapshots=folder, snapshot_every=every, resume=resume)
+    try:
+        asked.validate()
+    except UsageError as error:
+        raise UsageError(f"{SNAPSHOTS} and {RESUME} are as --snapshots and --resume: {error}") from error
+    return asked
+
+
+def _has_any(folder: Path) -> bool:
+    return folder.exists() and bool(snapshots_in(folder))

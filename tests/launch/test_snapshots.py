@@ -1,0 +1,49 @@
+"""What the environment asks about snapshots, under launchers that have no options of Paceline's."""
+
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.job.spec import ClusterSpec
+from paceline.launch.snapshots import options_of_environment, with_snapshots
+
+
+def spec_as_asked(folder: Path, monkeypatch: pytest.MonkeyPatch, **variables: str) -> ClusterSpec:
+    for name in ("PACELINE_SNAPSHOTS", "PACELINE_SNAPSHOT_EVERY", "PACELINE_RESUME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    spec = ClusterSpec(job="3f", num_workers=2, num_servers=1, transport="shm", run_dir=str(folder))
+    return with_snapshots(spec, options_of_environment())
+
+
+def test_variables_are_as_the_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not spec_as_asked(tmp_path, monkeypatch).snapshots
+    kept = str(tmp_path / "kept")
+    spec = spec_as_asked(tmp_path, monkeypatch, PACELINE_SNAPSHOTS=kept, PACELINE_SNAPSHOT_EVERY="90s")
+    assert (spec.snapshots, spec.snapshot_every_s, spec.resume) == (kept, 90.0, "")
+
+
+def test_a_job_begins_anew_where_it_is_to_go_on_from_its_own_snapshots_and_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kept in (tmp_path / "missing", tmp_path):
+        own = {"PACELINE_SNAPSHOTS": str(kept), "PACELINE_RESUME": str(kept)}
+        assert spec_as_asked(tmp_path, monkeypatch, **own).resume == ""
+
+
+@pytest.mark.parametrize(
+    ("variables", "problem"),
+    [
+        ({"PACELINE_RESUME": "HERE"}, "there is no snapshot in .*: name a folder"),
+        ({"PACELINE_SNAPSHOT_EVERY": "10m"}, "nothing says where snapshots go"),
+        ({"PACELINE_SNAPSHOTS": "HERE", "PACELINE_SNAPSHOT_EVERY": "soon"}, "is 'soon', expected auto, or a time"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], problem: str
+) -> None:
+    here = {name: value.replace("HERE", str(tmp_path)) for name, value in variables.items()}
+    with pytest.raises(UsageError, match=problem):
+        spec_as_asked(tmp_path, monkeypatch, **here)
