@@ -315,14 +315,14 @@ class DownpourOptimizer(Distributed):
             Refused: another worker raised UsageError, or worker 0 failed to send the state or is gone.
         """
         with checked_by_all(self._job):
-            check_state(self._spec, state_dict)
+            checked = check_state(self._spec, state_dict)
         for own, given in zip(self.param_groups, state_dict["param_groups"], strict=True):
             own.update(hyperparameters(given))
         self.wait_for_values()
         self._accrual.clear()
         with loaded_by_first(self._job, self._settings.first):
             if self._job.rank == self._settings.first:
-                send_state(self._table, state_dict["state"], self._flat)
+                send_state(self._table, checked["state"], self._flat)
                 if self._buffers is not None:
                     send_state(self._buffers.table, {}, self._buffers.flat)
         self._ask()

@@ -508,15 +508,15 @@ class DistributedOptimizer(Distributed):
             Refused: another worker raised UsageError, or worker 0 failed to send the state or is gone.
         """
         with checked_by_all(self._job):
-            check_state(self._spec, state_dict)
-        groups = cast("list[dict[str, Any]]", state_dict["param_groups"])
+            checked = check_state(self._spec, state_dict)
+        groups = cast("list[dict[str, Any]]", checked["param_groups"])
         for own, given in zip(self.param_groups, groups, strict=True):
             own.update(hyperparameters(given))
         with loaded_by_first(self._job, self._settings.first):
             if self._job.rank == self._settings.first:
                 for bucket in self._buckets:
                     bucket.wait_for_values()
-                    send_state(bucket.table, bucket.own(state_dict["state"]), bucket.flat)
+                    send_state(bucket.table, bucket.own(checked["state"]), bucket.flat)
                 if self._buffers is not None:
                     send_state(self._buffers.table, {}, self._buffers.flat)
         self._fetch(refresh=True)

@@ -64,11 +64,14 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def check_state(spec: TableSpec, state_dict: dict[str, Any]) -> None:
-    """Refuse a `state_dict` that is not of this table's optimizer over this table's parameters.
+def check_state(spec: TableSpec, state_dict: dict[str, Any]) -> OptimizerState:
+    """Return a `state_dict` with the numbers of this table's parameters, once it is known to be of its optimizer.
+
+    Its parameters may be named by what its groups list, numbers or names, or by the texts of these, as
+    `torch.distributed.checkpoint` and JSON write them; they are taken in the order of the groups, as torch does.
 
     Raises:
-        UsageError: it has other groups, or a state that does not fit its parameter.
+        UsageError: it has other groups, a state of something else, or one that does not fit its parameter.
     """
     if not isinstance(state_dict, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
         raise UsageError(f"the state_dict of an optimizer is {shown(state_dict)}, expected what state_dict() returned.")
@@ -82,7 +85,8 @@ def check_state(spec: TableSpec, state_dict: dict[str, Any]) -> None:
             f"the state has parameter groups of {found} parameters, the optimizer of table '{spec.name}' has "
             f"{expected}: it is of another model or optimizer."
         )
-    state = split_optimizer(spec, cast("OptimizerState", state_dict), Range(0, 0, spec.numel))
+    numbered = cast("OptimizerState", with_numbers(state_dict))
+    state = split_optimizer(spec, numbered, Range(0, 0, spec.numel))
     for key, value in state.items() if granularity(spec.rule) == "element" else ():
         segment = spec.segments[int(key.partition(".")[0])]
         if tuple(value.shape) not in ((), segment.shape):
@@ -90,6 +94,25 @@ def check_state(spec: TableSpec, state_dict: dict[str, Any]) -> None:
                 f"the state '{key.partition('.')[2]}' of parameter '{segment.name}' has shape {tuple(value.shape)}, "
                 f"expected {segment.shape}: it is of another model."
             )
+    return numbered
+
+
+def with_numbers(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a `state_dict` whose parameters have the numbers that torch counts, group by group."""
+    listed = [parameter for group in state_dict["param_groups"] for parameter in group["params"]]
+    number_of = {text: number for number, parameter in enumerate(listed) for text in (parameter, str(parameter))}
+    unknown = [key for key in state_dict["state"] if key not in number_of]
+    if unknown:
+        raise UsageError(
+            f"the state_dict of an optimizer has a state of {shown(unknown[0])}, which is in none of its groups: give "
+            "it as state_dict() returned it."
+        )
+    state = {number_of[key]: values for key, values in state_dict["state"].items()}
+    groups = [
+        {**group, "params": [number_of[parameter] for parameter in group["params"]]}
+        for group in state_dict["param_groups"]
+    ]
+    return {**state_dict, "state": state, "param_groups": groups}
 
 
 @contextmanager

@@ -1,0 +1,92 @@
+"""An optimizer takes up the state of a plain torch optimizer, in each form in which other programs keep it."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from tests.jobs import run_job
+from tests.training.recipes import seeded
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+import paceline
+from paceline.errors import UsageError
+
+STEPS = 3
+
+
+def model() -> nn.Module:
+    return seeded(lambda: nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)))
+
+
+def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
+    first, second = list(net.parameters())[:1], list(net.parameters())[1:]
+    return torch.optim.Adam([{"params": second}, {"params": first, "lr": 0.02}], lr=0.1)
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, begin: int) -> None:
+    for step in range(begin, begin + STEPS):
+        batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        net(batch).square().mean().backward()
+        optimizer.step()
+
+
+def saved(form: str, folder: Path) -> tuple[dict[str, Any], list[Tensor]]:
+    """A model and an optimizer after some steps, in this form, and what the parameters are after some more."""
+    net = model()
+    optimizer = optimizer_of(net)
+    train(net, optimizer, 0)
+    state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    if form == "names":
+        state["optimizer"] = get_optimizer_state_dict(net, optimizer)
+    if form == "json":
+        numbers = json.loads(json.dumps({str(key): 0 for key in state["optimizer"]["state"]}))
+        state["optimizer"]["state"] = {key: state["optimizer"]["state"][int(key)] for key in numbers}
+    if form == "dcp":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it takes this for a single process, which it is
+            dcp.save(state, checkpoint_id=folder / "dcp", no_dist=True)
+        dcp_to_torch_save(folder / "dcp", folder / "all.pt")
+    else:
+        torch.save(state, folder / "all.pt")
+    train(net, optimizer, STEPS)
+    return torch.load(folder / "all.pt", weights_only=True), [each.detach() for each in net.parameters()]
+
+
+@pytest.mark.parametrize("form", ["numbers", "names", "json", "dcp"])
+@pytest.mark.parametrize("strategy", ["parameter-server", "all-reduce"])
+def test_training_goes_on_bit_for_bit(tmp_path: Path, form: str, strategy: str) -> None:
+    state, expected = saved(form, tmp_path)
+
+    def work(_: object) -> list[Tensor]:
+        net = model()
+        plain = optimizer_of(net)
+        optimizer = paceline.distributed(plain, model=net, strategy=strategy)
+        net.load_state_dict(state["model"])
+        optimizer.load_state_dict(deepcopy(state["optimizer"]))  # torch keeps its tensors
+        train(net, optimizer, STEPS)
+        with optimizer.snapshot():
+            return [each.detach().clone() for each in net.parameters()]
+
+    for found in run_job(tmp_path, work, workers=2, servers=2):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("strategy", ["parameter-server", "all-reduce"])
+def test_a_state_of_no_parameter_is_refused(strategy: str) -> None:
+    paceline.init()
+    net = model()
+    optimizer = paceline.distributed(optimizer_of(net), strategy=strategy, name=f"foreign-{strategy}", model=net)
+    state = optimizer_of(net).state_dict()
+    state["state"] = {"2.weight": {"step": torch.tensor(1.0)}}
+    with pytest.raises(UsageError, match=r"has a state of '2.weight', which is in none of its groups"):
+        optimizer.load_state_dict(state)
