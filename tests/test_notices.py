@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,13 @@ def said_by(program: str) -> str:
 def test_a_notice_is_one_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     tell("one\ntwo")
     assert capsys.readouterr().err == "paceline: one two\n"
+
+
+def test_a_notice_is_one_write_so_that_no_other_process_writes_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    writes: list[str] = []
+    monkeypatch.setattr("sys.stderr", SimpleNamespace(write=writes.append, flush=lambda: None))
+    tell("it is slower than it could be")
+    assert writes == ["paceline: it is slower than it could be\n"]
 
 
 @pytest.mark.parametrize(

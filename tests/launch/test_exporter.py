@@ -80,7 +80,8 @@ def test_an_exporter_that_is_killed_or_hangs_leaves_the_run_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def exporters() -> list[psutil.Process]:
-        return [child for child in psutil.Process().children() if "paceline.launch.exporter" in child.cmdline()]
+        alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+        return [child for child in alive if "paceline.launch.exporter" in child.cmdline()]
 
     told: list[str] = []
     with exporting(ExportOptions(metrics="0"), tmp_path, told.append):

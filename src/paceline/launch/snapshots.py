@@ -3,8 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.errors import UsageError
-from paceline.job.environment import RESUME, SNAPSHOTS, asked_snapshots
+from paceline.job.environment import asked_snapshots
 from paceline.job.spec import ClusterSpec
 from paceline.snapshots.folder import newest, snapshots_in
 from paceline.snapshots.options import SnapshotOptions
@@ -43,10 +42,7 @@ def options_of_environment() -> SnapshotOptions:
     if resume is not None and resume == folder and not _has_any(resume):
         resume = None
     asked = SnapshotOptions(snapshots=folder, snapshot_every=every, resume=resume)
-    try:
-        asked.validate()
-    except UsageError as error:
-        raise UsageError(f"{SNAPSHOTS} and {RESUME} are as --snapshots and --resume: {error}") from error
+    asked.validate()
     return asked
 
 
