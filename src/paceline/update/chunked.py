@@ -449,8 +449,9 @@ class Chunked:
         """Return the chunks of an update, and what they have in common."""
         gradients = self._native_gradients(contributions)
         chunks = self._planned(contributions, gradients)
-        steps: list[float] = self._steps.tolist()
-        return chunks, _Update(contributions, steps, self._left_to_kernel(contributions), gradients)
+        steps: list[float] = self._steps.tolist() if self._kernel.counts_steps else [0.0] * len(self._pieces)
+        divisor = self._left_to_kernel(contributions) if any(chunk.calls for chunk in chunks) else 1.0
+        return chunks, _Update(contributions, steps, divisor, gradients)
 
     def _native_gradients(self, contributions: Sequence[Contribution]) -> Addends | None:
         """Return what the C library needs of contributions; None if torch is to take the steps."""

@@ -170,7 +170,12 @@ class NativeSteps:
     ) -> bool:
         if numbers["momentum"]:
             self._require_states(place, numbers)
-        how = _NESTEROV * bool(numbers["nesterov"]) + _MAXIMIZE * bool(numbers["maximize"]) + _FRESH * fresh + _FUSED * bool(numbers.get("fused"))
+        how = (
+            _NESTEROV * bool(numbers["nesterov"])
+            + _MAXIMIZE * bool(numbers["maximize"])
+            + _FRESH * fresh
+            + _FUSED * bool(numbers.get("fused"))
+        )
         is_suspect: int = self._library.paceline_sgd(
             *(place.values, *place.state, place.length, *gradients.at(place, having), gradients.divisor),
             *(numbers["lr"], numbers["momentum"], 1 - numbers["dampening"], numbers["weight_decay"], how),

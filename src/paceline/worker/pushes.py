@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
@@ -56,6 +57,49 @@ class PushOutcome:
 
 
 _APPLIED: Final = PushOutcome(applied=True)
+
+
+@dataclass(slots=True, eq=False)
+class PendingPush:
+    """A push in flight. It ends under the lock of the worker, `lock`."""
+
+    lock: threading.Condition
+    outcome: PushOutcome | None = None
+    error: PacelineError | None = None
+    _notes: list[Callable[[PushOutcome], None]] = field(default_factory=list[Callable[[PushOutcome], None]])
+    _future: Future[PushOutcome] | None = None
+
+    def end(self, outcome: PushOutcome | None, error: PacelineError | None = None) -> None:
+        """Note how it has ended."""
+        self.outcome, self.error = outcome, error
+        if outcome is not None:
+            for note in self._notes:
+                note(outcome)
+        if self._future is not None:
+            self._settle(self._future)
+
+    def tell(self, note: Callable[[PushOutcome], None]) -> None:
+        """Have `note` called with the outcome, under the lock; never if the worker fails first."""
+        with self.lock:
+            if self.outcome is not None:
+                note(self.outcome)
+            else:
+                self._notes.append(note)
+
+    @property
+    def future(self) -> Future[PushOutcome]:
+        """How it ends, as a future; made on demand, as a training step needs none."""
+        with self.lock:
+            if self._future is None:
+                self._future = pending_future(PushOutcome)
+                self._settle(self._future)
+            return self._future
+
+    def _settle(self, future: Future[PushOutcome]) -> None:
+        if self.outcome is not None:
+            future.set_result(self.outcome)
+        elif self.error is not None:
+            future.set_exception(self.error)
 
 
 @dataclass(slots=True)
@@ -142,7 +186,7 @@ class Outgoing:
     frame: PushFrame
     buffer: PushBuffer
     bodies: dict[int, memoryview]  # by server, parts of the buffer. Invariant: exactly those that have not answered
-    future: Future[PushOutcome]
+    pending: PendingPush
     in_pieces: set[int]  # servers that are sent their part in pieces, and have not been sent it yet
     order: SendOrder = field(default_factory=SendOrder)  # of the pieces
     answers: Answers = field(default_factory=Answers)
@@ -286,13 +330,12 @@ class Pushes:
         buffer: PushBuffer,
         bodies: dict[int, memoryview],
         frame: PushFrame,
+        pending: PendingPush,
         in_pieces: Collection[int] = (),
-    ) -> Future[PushOutcome]:
+    ) -> None:
         """Add a push that is about to be sent, in pieces to some servers."""
-        future = pending_future(PushOutcome)
-        self._under_way[frame.push.id] = Outgoing(frame, buffer, bodies, future, set(in_pieces))
+        self._under_way[frame.push.id] = Outgoing(frame, buffer, bodies, pending, set(in_pieces))
         self._counts.add(frame.push)
-        return future
 
     def outgoing(self, push: Push) -> Outgoing | None:
         """Return a push in flight; None if it is answered or abandoned."""
@@ -320,7 +363,7 @@ class Pushes:
         """End all pushes with an error: whether they were applied is unknown."""
         while self._under_way:
             _, outgoing = self._under_way.popitem()
-            outgoing.future.set_exception(error)
+            outgoing.pending.end(None, error)
         self._counts = ClockCounts()
 
     def close(self) -> None:
