@@ -367,7 +367,7 @@ class DownpourOptimizer(Distributed):
         accrual.clear()
 
     def _count_done(self, pushed: Future[PushOutcome]) -> None:
-        if pushed.exception() is None:  # a failed worker raises in its next call
+        if pushed.exception() is None and not pushed.result().applied:  # a failed worker raises in its next call
             self._count_refusal(pushed.result())
 
     def _rates(self) -> list[float]:

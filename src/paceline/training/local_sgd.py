@@ -323,7 +323,7 @@ class LocalOptimizer(Distributed):
             fragment.num_samples += weight
             if self._rounds.is_pushed(fragment.turn, self._num_steps):
                 with self._job.metrics.communicating():
-                    fragment.push().tell(self._count_refusal)
+                    fragment.push().when_refused(self._count_refusal)
         return weight
 
     def receive(self) -> None:

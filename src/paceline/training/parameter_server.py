@@ -102,7 +102,7 @@ class Bucket:
         pushed = table.client.push_reserved(
             buffer, count=samples, absent=absent, hyper=hyper, expected=expected, ends_clock=ends_clock
         )
-        pushed.tell(table.metrics.note_push(table.spec.name, table.spec.consistency, table.node.clock))
+        pushed.when_refused(table.metrics.note_push(table.spec.name, table.spec.consistency, table.node.clock))
         return pushed
 
     def push_in_backward(self, samples: float, hyper: tuple[Hyper, ...]) -> None:
@@ -394,7 +394,7 @@ class DistributedOptimizer(Distributed):
             ends_clock = len(buckets) == 1 and every > 0 and (self._num_steps + 1) % every == 0
             for bucket in reversed(buckets):  # backward reached the last first, so devices finish it first
                 pushed = bucket.push(weight, hyper, expected, ends_clock=ends_clock)
-                pushed.tell(self._count_refusal)
+                pushed.when_refused(self._count_refusal)
             if self._buffers is not None:
                 self._buffers.push(ends_clock=ends_clock)
             if self._overlap is not None:

@@ -526,8 +526,8 @@ class Distributed(torch.optim.Optimizer, ABC):
         clock = self._job.exchange.worker_set.node.clock
         self._job.metrics.note_refused("step", self._settings.name, clock, reason, is_told=is_told)
 
-    def _count_refusal(self, outcome: PushOutcome) -> None:
-        self.num_refused += not outcome.applied
+    def _count_refusal(self, _: PushOutcome) -> None:
+        self.num_refused += 1
 
     def _weight_of_step(self, samples: float | None) -> float:
         """Return the weight of a step: what the script says, else the samples since the last step, else 1."""

@@ -19,6 +19,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
+from paceline.core.messages import value_class
 from paceline.errors import ProtocolBug
 from paceline.update.kernels import AdamKernel, Kernel, Numbers, Operands, SGDKernel
 from paceline.update.rows.native_ops import load_library
@@ -84,7 +85,7 @@ class StepMemory:
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@value_class
 class Addends:
     """The gradients of one update, each of the whole range.
 

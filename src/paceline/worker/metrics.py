@@ -260,25 +260,30 @@ class StepMetrics:
     def watch_push(self, table: str, consistency: str, clock: int, pushed: Future[PushOutcome]) -> Future[PushOutcome]:
         """Do what `note_push` does, for a push whose outcome is a future; return the push."""
         note = self.note_push(table, consistency, clock)
-        pushed.add_done_callback(lambda done: None if done.exception() else note(done.result()))  # or the worker fails
+
+        def note_end(done: Future[PushOutcome]) -> None:
+            if done.exception() is None and not done.result().applied:  # else the worker has failed
+                note(done.result())
+
+        pushed.add_done_callback(note_end)
         return pushed
 
     def note_push(self, table: str, consistency: str, clock: int) -> Callable[[PushOutcome], None]:
         """Count a push, and warn of a clock with very many pushes, which wait for its end.
 
-        Returns what is to be called with the outcome: it records and prints a refusal. Late pushes under a quorum are
-        usual, and left out.
+        Returns what is to be called with a refusal: it records and prints that. Late pushes under a quorum are usual,
+        and left out.
         """
 
-        def note_outcome(outcome: PushOutcome) -> None:
-            if not outcome.applied and not (is_late(outcome.reason) and Consistency.parse(consistency).backups):
+        def note_refusal(outcome: PushOutcome) -> None:
+            if not (is_late(outcome.reason) and Consistency.parse(consistency).backups):
                 self.note_refused("push", table, clock, outcome.reason)
 
         self.refusals.note_made("push", table)
         num = self.open_clocks.note_push(table, clock)
         if num == MANY_PUSHES and Consistency.parse(consistency).visible == "on_clock":
             self.open_clocks.tell_of(table, clock, f"made {num} pushes of table '{table}'")
-        return note_outcome
+        return note_refusal
 
     def note_refused(
         self, kind: Literal["push", "step"], table: str, clock: int, reason: str, *, is_told: bool = True

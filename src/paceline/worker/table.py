@@ -196,7 +196,7 @@ class Table:
             pushed = self.client.push_reserved(
                 buffer, count=samples, absent=absent, hyper=hyper, expected=expected, ends_clock=ends_clock
             )
-            pushed.tell(metrics.note_push(spec.name, spec.consistency, self.node.clock))
+            pushed.when_refused(metrics.note_push(spec.name, spec.consistency, self.node.clock))
             return pushed
 
     @checked_late
