@@ -29,4 +29,4 @@ def push_to_read(client: DenseClient, gradient: Tensor, **settings: Any) -> Futu
     """Push as a step of training does, after which the table is read."""
     buffer = client.reserve()
     buffer.gradient.copy_(gradient)
-    return client.push_reserved(buffer, **settings)
+    return client.push_reserved(buffer, **settings).future

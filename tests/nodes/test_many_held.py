@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import Condition
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from paceline.core.messages import Push, PushId
 from paceline.server.served_table import ACCEPTED
 from paceline.update.rows.store import RowStore
 from paceline.wire.messages import Keys, PushFrame, RowPushFrame
-from paceline.worker.pushes import PushBuffer, Pushes
+from paceline.worker.pushes import PendingPush, PushBuffer, Pushes
 
 NUM = 1000
 
@@ -34,7 +35,7 @@ def one_more(pushes: Pushes, seq: int, clock: int) -> PushId:
     assert pushes.has_slot(clock)
     buffer = pushes.lend(shown=False)
     made = Push(PushId(1, 0, 0, seq), "w", clock, 0)
-    pushes.prepare(buffer, {0: buffer.memory}, PushFrame(made, 1.0, (), ()))
+    pushes.prepare(buffer, {0: buffer.memory}, PushFrame(made, 1.0, (), ()), PendingPush(Condition()))
     return made.id
 
 

@@ -90,7 +90,8 @@ def test_what_is_not_sent_is_not_under_way(tmp_path: Path) -> None:
             reserved = node.client("w").reserve()
             places.add(reserved.gradient.data_ptr())
             reserved.gradient.fill_(torch.nan)
-            outcome = node.client("w").push_reserved(reserved, count=1.0).result(timeout=0)
+            outcome = node.client("w").push_reserved(reserved, count=1.0).outcome
+            assert outcome is not None
             assert not outcome.applied
             assert "4 of 4 elements" in outcome.reason
         for _ in range(5):

@@ -22,6 +22,7 @@ from tests.training.recipes import (
 )
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import paceline
 from paceline.api.session import Session
@@ -229,6 +230,28 @@ def test_hooks_and_repr_are_those_of_an_optimizer(tmp_path: Path) -> None:
     seen, text = run_job(tmp_path, work)[0]
     assert seen == ["before", "after"]
     assert text == "Distributed SGD, bsp ('model', 4 parameters, lr 0.05)"
+
+
+def test_a_profiler_and_hooks_on_all_optimizers_see_steps(tmp_path: Path) -> None:
+    def work(worker: Session) -> tuple[list[str], int]:
+        seen: list[str] = []
+        model = mlp()
+        optimizer = paceline.distributed(sgd(model))
+        one_batch(model, 0, 0)
+        optimizer.step()
+        handle = register_optimizer_step_post_hook(lambda stepped, *_: seen.append(type(stepped).__name__))
+        try:
+            one_batch(model, 0, 1)
+            optimizer.step()
+        finally:
+            handle.remove()
+        one_batch(model, 0, 2)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+            optimizer.step()
+        named = [event.key for event in profiled.key_averages() if event.key.startswith("Optimizer.step#")]
+        return seen, len(named)
+
+    assert run_job(tmp_path, work, workers=1) == [(["DistributedOptimizer"], 1)]
 
 
 def test_workers_start_from_the_parameters_of_worker_0(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def steps(library: CDLL) -> NativeSteps:
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[StepMemory]:
     """The places of all steps that the library takes."""
-    native_steps.steps_library()  # which is tried out at its first use
+    native_steps.steps_of(SGDKernel("torch.optim.SGD"), torch.empty(0))  # the library is tried out at its first use
     places: list[StepMemory] = []
     step = NativeSteps.step
 
@@ -77,6 +77,7 @@ def in_torch(monkeypatch: pytest.MonkeyPatch, spec: TableSpec, *pushes: Contribu
 
 def test_they_are_those_of_this_torch_on_awkward_numbers(library: CDLL) -> None:
     assert list(differences(library)) == []
+    assert list(differences(library, ends=True)) == []
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -89,8 +90,18 @@ def test_a_table_takes_them_and_has_the_bits_of_torch(
     for scale in ("sum", "mean", "samples"):
         scaled = replace(spec, scale=scale)
         assert torch.equal(updated(scaled, *pushes), in_torch(monkeypatch, scaled, *pushes)), scale
-    stepped = sum(place.length for place in taken) // 9
-    assert stepped == (192 + 64 if fused else spec.numel)  # the rest of a tensor has lanes of its own in fused steps
+    assert sum(place.length for place in taken) // 9 == spec.numel
+
+
+def test_the_ends_of_tensors_are_left_to_torch_where_it_rounds_them_otherwise(
+    library: CDLL, taken: list[StepMemory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del library
+    monkeypatch.setattr(native_steps, "_takes_ends", lambda _: False)
+    spec = spec_of(3, 200, 64, 61, fused=True)
+    pushes = [Contribution(torch.randn(spec.numel)) for _ in range(2)]
+    assert torch.equal(updated(spec, *pushes), in_torch(monkeypatch, spec, *pushes))
+    assert sum(place.length for place in taken) // 3 == 192 + 64
 
 
 @pytest.mark.parametrize("rule", [Adam(lr=0.1), AdamW(lr=0.1, weight_decay=0.01)])

@@ -47,7 +47,7 @@ class DedupWindow:
 
     def settle(self, table: str, settled: int) -> None:
         """Forget answers below `settled`, which the sender has received; a held push has no final answer yet."""
-        kept = self._tables.setdefault(table, _Kept())
+        kept = self._tables.get(table) or self._tables.setdefault(table, _Kept())
         if settled > kept.settled:
             while kept.seqs and kept.seqs[0] < settled and not isinstance(self._answers[kept.seqs[0]], Held):
                 del self._answers[heappop(kept.seqs)]
@@ -69,7 +69,7 @@ class DedupWindow:
 
     def record(self, table: str, answer: Answer) -> None:
         """Remember the answer; a later one (held, then applied) replaces it."""
-        kept, seq = self._tables.setdefault(table, _Kept()), answer.id.seq
+        kept, seq = self._tables.get(table) or self._tables.setdefault(table, _Kept()), answer.id.seq
         if seq in self._answers:
             self._answers[seq] = answer
         elif seq >= kept.settled:

@@ -18,7 +18,7 @@ from typing import final
 from paceline.core.consistency import Consistency
 from paceline.core.exactly_once import DedupWindow
 from paceline.core.membership import Clocks
-from paceline.core.messages import Delivered, Fetched, Pull, PushId
+from paceline.core.messages import Delivered, Fetched, Pull, PushId, value_class
 
 _WITHOUT, _CLOSED = "was completed without worker", "is closed, the table stands at"
 
@@ -49,7 +49,7 @@ def is_late(reason: str) -> bool:
     return _WITHOUT in reason or _CLOSED in reason
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class CommitDecision:
     """The decision that completes a clock: the (worker, incarnation) of each contributor.
 
@@ -106,9 +106,9 @@ class ClockCommit:
 
     def decide(self, finished: list[tuple[int, int]]) -> CommitDecision:
         """On the lead: decide the current clock, given the (worker, incarnation) of those that have finished it."""
-        lives = set(finished)
-        withdrawn = sorted(entry for entry in self._withdrawn.get(self.clock, ()) if entry[:2] in lives)
-        decision = CommitDecision(tuple(finished), tuple(withdrawn))
+        lives, entries = set(finished), self._withdrawn.get(self.clock)
+        withdrawn = tuple(sorted(entry for entry in entries if entry[:2] in lives)) if entries else ()
+        decision = CommitDecision(tuple(finished), withdrawn)
         if self.num_followers:
             self._decided[self.clock] = decision
         return decision

@@ -16,7 +16,7 @@ from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor
 
 from paceline.core.consistency import Consistency
-from paceline.core.messages import Delivered, Fetched, PushId
+from paceline.core.messages import Delivered, Fetched, PushId, value_class
 from paceline.core.partition import Range, holders
 from paceline.core.work_queue import Life
 from paceline.errors import PeerError, ProtocolBug, UsageError
@@ -48,7 +48,7 @@ _NOTHING = torch.empty(0)
 _COPIED = 2 * 3  # of a rule that updates whole tensors there are two copies, of values and mostly two states
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _WaitingPush:
     """A received push that is neither applied nor discarded, and the memory that it came in."""
 

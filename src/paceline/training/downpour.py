@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -30,7 +31,7 @@ from paceline.update.named_rules import Add
 from paceline.update.summing import num_nonfinite
 from paceline.update.table import NonFinite, Segment, TableSpec
 from paceline.update.torch_rule import from_optimizer, pushed_hyper
-from paceline.worker.pushes import NONFINITE_ADVICE, some_parameters
+from paceline.worker.pushes import NONFINITE_ADVICE, PushOutcome, some_parameters
 from paceline.worker.table import PendingRead
 
 
@@ -362,8 +363,12 @@ class DownpourOptimizer(Distributed):
         accrual = self._accrual
         hyper = pushed_hyper(self.param_groups, self._spec.rule)
         pushed = self._table.push(accrual.total, samples=accrual.num_samples, absent=accrual.absent(), hyper=hyper)
-        pushed.add_done_callback(self._count_refusal)
+        pushed.add_done_callback(self._count_done)
         accrual.clear()
+
+    def _count_done(self, pushed: Future[PushOutcome]) -> None:
+        if pushed.exception() is None and not pushed.result().applied:  # a failed worker raises in its next call
+            self._count_refusal(pushed.result())
 
     def _rates(self) -> list[float]:
         """Return the rate of each parameter for steps on the local copy; negative where the optimizer maximizes."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -25,7 +24,7 @@ from paceline.update.rules import RuleSpec
 from paceline.update.summing import num_nonfinite, zeroed
 from paceline.update.table import Segment, TableSpec
 from paceline.worker.cache import TableCache
-from paceline.worker.pushes import PushOutcome
+from paceline.worker.pushes import PendingPush
 from paceline.worker.table import PendingRead, Table
 
 
@@ -162,8 +161,8 @@ class Fragment:
         self.flat.unpack(self._anchor)
         self.num_samples = 0.0
 
-    def push(self) -> Future[PushOutcome]:
-        """Send this worker's progress as a gradient; return a future of the outcome.
+    def push(self) -> PendingPush:
+        """Send this worker's progress as a gradient.
 
         Raises:
             UsageError: it is not finite, under nonfinite="halt".
@@ -324,7 +323,7 @@ class LocalOptimizer(Distributed):
             fragment.num_samples += weight
             if self._rounds.is_pushed(fragment.turn, self._num_steps):
                 with self._job.metrics.communicating():
-                    fragment.push().add_done_callback(self._count_refusal)
+                    fragment.push().when_refused(self._count_refusal)
         return weight
 
     def receive(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from operator import is_
@@ -38,7 +37,7 @@ from paceline.update.clipping import with_clip
 from paceline.update.rules import RuleSpec
 from paceline.update.table import Hyper, TableSpec
 from paceline.update.torch_rule import from_optimizer, pushed_hyper
-from paceline.worker.pushes import PushBuffer, PushOutcome
+from paceline.worker.pushes import PendingPush, PushBuffer
 from paceline.worker.table import PendingRead, Table
 
 BUCKET_BYTES = 4 << 20  # sent while backward runs: large compared to a message, small compared to a model
@@ -77,8 +76,8 @@ class Bucket:
 
     def push(
         self, samples: float, hyper: tuple[Hyper, ...], expected: float, *, ends_clock: bool = False
-    ) -> Future[PushOutcome]:
-        """Push the gradients of this step, unless backward has; return a future of the outcome.
+    ) -> PendingPush:
+        """Push the gradients of this step, unless backward has.
 
         `ends_clock`: see `DenseClient.push_reserved`.
 
@@ -88,7 +87,7 @@ class Bucket:
         if self._sent is not None:
             self._require_unchanged(self._sent, samples, hyper)
             sent, self._sent = self._sent, None
-            return sent.future
+            return sent.pushed
         if self._requested is not None:
             self.wait_for_values()  # of a module that did not run; others have waited in their forward
         lock = self.table.client.context.lock
@@ -103,7 +102,8 @@ class Bucket:
         pushed = table.client.push_reserved(
             buffer, count=samples, absent=absent, hyper=hyper, expected=expected, ends_clock=ends_clock
         )
-        return table.metrics.watch_push(table.spec.name, table.spec.consistency, table.node.clock, pushed)
+        pushed.when_refused(table.metrics.note_push(table.spec.name, table.spec.consistency, table.node.clock))
+        return pushed
 
     def push_in_backward(self, samples: float, hyper: tuple[Hyper, ...]) -> None:
         """Push the gradients before their step; they may not change until then."""
@@ -112,8 +112,8 @@ class Bucket:
                 f"backward ran again after the gradients of '{self.table.name}' had been sent: run all but the last "
                 "backward of a step inside `with optimizer.accumulate():`, or leave out overlap=True."
             )
-        future = self.push(samples, hyper, 0.0)
-        self._sent = _Sent(future, samples, hyper, self.gradients.found())
+        pushed = self.push(samples, hyper, 0.0)
+        self._sent = _Sent(pushed, samples, hyper, self.gradients.found())
 
     def _require_unchanged(self, sent: _Sent, samples: float, hyper: tuple[Hyper, ...]) -> None:
         """Raise UsageError if the push would differ from the one that was sent."""
@@ -167,7 +167,7 @@ class Bucket:
 class _Sent:
     """Push that was sent, and the values that it was made from."""
 
-    future: Future[PushOutcome]
+    pushed: PendingPush
     samples: float
     hyper: tuple[Hyper, ...]
     found: tuple[GradientVersion, ...]
@@ -394,7 +394,7 @@ class DistributedOptimizer(Distributed):
             ends_clock = len(buckets) == 1 and every > 0 and (self._num_steps + 1) % every == 0
             for bucket in reversed(buckets):  # backward reached the last first, so devices finish it first
                 pushed = bucket.push(weight, hyper, expected, ends_clock=ends_clock)
-                pushed.add_done_callback(self._count_refusal)
+                pushed.when_refused(self._count_refusal)
             if self._buffers is not None:
                 self._buffers.push(ends_clock=ends_clock)
             if self._overlap is not None:

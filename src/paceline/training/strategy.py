@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Protocol, cast
+from functools import wraps
+from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import profiler
 from torch.nn.utils import clip_grad_norm_
+from torch.optim.optimizer import (  # torch has no public names for these
+    _global_optimizer_post_hooks,  # pyright: ignore[reportPrivateUsage]
+    _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
+)
 
 from paceline.collective.collectives import Collectives
 from paceline.core.calls import shown
@@ -248,6 +253,26 @@ def held_by(flat: FlatParameters, table: Table) -> list[HeldTensor]:
     return [HeldTensor(name, tensor, table, start) for (name, tensor), (start, _) in places]
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+Step = Callable[Concatenate["Distributed", P], R]
+
+
+def _watched_on_demand(step: Step[P, R]) -> Step[P, R]:
+    """Return a step that torch's hooks and profiler surround while there are any.
+
+    Torch puts them around every step of an optimizer, which takes as long as a good part of a small step.
+    """
+    watched = torch.optim.Optimizer.profile_hook_step(step)
+
+    @wraps(step)
+    def stepped(self: Distributed, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return watched(self, *args, **kwargs) if self.is_watched else step(self, *args, **kwargs)
+
+    setattr(stepped, "hooked", True)  # noqa: B010 - for torch, which surrounds others
+    return stepped
+
+
 class Distributed(torch.optim.Optimizer, ABC):
     """Optimizer whose step is a step of the whole job; used like the optimizer it was made from.
 
@@ -300,6 +325,17 @@ class Distributed(torch.optim.Optimizer, ABC):
         num_parameters = sum(len(group["params"]) for group in groups)
         rates = ", ".join(str(group.get("lr", "-"))[:12] for group in groups[:4]) + (", ..." if groups[4:] else "")
         return f"{self.title} ('{self._settings.name[:60]}', {num_parameters} parameters, lr {rates})"
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether there are hooks around steps, or a profiler is on."""
+        return bool(
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or _global_optimizer_pre_hooks
+            or _global_optimizer_post_hooks
+            or profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse groups that are added after construction."""
@@ -379,6 +415,7 @@ class Distributed(torch.optim.Optimizer, ABC):
         if self._accumulator is not None:
             self._accumulator.forget()
 
+    @_watched_on_demand
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, closure: Callable[[], float] | None = None, *, samples: float | None = None
     ) -> float | None:
@@ -489,9 +526,8 @@ class Distributed(torch.optim.Optimizer, ABC):
         clock = self._job.exchange.worker_set.node.clock
         self._job.metrics.note_refused("step", self._settings.name, clock, reason, is_told=is_told)
 
-    def _count_refusal(self, pushed: Future[PushOutcome]) -> None:
-        if pushed.exception() is None:  # a failed worker raises in its next call
-            self.num_refused += not pushed.result().applied
+    def _count_refusal(self, _: PushOutcome) -> None:
+        self.num_refused += 1
 
     def _weight_of_step(self, samples: float | None) -> float:
         """Return the weight of a step: what the script says, else the samples since the last step, else 1."""

@@ -11,7 +11,7 @@ dropped. Treat received bodies as read-only.
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 from paceline.errors import UsageError
 from paceline.transport.buffer_pool import Buffer
@@ -27,11 +27,11 @@ MIN_TOKEN_BYTES: Final = 32
 MAX_IDENTITY_BYTES: Final = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """One message: `header` as sent, `body` a flat memory of bytes (`EMPTY` when there is none).
 
     `buffer` is set when the body lies in memory of a buffer pool: the receiver of the frame owns it and releases it.
+    A tuple, as these are made faster.
     """
 
     header: bytes

@@ -216,6 +216,7 @@ def make_chunk(
     *,
     in_lanes: bool,
     is_native: bool,
+    leaves_ends: bool,
     index: int,
     known: Sequence[str],
 ) -> Chunk:
@@ -229,6 +230,7 @@ def make_chunk(
         names: states of each group.
         in_lanes: whether neighbouring slices get separate kernel calls.
         is_native: whether the C library is to step what it can.
+        leaves_ends: whether it leaves the last elements of slices to torch.
         index: number of the chunk.
         known: all states that an element may have.
     """
@@ -264,34 +266,34 @@ def make_chunk(
         return Chunk(start, stop, sums, calls, (), changes)
     having_all = sums[0][1]
     whole = [call for call in calls if call.filling == _WHOLE]
-    native = tuple(_native_call(call, start, having_all, known, in_lanes=in_lanes) for call in whole)
-    rest = tuple(left for call in calls if (left := _rest_of(call, in_lanes=in_lanes)).spans)
+    native = tuple(_native_call(call, start, having_all, known, leaves_ends=leaves_ends) for call in whole)
+    rest = tuple(left for call in calls if (left := _rest_of(call, leaves_ends=leaves_ends)).spans)
     left_sums = tuple(((start + a, start + b), having_all) for call in rest for a, b in call.spans)
     return Chunk(start, stop, left_sums, rest, native, changes)
 
 
-def _whole_lanes(num: int, *, in_lanes: bool) -> int:
+def _num_native(num: int, *, leaves_ends: bool) -> int:
     """Return how many of these elements the C library steps: the last ones may have other bits in torch."""
-    return num - num % LANES if in_lanes else num
+    return num - num % LANES if leaves_ends else num
 
 
 def _native_call(
-    call: UpdateCall, start: int, having: tuple[int, ...], known: Sequence[str], *, in_lanes: bool
+    call: UpdateCall, start: int, having: tuple[int, ...], known: Sequence[str], *, leaves_ends: bool
 ) -> NativeCall:
     """Return what the C library steps of a kernel call in a chunk that starts there."""
     places: list[StepMemory] = []
     for number, (a, b) in enumerate(call.spans):
-        num = _whole_lanes(b - a, in_lanes=in_lanes)
+        num = _num_native(b - a, leaves_ends=leaves_ends)
         state = [call.state[name][number][:num] if name in call.state else None for name in known]
         places += [StepMemory.of(start + a, call.values[number][:num], state)] if num else []
     return NativeCall(call.age, call.piece, having, tuple(places))
 
 
-def _rest_of(call: UpdateCall, *, in_lanes: bool) -> UpdateCall:
+def _rest_of(call: UpdateCall, *, leaves_ends: bool) -> UpdateCall:
     """Return what of a kernel call the C library leaves to torch."""
     if call.filling != _WHOLE:
         return call
-    firsts = [a + _whole_lanes(b - a, in_lanes=in_lanes) for a, b in call.spans]
+    firsts = [a + _num_native(b - a, leaves_ends=leaves_ends) for a, b in call.spans]
     kept = [number for number, (_, b) in enumerate(call.spans) if firsts[number] < b]
 
     def tails(parts: list[Tensor]) -> list[Tensor]:
@@ -447,8 +449,9 @@ class Chunked:
         """Return the chunks of an update, and what they have in common."""
         gradients = self._native_gradients(contributions)
         chunks = self._planned(contributions, gradients)
-        steps: list[float] = self._steps.tolist()
-        return chunks, _Update(contributions, steps, self._left_to_kernel(contributions), gradients)
+        steps: list[float] = self._steps.tolist() if self._kernel.counts_steps else [0.0] * len(self._pieces)
+        divisor = self._left_to_kernel(contributions) if any(chunk.calls for chunk in chunks) else 1.0
+        return chunks, _Update(contributions, steps, divisor, gradients)
 
     def _native_gradients(self, contributions: Sequence[Contribution]) -> Addends | None:
         """Return what the C library needs of contributions; None if torch is to take the steps."""
@@ -681,6 +684,7 @@ class Chunked:
                 names,
                 in_lanes=in_lanes,
                 is_native=is_native,
+                leaves_ends=in_lanes and not (self._native is not None and self._native.takes_ends),
                 index=number,
                 known=self._kernel.known,
             )

@@ -18,6 +18,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
+from paceline.core.messages import value_class
 from paceline.errors import ProtocolBug
 from paceline.notices import tell
 from paceline.update.kernels import AdamKernel, Kernel, Numbers, Operands, SGDKernel
@@ -33,11 +34,12 @@ FUNCTIONS: Final = {
     "paceline_can_step": (c_int, ()),
     "paceline_source": (c_uint32, ()),
 }
-_NESTEROV, _MAXIMIZE, _FRESH = 1, 2, 4
+_NESTEROV, _MAXIMIZE, _FRESH, _FUSED = 1, 2, 4, 8
 _MOST_GRADIENTS: Final = 1 << 16
 _ITEM_BYTES: Final = 4
 _STEP, _DIVISOR = 7.0, 3.0  # of trials
 LANES: Final = 64  # a multiple of torch's vector length on every machine: its fused operations treat the rest otherwise
+_ENDS: Final = 15  # elements after these in trials: a vector of eight, and seven single ones
 _SGD_TRIALS: Final = (  # momentum, dampening, nesterov, weight decay, maximize, and whether the momenta are new
     (0.0, 0.0, False, 0.0, False, False),
     (0.9, 0.1, False, 0.01, True, False),
@@ -83,7 +85,7 @@ class StepMemory:
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@value_class
 class Addends:
     """The gradients of one update, each of the whole range.
 
@@ -126,10 +128,15 @@ class NativeSteps:
     """The steps of `torch.optim.SGD`, and the fused ones of Adam and AdamW, on float32.
 
     Without `fused`, torch takes Adam's steps: its roots are by a library that rounds as no instruction does.
+
+    Args:
+        library: the C library.
+        kernel: the rule.
+        takes_ends: whether fused steps may be of any length, else of a multiple of `LANES` elements.
     """
 
-    def __init__(self, library: CDLL, kernel: Kernel) -> None:
-        self._library, self._kernel = library, kernel
+    def __init__(self, library: CDLL, kernel: Kernel, *, takes_ends: bool = False) -> None:
+        self._library, self._kernel, self.takes_ends = library, kernel, takes_ends
 
     def takes(self, numbers: Sequence[Numbers]) -> bool:
         """Return whether these are the steps to take with these hyperparameters of all groups."""
@@ -164,7 +171,12 @@ class NativeSteps:
     ) -> bool:
         if numbers["momentum"]:
             self._require_states(place, numbers)
-        how = _NESTEROV * bool(numbers["nesterov"]) + _MAXIMIZE * bool(numbers["maximize"]) + _FRESH * fresh
+        how = (
+            _NESTEROV * bool(numbers["nesterov"])
+            + _MAXIMIZE * bool(numbers["maximize"])
+            + _FRESH * fresh
+            + _FUSED * bool(numbers.get("fused"))
+        )
         is_suspect: int = self._library.paceline_sgd(
             *(place.values, *place.state, place.length, *gradients.at(place, having), gradients.divisor),
             *(numbers["lr"], numbers["momentum"], 1 - numbers["dampening"], numbers["weight_decay"], how),
@@ -195,7 +207,7 @@ class NativeSteps:
 def steps_of(kernel: Kernel, values: Tensor) -> NativeSteps | None:
     """Return the native steps of a rule on these values; None where torch is to take them."""
     library = steps_library() if isinstance(kernel, SGDKernel | AdamKernel) and values.dtype is torch.float32 else None
-    return None if library is None else NativeSteps(library, kernel)
+    return None if library is None else NativeSteps(library, kernel, takes_ends=_takes_ends(library))
 
 
 @cache
@@ -217,10 +229,19 @@ def steps_library(tell: Callable[[str], None] = tell) -> CDLL | None:
     return None if different else library
 
 
-def differences(library: CDLL) -> Iterator[str]:
-    """Yield each setting under which steps of the library are not torch's to the last bit, on awkward numbers."""
+@cache
+def _takes_ends(library: CDLL) -> bool:
+    """Return whether fused steps of the library are torch's to their last elements, which torch rounds otherwise."""
+    return not any(differences(library, ends=True))
+
+
+def differences(library: CDLL, *, ends: bool = False) -> Iterator[str]:
+    """Yield each setting under which steps of the library are not torch's to the last bit, on awkward numbers.
+
+    With `ends`, fused steps are tried on lengths that torch's vectors do not divide, as all others are.
+    """
     for kernel, numbers, fresh in _trials():
-        ours, theirs = (_awkward(5 * LANES + (0 if numbers["fused"] else 13)) for _ in range(2))
+        ours, theirs = (_awkward(5 * LANES + (_ENDS if ends or not numbers["fused"] else 0)) for _ in range(2))
         names, num_states = kernel.names(numbers), len(kernel.known)
         state = [tensor if name in names else None for name, tensor in zip(kernel.known, ours[1:], strict=False)]
         gradients = Addends.of(ours[1 + num_states :], (), _DIVISOR)

@@ -225,10 +225,11 @@ class Shard:
         """Return a contribution without gradients for the missing samples, if any."""
         counts, expected = [each.count for each in contributions], [each.expected for each in contributions]
         missing = num_missing(counts, expected, self.spec.scale)
+        if not missing:
+            return []
         everything = frozenset(range(len(self.spec.segments)))
-        return [Contribution(contributions[0].gradient, missing, absent=everything)] if missing else []
+        return [Contribution(contributions[0].gradient, missing, absent=everything)]
 
-    @torch.no_grad()
     def _update(self, contributions: Sequence[Contribution]) -> dict[int, int]:
         updates, told = self._updates, contributions[0].hyper or self.hyper
         hyper, max_norm = without_clip(told) if told and CLIP_NORM in told[0] else (told, None)
@@ -440,6 +441,7 @@ class WholeTensors:
         if lasting is not None and lasting.record.numbers["num_saves"]:
             self._take_over(lasting)
 
+    @torch.no_grad()
     def apply(self, contributions: Sequence[Contribution], hyper: tuple[Hyper, ...]) -> int:
         """Update the values once; return the number of gradient elements that were replaced by 0."""
         having = [

@@ -40,7 +40,8 @@ typedef struct {
     float divisor, decay, kept, rest1, beta2, rest2, size, root, eps;
 } adam_t;
 
-enum { NESTEROV = 1, MAXIMIZE = 2, FRESH = 4 };
+/* FUSED: as torch's fused operation, which rounds another product in the last elements of a tensor. */
+enum { NESTEROV = 1, MAXIMIZE = 2, FRESH = 4, FUSED = 8 };
 
 /* The elements from `at` on: all of them, or those with the highest bit of their lane set. */
 INLINE __m256 load(const float *from, int64_t at, const __m256i *lanes)
@@ -72,6 +73,14 @@ INLINE __m256 sum_of(sum_t of, int64_t at, const __m256i *lanes, __m256 *bad)
     return sum;
 }
 
+/* a * b + c * d, of which one product is rounded by itself: c * d at the end of a fused operation, else a * b. */
+INLINE __m256 both(__m256 a, __m256 b, __m256 c, __m256 d, int is_end)
+{
+    if (is_end)
+        return _mm256_fmadd_ps(a, b, _mm256_mul_ps(c, d));
+    return _mm256_fmadd_ps(c, d, _mm256_mul_ps(a, b));
+}
+
 /* The gradient to descend, but for weight decay. */
 INLINE __m256 descended(sum_t of, int64_t at, const __m256i *lanes, float divisor, int how, __m256 *bad)
 {
@@ -89,10 +98,9 @@ INLINE void sgd_step(float *values, float *buffer, sum_t of, int64_t at, const _
         gradient = _mm256_fmadd_ps(value, _mm256_set1_ps(by->decay), gradient);
     if (buffer) {
         __m256 momentum = gradient;
-        if (!(how & FRESH)) {
-            momentum = _mm256_mul_ps(load(buffer, at, lanes), _mm256_set1_ps(by->momentum));
-            momentum = _mm256_fmadd_ps(gradient, _mm256_set1_ps(by->undamped), momentum);
-        }
+        if (!(how & FRESH))
+            momentum = both(load(buffer, at, lanes), _mm256_set1_ps(by->momentum), gradient,
+                            _mm256_set1_ps(by->undamped), lanes && how & FUSED);
         store(buffer, at, lanes, momentum);
         gradient = how & NESTEROV ? _mm256_fmadd_ps(momentum, _mm256_set1_ps(by->momentum), gradient) : momentum;
     }
@@ -108,10 +116,12 @@ INLINE __m256 between(__m256 average, __m256 gradient, float rest1)
     return _mm256_fmadd_ps(_mm256_set1_ps(rest1 - 1.0f), way, gradient);
 }
 
-/* The greater one of both, NaN if one of them is. */
-INLINE __m256 greater(__m256 one, __m256 other)
+/* The greater one of both, NaN if one of them is; at the end of a fused operation `most` if one of them is. */
+INLINE __m256 greater(__m256 most, __m256 square, const __m256i *lanes)
 {
-    return _mm256_or_ps(_mm256_max_ps(one, other), _mm256_cmp_ps(one, other, _CMP_UNORD_Q));
+    if (lanes)
+        return _mm256_max_ps(square, most);
+    return _mm256_or_ps(_mm256_max_ps(most, square), _mm256_cmp_ps(most, square, _CMP_UNORD_Q));
 }
 
 INLINE void adam_step(float *values, float *averages, float *squares, float *most, sum_t of, int64_t at,
@@ -123,12 +133,12 @@ INLINE void adam_step(float *values, float *averages, float *squares, float *mos
     if (by->decay != 0.0f)
         gradient = _mm256_fmadd_ps(value, _mm256_set1_ps(by->decay), gradient);
     __m256 average = between(load(averages, at, lanes), gradient, by->rest1);
-    __m256 square = _mm256_mul_ps(load(squares, at, lanes), _mm256_set1_ps(by->beta2));
-    square = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_set1_ps(by->rest2), gradient), gradient, square);
+    __m256 square = both(load(squares, at, lanes), _mm256_set1_ps(by->beta2),
+                         _mm256_mul_ps(_mm256_set1_ps(by->rest2), gradient), gradient, lanes != NULL);
     store(averages, at, lanes, average);
     store(squares, at, lanes, square);
     if (most) {
-        square = greater(load(most, at, lanes), square);
+        square = greater(load(most, at, lanes), square, lanes);
         store(most, at, lanes, square);
     }
     __m256 below = _mm256_div_ps(_mm256_sqrt_ps(square), _mm256_set1_ps(by->root));

@@ -6,13 +6,13 @@ On the threads of a shard. Python threads suffice: torch releases the interprete
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from math import isfinite
 from typing import TYPE_CHECKING, Final
 
 import torch
 
+from paceline.core.messages import value_class
 from paceline.update.rules import Hyper
 from paceline.update.table import NonFinite, Scale, SegmentPiece
 
@@ -72,7 +72,7 @@ def stretches(length: int, size: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + size, length)) for start in range(0, length, size))
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Contribution:
     """The part of one push that a shard gets.
 

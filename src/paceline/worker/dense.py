@@ -30,6 +30,7 @@ from paceline.wire.requests import Declare
 from paceline.worker.cache import TableCache, can_replay
 from paceline.worker.pushes import (
     Outgoing,
+    PendingPush,
     PushBuffer,
     Pushes,
     PushOutcome,
@@ -272,7 +273,7 @@ class DenseClient:
             return finished_push(PushOutcome(applied=False, reason=problem))
         buffer = self.reserve(shown=False)
         buffer.gradient.copy_(gradient)
-        return self._push(buffer, count, absent, hyper)
+        return self._push(buffer, count, absent, hyper).future
 
     def push_reserved(
         self,
@@ -283,7 +284,7 @@ class DenseClient:
         hyper: tuple[Hyper, ...] = (),
         expected: float = 0.0,
         ends_clock: bool = False,
-    ) -> Future[PushOutcome]:
+    ) -> PendingPush:
         """Send an update as `push` does, from memory that `reserve` returned, which servers read from now on.
 
         Other machines send values ahead of the end of the clock, as those who push so read the table in the next one.
@@ -296,13 +297,13 @@ class DenseClient:
             buffer, count, absent, hyper, expected, screened=screened, ends_clock=ends_clock, reads_next=True
         )
 
-    def _not_sent(self, buffer: PushBuffer) -> Future[PushOutcome]:
+    def _not_sent(self, buffer: PushBuffer) -> PendingPush:
         """Refuse reserved memory with values that are not finite."""
         try:
             problem = self._objection(buffer.gradient)
         finally:  # the script may go on with other gradients
             self.return_buffer(buffer)
-        return finished_push(PushOutcome(applied=False, reason=problem))
+        return PendingPush(self.context.lock.changed, PushOutcome(applied=False, reason=problem))
 
     def _is_checked_in_updates(self, buffer: PushBuffer) -> bool:
         """Return whether the server of a large push looks for NaN in it as it adds it, instead of this worker before.
@@ -384,7 +385,7 @@ class DenseClient:
         screened: bool = True,
         ends_clock: bool = False,
         reads_next: bool = False,
-    ) -> Future[PushOutcome]:
+    ) -> PendingPush:
         parts, context = buffer.parts or self._split(buffer), self.context
         lock = context.lock
         with lock.changed:
@@ -394,14 +395,15 @@ class DenseClient:
             push = context.core.next_push(self.name)
             frame = PushFrame(push, count, absent, hyper, screened=screened, checksums=checksums, expected=expected)
             in_pieces = self._in_pieces(parts) if reads_next and self.distant else ()
-            future = self.pushes.prepare(buffer, parts.copy(), frame, in_pieces)
+            pending = PendingPush(lock.changed)
+            self.pushes.prepare(buffer, parts.copy(), frame, pending, in_pieces)
             if self.cache.reads_own_writes:
                 self.cache.note_own(push.id.seq, buffer.gradient, absent, hyper)
             size_bytes = buffer.memory.nbytes
             may_wait = self.pushes.held and size_bytes <= _MOST_WAITING_BYTES and not in_pieces
             ends_clock = ends_clock and size_bytes <= _MOST_STEP_BYTES and not in_pieces
             context.handle(WantPush(self.name, may_wait=may_wait, ends_clock=ends_clock))
-        return future
+        return pending
 
     def _split(self, buffer: PushBuffer) -> dict[int, memoryview]:
         """Note, beside a buffer that is used for the first time, the part of each server that holds one."""
@@ -464,7 +466,7 @@ class DenseClient:
             return
         if outgoing.answers.refused:
             self.cache.forget_own(effect.id.seq)
-        outgoing.future.set_result(outgoing.answers.outcome())
+        outgoing.pending.end(outgoing.answers.outcome())
 
     def finish_read(self, done: ReadDone) -> None:
         """End the futures of a read and of earlier ones."""

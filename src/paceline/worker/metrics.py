@@ -258,23 +258,32 @@ class StepMetrics:
             self.tell(f"worker {self.worker}, clock {clock}: the script reports {name}={value}; told once of each name")
 
     def watch_push(self, table: str, consistency: str, clock: int, pushed: Future[PushOutcome]) -> Future[PushOutcome]:
-        """Record and print a refusal of this push; return the push. Late pushes under a quorum are usual, and left out.
+        """Do what `note_push` does, for a push whose outcome is a future; return the push."""
+        note = self.note_push(table, consistency, clock)
 
-        Also warn of a clock with very many pushes, which wait for its end.
+        def note_end(done: Future[PushOutcome]) -> None:
+            if done.exception() is None and not done.result().applied:  # else the worker has failed
+                note(done.result())
+
+        pushed.add_done_callback(note_end)
+        return pushed
+
+    def note_push(self, table: str, consistency: str, clock: int) -> Callable[[PushOutcome], None]:
+        """Count a push, and warn of a clock with very many pushes, which wait for its end.
+
+        Returns what is to be called with a refusal: it records and prints that. Late pushes under a quorum are usual,
+        and left out.
         """
 
-        def note_outcome(done: Future[PushOutcome]) -> None:
-            if done.exception() is None and not (outcome := done.result()).applied:  # else the worker has failed
-                reason = outcome.reason
-                if not (is_late(reason) and Consistency.parse(consistency).backups):
-                    self.note_refused("push", table, clock, reason)
+        def note_refusal(outcome: PushOutcome) -> None:
+            if not (is_late(outcome.reason) and Consistency.parse(consistency).backups):
+                self.note_refused("push", table, clock, outcome.reason)
 
         self.refusals.note_made("push", table)
         num = self.open_clocks.note_push(table, clock)
         if num == MANY_PUSHES and Consistency.parse(consistency).visible == "on_clock":
             self.open_clocks.tell_of(table, clock, f"made {num} pushes of table '{table}'")
-        pushed.add_done_callback(note_outcome)
-        return pushed
+        return note_refusal
 
     def note_refused(
         self, kind: Literal["push", "step"], table: str, clock: int, reason: str, *, is_told: bool = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.core.effects import Release
 from paceline.core.exactly_once import WINDOW
-from paceline.core.messages import Push, PushId
+from paceline.core.messages import Push
 from paceline.core.worker import WorkerCore
 from paceline.errors import PacelineError, ProtocolBug, UsageError
 from paceline.transport.base import Transport
@@ -56,6 +56,49 @@ class PushOutcome:
 
 
 _APPLIED: Final = PushOutcome(applied=True)
+
+
+@dataclass(slots=True, eq=False)
+class PendingPush:
+    """A push in flight. It ends under the lock of the worker, `lock`."""
+
+    lock: threading.Condition
+    outcome: PushOutcome | None = None
+    error: PacelineError | None = None
+    _notes: list[Callable[[PushOutcome], None]] = field(default_factory=list[Callable[[PushOutcome], None]])
+    _future: Future[PushOutcome] | None = None
+
+    def end(self, outcome: PushOutcome | None, error: PacelineError | None = None) -> None:
+        """Note how it has ended."""
+        self.outcome, self.error = outcome, error
+        if outcome is not None and not outcome.applied:
+            for note in self._notes:
+                note(outcome)
+        if self._future is not None:
+            self._settle(self._future)
+
+    def when_refused(self, note: Callable[[PushOutcome], None]) -> None:
+        """Have `note` called with the outcome, under the lock, if that is a refusal."""
+        with self.lock:
+            if self.outcome is None:
+                self._notes.append(note)
+            elif not self.outcome.applied:
+                note(self.outcome)
+
+    @property
+    def future(self) -> Future[PushOutcome]:
+        """How it ends, as a future; made on demand, as a training step needs none."""
+        with self.lock:
+            if self._future is None:
+                self._future = pending_future(PushOutcome)
+                self._settle(self._future)
+            return self._future
+
+    def _settle(self, future: Future[PushOutcome]) -> None:
+        if self.outcome is not None:
+            future.set_result(self.outcome)
+        elif self.error is not None:
+            future.set_exception(self.error)
 
 
 @dataclass(slots=True)
@@ -142,7 +185,7 @@ class Outgoing:
     frame: PushFrame
     buffer: PushBuffer
     bodies: dict[int, memoryview]  # by server, parts of the buffer. Invariant: exactly those that have not answered
-    future: Future[PushOutcome]
+    pending: PendingPush
     in_pieces: set[int]  # servers that are sent their part in pieces, and have not been sent it yet
     order: SendOrder = field(default_factory=SendOrder)  # of the pieces
     answers: Answers = field(default_factory=Answers)
@@ -152,11 +195,11 @@ class Outgoing:
 class ClockCounts:
     """Counts of the pushes of a table that are in flight, by the clock in which they were made."""
 
-    _counts: Counter[int] = field(default_factory=Counter[int])
+    _counts: dict[int, int] = field(default_factory=dict[int, int])
 
     def add(self, push: Push) -> None:
         """Count a push that is sent."""
-        self._counts[push.clock] += 1
+        self._counts[push.clock] = self._counts.get(push.clock, 0) + 1
 
     def remove(self, push: Push) -> None:
         """Stop counting a push that is answered."""
@@ -166,7 +209,7 @@ class ClockCounts:
 
     def of_clock(self, clock: int) -> int:
         """Return how many of the pushes were made in this clock."""
-        return self._counts[clock]
+        return self._counts.get(clock, 0)
 
     def has_older(self, clock: int) -> bool:
         """Return whether one was made before this clock."""
@@ -237,7 +280,7 @@ class Pushes:
     poisons: bool = False
     _free: list[PushBuffer] = field(default_factory=list[PushBuffer])
     _lent: dict[PushBuffer, bool] = field(default_factory=dict[PushBuffer, bool])  # -> shown
-    _under_way: dict[PushId, Outgoing] = field(default_factory=dict[PushId, Outgoing])
+    _under_way: dict[int, Outgoing] = field(default_factory=dict[int, Outgoing])  # by sequence number
     _counts: ClockCounts = field(default_factory=ClockCounts)
 
     def __len__(self) -> int:
@@ -286,24 +329,23 @@ class Pushes:
         buffer: PushBuffer,
         bodies: dict[int, memoryview],
         frame: PushFrame,
+        pending: PendingPush,
         in_pieces: Collection[int] = (),
-    ) -> Future[PushOutcome]:
+    ) -> None:
         """Add a push that is about to be sent, in pieces to some servers."""
-        future = pending_future(PushOutcome)
-        self._under_way[frame.push.id] = Outgoing(frame, buffer, bodies, future, set(in_pieces))
+        self._under_way[frame.push.id.seq] = Outgoing(frame, buffer, bodies, pending, set(in_pieces))
         self._counts.add(frame.push)
-        return future
 
     def outgoing(self, push: Push) -> Outgoing | None:
         """Return a push in flight; None if it is answered or abandoned."""
-        return self._under_way.get(push.id)
+        return self._under_way.get(push.id.seq)
 
     def release(self, effect: Release, explain: Callable[[Tensor], str] = lambda _: "") -> Outgoing | None:
         """Note the answer of a server; once all have answered, free the buffer and return the push.
 
         `explain` says of a gradient that was not looked at here what may be wrong with it, if a server refuses it.
         """
-        outgoing = self._under_way.get(effect.id)
+        outgoing = self._under_way.get(effect.id.seq)
         if outgoing is None:
             return None
         if effect.refused and not outgoing.frame.screened:  # now, as long as the gradient is there
@@ -314,13 +356,13 @@ class Pushes:
             return None
         self.reclaim(outgoing.buffer)
         self._counts.remove(outgoing.frame.push)
-        return self._under_way.pop(effect.id)
+        return self._under_way.pop(effect.id.seq)
 
     def abandon(self, error: PacelineError) -> None:
         """End all pushes with an error: whether they were applied is unknown."""
         while self._under_way:
             _, outgoing = self._under_way.popitem()
-            outgoing.future.set_exception(error)
+            outgoing.pending.end(None, error)
         self._counts = ClockCounts()
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from paceline.worker.cache import TableCache
 from paceline.worker.dense import DenseClient, PendingRead
 from paceline.worker.metrics import StepMetrics
 from paceline.worker.node import WorkerNode
-from paceline.worker.pushes import PushBuffer, PushOutcome
+from paceline.worker.pushes import PendingPush, PushBuffer, PushOutcome
 from paceline.worker.table_calls import TableCalls
 from paceline.worker.validation import as_count, as_hyper, as_indices, as_output, as_values, shortened
 
@@ -189,14 +189,15 @@ class Table:
         hyper: tuple[Hyper, ...],
         expected: float = 0.0,
         ends_clock: bool = False,
-    ) -> Future[PushOutcome]:
+    ) -> PendingPush:
         """Push from memory that `client.reserve` returned, without a copy; do not write to it any more."""
         spec, metrics = self.spec, self.metrics
         with metrics.communication:
             pushed = self.client.push_reserved(
                 buffer, count=samples, absent=absent, hyper=hyper, expected=expected, ends_clock=ends_clock
             )
-            return metrics.watch_push(spec.name, spec.consistency, self.node.clock, pushed)
+            pushed.when_refused(metrics.note_push(spec.name, spec.consistency, self.node.clock))
+            return pushed
 
     @checked_late
     def pull_later(self, *, refresh: bool = True) -> Future[Tensor]:

@@ -416,12 +416,15 @@ class WorkerLock:
         hold = self.hold
         depth = hold.suspend()
         try:
-            began, left_s = time.monotonic(), min(_SOON_S, self.waits.limit_s)
+            left_s = min(_SOON_S, self.waits.limit_s)
+            ends = time.monotonic() + left_s
             # Answers to what was sent before may come first.
-            while not self.failure and left_s > 0 and not done():
+            while not self.failure and left_s > 0:
                 self._wait_for_news(left_s)
-                left_s = began + min(_SOON_S, self.waits.limit_s) - time.monotonic()
-            return done()
+                if done():
+                    return True
+                left_s = ends - time.monotonic()
+            return False
         finally:
             hold.resume(depth)
 
