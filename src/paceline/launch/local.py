@@ -314,7 +314,8 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
                     f"{run.num_at_start} of up to {run.num_workers} workers begin; for another number of them: "
                     f"paceline scale {run_dir} --workers NUMBER"
                 )
-                console.announce(f"from another terminal workers join by: {_join_command(run, run_dir, admission)}")
+                where = "from another terminal" if run.joining.listen is None else "on other machines"
+                console.announce(f"{where} workers join by: {_join_command(run, run_dir, admission)}")
             if spec.record_bytes and not run.quiet:
                 size = f"{run.record.record_gib:g} GiB"
                 console.announce(f"what servers are told is kept for paceline replay: at most {size}")

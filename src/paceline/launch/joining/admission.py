@@ -133,12 +133,15 @@ class Joiner:
                 self._receive()
         except PeerError as error:
             with self._lock:
-                lost = self._running - self._exit_codes.keys()
-                self._exit_codes.update(dict.fromkeys(lost, -signal.SIGKILL))
-            self._changed()
-            return str(error) if lost else ""
-        finally:
-            self.close()
+                return str(error) if self._running - self._exit_codes.keys() else ""
+
+    def give_up(self) -> None:
+        """Take the workers that have not ended for killed: the connection is over."""
+        self.close()
+        with self._lock:
+            lost = self._running - self._exit_codes.keys()
+            self._exit_codes.update(dict.fromkeys(lost, -signal.SIGKILL))
+        self._changed()
 
     def close(self) -> None:
         """End the connection."""
@@ -238,6 +241,7 @@ class JoinListener:
             why = joiner.follow()
             if why and not self._is_over:
                 self._tell(f"the connection to {joiner.origin}, which has joined, has ended: {why}")
+            joiner.give_up()
         connection.close()
         with self._lock:
             del self._connections[connection]

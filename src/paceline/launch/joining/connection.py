@@ -43,7 +43,7 @@ class RunAddress:
     """A run to join: its name in messages, its addresses, and the folder with the token and keys to show there.
 
     Args:
-        name: as the user gave it.
+        name: what it is called in messages.
         addresses: to try in turn.
         folder: of the run on this machine, or of this process.
         is_here: whether `folder` is that of the run.
@@ -81,7 +81,7 @@ def find_run(text: str, num: int, keys: Path | None, own: Path) -> RunAddress:
         address = (folder / ADDRESS_NAME).read_text()
     except OSError as error:
         raise UsageError(f"the run in {folder} does not listen for workers that join: has it ended?") from error
-    return RunAddress(text, (address,), folder, True, Holder("any") if spec.encrypted else None)
+    return RunAddress(f"the run in {text}", (address,), folder, True, Holder("any") if spec.encrypted else None)
 
 
 def _find_elsewhere(text: str, keys: Path | None, own: Path) -> RunAddress:
@@ -107,7 +107,7 @@ def _find_elsewhere(text: str, keys: Path | None, own: Path) -> RunAddress:
         )
     holder = Holder("any") if has_any else Holder("worker", ranks[0])
     addresses = tuple(f"tcp://{format_host_port(address, port)}" for address in look_up(host))
-    return RunAddress(text, addresses, own, False, holder, None if has_any else ranks)
+    return RunAddress(f"the run at {text}", addresses, own, False, holder, None if has_any else ranks)
 
 
 @final
