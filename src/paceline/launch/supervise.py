@@ -330,6 +330,7 @@ class Supervisor:
         self._servers_stopped = False
         self._ending: Ending | None = None
         self._num_finished = 0
+        self._is_finishing = False  # a worker of this launcher has come to the end of the script
         self._exits = exits
         self._pauses = RestartDelays()
         self._successors = successors
@@ -427,6 +428,10 @@ class Supervisor:
         if exit_code == 0:
             self._num_finished += 1
             self._exits.note_end(child)
+            if child.launch.origin:  # it may have run less than the script of the run
+                self._vacate(child.launch)
+            else:
+                self._is_finishing = True
         elif self._ending is None:
             self._on_worker_loss(child, exit_code)
 
@@ -558,7 +563,7 @@ class Supervisor:
         """Return why workers come and go no longer, or nothing while they do."""
         if self._ending is not None or self._servers_stopped:
             return "the run ends: the number of its workers stays as it is"
-        if self._num_finished:
+        if self._is_finishing:
             return "a worker has come to the end of the script: the number of workers stays as it is"
         return ""
 

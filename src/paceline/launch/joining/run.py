@@ -105,7 +105,7 @@ class JoiningBackend:
         self._inner.wait(timeout_s)
         for order in self._run.orders():
             self._obey(order)
-        if self._run.lost and not self.is_cut_off:
+        if self._run.lost and self._workers and not self.is_cut_off:
             self.is_cut_off = True
             self._console.announce(f"the run is out of reach ({self._run.lost}): the workers here end at once")
             for worker in self._workers.values():
