@@ -391,7 +391,7 @@ def open_admission(
     tls = tls_settings(run_dir / KEYS_NAME, Holder("server", 0)) if spec.encrypted else None
     transport = TcpTransport(TokenFiles(run_dir, JOB), LIMITS, tls=tls, notice=console.announce)
     listener = transport.listen(format_host_port(host, port))
-    with JoinListener(listener, run_dir, program_digest(run.script), signals.wake, console.announce) as admission:
+    with JoinListener(listener, spec, program_digest(run.script), signals.wake, console.announce) as admission:
         yield admission
 
 

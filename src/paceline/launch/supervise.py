@@ -198,7 +198,7 @@ class Exits:
     Args:
         console: gets a line for each that has not ended well.
         board: shows the states of workers, where there is one.
-        run_dir: the trace in it gets a record for each that has not ended well.
+        run_dir: the trace in it gets a record for each that has not ended well; None where another launcher writes it.
         now: seconds since 1970.
         subject: what ends, in messages.
     """
@@ -207,13 +207,13 @@ class Exits:
         self,
         console: Console,
         board: ProgressDisplay | None,
-        run_dir: Path,
+        run_dir: Path | None,
         now: Callable[[], float] = time.time,
         subject: str = "the run",
     ) -> None:
         self._console = console
         self._board = board
-        self._trace = trace_path(run_dir, "launcher", 0)
+        self._trace = None if run_dir is None else trace_path(run_dir, "launcher", 0)
         self._now = now
         self._subject = subject
         self._lost: list[str] = []

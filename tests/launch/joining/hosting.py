@@ -91,7 +91,7 @@ def make_run(run_dir: Path, *, num_at_start: int = 1, encrypted: bool = False) -
 @contextmanager
 def hosting(run_dir: Path, keys: Path | None = None) -> Iterator[Host]:
     """Listen as a run does; afterwards nothing is left."""
-    make_run(run_dir, encrypted=keys is not None)
+    spec = make_run(run_dir, encrypted=keys is not None)
     if keys is None:
         write_token(run_dir)
     host = Host(run_dir)
@@ -99,7 +99,7 @@ def hosting(run_dir: Path, keys: Path | None = None) -> Iterator[Host]:
         tls = None if keys is None else tls_settings(keys, Holder("server", 0))
         transport = TcpTransport(TokenFiles(keys or run_dir, JOB), LIMITS, tls=tls)
         listener = transport.listen("127.0.0.1:0")
-        with JoinListener(listener, run_dir, PROGRAM, host.wake, host.told.append) as host.admission:
+        with JoinListener(listener, spec, PROGRAM, host.wake, host.told.append) as host.admission:
             yield host
 
 

@@ -15,7 +15,7 @@ from typing import Final, final
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError
 from paceline.job.addresses import CLUSTER_NAME
 from paceline.job.machines import this_machine
-from paceline.job.spec import write_private
+from paceline.job.spec import ClusterSpec, write_private
 from paceline.launch.child import Launch
 from paceline.launch.joining.messages import (
     ADDRESS_NAME,
@@ -26,9 +26,11 @@ from paceline.launch.joining.messages import (
     JoinRequest,
     WorkerExited,
     WorkerOrder,
+    WorkerTrace,
     decode_from_joiner,
     encode,
 )
+from paceline.launch.joining.traces import TraceReceiver
 from paceline.transport.base import Connection, Listener
 
 MAX_JOINERS: Final = 64  # connections at a time
@@ -75,11 +77,12 @@ class Joiner:
     """The run's end of the connection to one `paceline join`; a `Candidate` until it is answered."""
 
     def __init__(
-        self, connection: Connection, request: JoinRequest, run_dir: Path, changed: Callable[[], None]
+        self, connection: Connection, request: JoinRequest, spec: ClusterSpec, changed: Callable[[], None]
     ) -> None:
         """Stand for the process that has made this request; `changed` is called when a worker has ended."""
         self._connection = connection
-        self._run_dir = run_dir
+        self._run_dir = Path(spec.run_dir)
+        self._traces = TraceReceiver(self._run_dir, spec.trace_bytes)
         self._request = request
         self._changed = changed
         self._lock = threading.Lock()
@@ -138,6 +141,7 @@ class Joiner:
     def give_up(self) -> None:
         """Take the workers that have not ended for killed: the connection is over."""
         self.close()
+        self._traces.close()
         with self._lock:
             lost = self._running - self._exit_codes.keys()
             self._exit_codes.update(dict.fromkeys(lost, -signal.SIGKILL))
@@ -154,10 +158,14 @@ class Joiner:
         except DeadlineExceeded:
             return
         with self._lock:
-            if not isinstance(message, WorkerExited) or message.rank not in self._running:
+            if isinstance(message, JoinRequest) or message.rank not in self._running:
                 raise PeerError(f"{self.origin} said {type(message).__name__} when that means nothing")
-            self._exit_codes.setdefault(message.rank, message.exit_code)
-        self._changed()
+            if isinstance(message, WorkerExited):
+                self._exit_codes.setdefault(message.rank, message.exit_code)
+        if isinstance(message, WorkerTrace):
+            self._traces.keep(message)
+        else:
+            self._changed()
 
 
 @final
@@ -166,17 +174,17 @@ class JoinListener:
 
     Args:
         listener: where they connect; it belongs to this.
-        run_dir: of the run; in it is said where this listens.
+        spec: of the run; in its folder is said where this listens.
         program: digest of the script of the run.
         wake: called by other threads when the supervisor has something to look at.
         tell: gets a line for each that is lost with workers that run.
     """
 
     def __init__(
-        self, listener: Listener, run_dir: Path, program: str, wake: Callable[[], None], tell: Callable[[str], None]
+        self, listener: Listener, spec: ClusterSpec, program: str, wake: Callable[[], None], tell: Callable[[str], None]
     ) -> None:
         self._listener = listener
-        self._run_dir = run_dir
+        self._spec = spec
         self._program = program
         self._wake = wake
         self._tell = tell
@@ -189,7 +197,7 @@ class JoinListener:
     def __enter__(self) -> "JoinListener":
         """Begin to listen."""
         self._thread.start()
-        write_private(self._run_dir / ADDRESS_NAME, self.address.encode())
+        write_private(Path(self._spec.run_dir) / ADDRESS_NAME, self.address.encode())
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -251,7 +259,7 @@ class JoinListener:
         request = decode_from_joiner(connection.receive(timeout_s=REQUEST_TIMEOUT_S).header)
         if not isinstance(request, JoinRequest) or not _is_name(str(request.process.machine)):
             raise PeerError("the first message is not a request to join")
-        joiner = Joiner(connection, request, self._run_dir, self._wake)
+        joiner = Joiner(connection, request, self._spec, self._wake)
         refusal = self._objection(connection, request)
         if refusal:
             joiner.refuse(refusal)

@@ -24,6 +24,7 @@ from paceline.launch.joining.messages import (
     JoinRequest,
     WorkerExited,
     WorkerOrder,
+    WorkerTrace,
     decode_from_run,
     encode,
 )
@@ -188,6 +189,11 @@ class RunConnection:
         self._given.discard(rank)
         with suppress(PeerError):
             self._connection.send(encode(WorkerExited(rank, exit_code)), timeout_s=SEND_TIMEOUT_S)
+
+    def send_trace(self, said: WorkerTrace) -> None:
+        """Send what a worker has written down; a run that is gone does not get it."""
+        with suppress(PeerError):
+            self._connection.send(encode(said), timeout_s=SEND_TIMEOUT_S)
 
     def _receive_all(self, wake: Callable[[], None]) -> None:
         try:

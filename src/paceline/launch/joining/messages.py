@@ -47,6 +47,14 @@ class WorkerExited(msgspec.Struct, frozen=True, tag="exited"):
     exit_code: Annotated[int, msgspec.Meta(ge=-255, le=255)]
 
 
+class WorkerTrace(msgspec.Struct, frozen=True, tag="trace"):
+    """What a worker of another machine has written down, as whole lines of its trace; `now_s` on the clock there."""
+
+    rank: Rank
+    now_s: float
+    lines: Annotated[bytes, msgspec.Meta(max_length=1 << 19)]
+
+
 class JoinAccepted(msgspec.Struct, frozen=True, tag="accepted"):
     """Start workers in these places, each a rank and an incarnation. `spec` is that of the run, as JSON."""
 
@@ -67,7 +75,7 @@ class WorkerOrder(msgspec.Struct, frozen=True, tag="order"):
     order: Literal["leave", "end", "kill"]
 
 
-FromJoiner = JoinRequest | WorkerExited
+FromJoiner = JoinRequest | WorkerExited | WorkerTrace
 FromRun = JoinAccepted | JoinRefused | WorkerOrder
 
 _Message = TypeVar("_Message")

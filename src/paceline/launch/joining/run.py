@@ -20,6 +20,7 @@ from paceline.launch.forkserver.subreaper import Orphans
 from paceline.launch.guard import Guard, clear
 from paceline.launch.joining.connection import RunAddress, RunConnection, find_run
 from paceline.launch.joining.messages import JoinAccepted, JoinRequest, WorkerOrder, program_digest
+from paceline.launch.joining.traces import TraceSender
 from paceline.launch.local import (
     GUARD_TIMEOUT_S,
     TRACE_NAME,
@@ -72,17 +73,25 @@ class JoiningBackend:
     """Starts workers on this machine, tells the run of their ends, and does with them what the run says."""
 
     def __init__(
-        self, inner: LocalBackend, run: RunConnection, console: Console, signals: Signals, run_dir: Path
+        self,
+        inner: LocalBackend,
+        run: RunConnection,
+        console: Console,
+        signals: Signals,
+        run_dir: Path,
+        traces: TraceSender | None,
     ) -> None:
         """Start them by `inner`; an order of the run to end at once is obeyed as if it were a signal to this process.
 
-        In `run_dir` workers are told that nothing is worth finishing.
+        In `run_dir` workers are told that nothing is worth finishing. Without traces, workers write theirs where the
+        run reads them.
         """
         self._inner = inner
         self._run = run
         self._console = console
         self._signals = signals
         self._run_dir = run_dir
+        self._traces = traces
         self._workers: dict[int, Member] = {}  # that run, by rank
         self.is_cut_off = False
 
@@ -105,6 +114,7 @@ class JoiningBackend:
         self._inner.wait(timeout_s)
         for order in self._run.orders():
             self._obey(order)
+        self._send_traces(whole=False)
         if self._run.lost and self._workers and not self.is_cut_off:
             self.is_cut_off = True
             self._console.announce(f"the run is out of reach ({self._run.lost}): the workers here end at once")
@@ -115,6 +125,7 @@ class JoiningBackend:
         """Tell the run how a worker has ended; one that was told to leave before it had begun has left."""
         code = member.reap()
         self._inner.release(member)
+        self._send_traces(whole=True)
         if self._workers.get(member.launch.rank) is member and code is not None:
             del self._workers[member.launch.rank]
             self._run.report(member.launch.rank, EXIT_PREEMPTED if code == -signal.SIGTERM else code)
@@ -122,6 +133,18 @@ class JoiningBackend:
     def close(self) -> None:
         """Release what is left."""
         self._inner.close()
+
+    def _send_traces(self, *, whole: bool) -> None:
+        if self._traces is None:
+            return
+        try:
+            if whole:
+                self._traces.send_rest()
+            else:
+                self._traces.send_news()
+        except (OSError, UsageError) as error:
+            self._traces = None
+            self._console.announce(f"what workers write down is no longer sent to the run: {error}. Training goes on")
 
     def _obey(self, told: WorkerOrder) -> None:
         worker = self._workers.get(told.rank)
@@ -243,9 +266,12 @@ def _supervise(
             names = ", ".join(f"worker {place.rank}" for place in places)
             console.announce(f"{names} to come; Ctrl-C has {_them(places)} finish the step and leave")
         connection.follow(signals.wake)
+        is_elsewhere = Path(spec.run_dir) == folder
+        ranks = [place.rank for place in places]
+        traces = TraceSender(folder / TRACE_NAME, ranks, connection.send_trace) if is_elsewhere else None
         inner = LocalBackend(console, guard, signals.wakeup_fd, fork_server, outlets, orphans)
-        backend = JoiningBackend(inner, connection, console, signals, folder)
-        exits = Exits(console, None, folder, subject=SUBJECT)
+        backend = JoiningBackend(inner, connection, console, signals, folder, traces)
+        exits = Exits(console, None, None, subject=SUBJECT)
         supervisor = Supervisor(config, backend, NoServers(), console, signals, None, exits)
         code = supervisor.run(plan_workers(run, programs, environment, places))
     return EXIT_FAILURE if backend.is_cut_off else code
