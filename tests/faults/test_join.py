@@ -43,7 +43,7 @@ def kill_server(run: Run) -> None:
     run.wait_for("another process goes on in its place")
 
 
-def test_each_sample_counts_once_an_epoch_whoever_joins_and_however_it_leaves(tmp_path: Path) -> None:
+def test_each_sample_counts_once_an_epoch_while_workers_join_and_leave_in_every_way(tmp_path: Path) -> None:
     run_dir, enough, script = tmp_path / "run", tmp_path / "enough", SCRIPTS / "counted.py"
     options = ("-n", "1:4", "--grace-s", "60")
     with running(run_dir, script, str(enough), options=options) as run:
