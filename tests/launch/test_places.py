@@ -270,7 +270,7 @@ def run_with(folder: Path, machine: ElasticMachine, *candidates: Asking, policy:
             Exits(Console(), None, folder),
             now=lambda: machine.now_s,
             places=places,
-            admission=Requests(machine, [*candidates]),
+            candidates=Requests(machine, [*candidates]),
         )
         return run.run([describe("server"), worker(0)])
 

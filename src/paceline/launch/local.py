@@ -309,18 +309,8 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
                 console, guard, signals.wakeup_fd, fork_server, outlets, orphans, keeps_spares=keeps_spares
             )
             exits = Exits(console, display, run_dir)
-            if admission is not None and not run.quiet:
-                console.announce(
-                    f"{run.num_at_start} of up to {run.num_workers} workers begin; for another number of them: "
-                    f"paceline scale {run_dir} --workers NUMBER"
-                )
-                where = "from another terminal" if run.joining.listen is None else "on other machines"
-                console.announce(f"{where} workers join by: {_join_command(run, run_dir, admission)}")
-            if spec.record_bytes and not run.quiet:
-                size = f"{run.record.record_gib:g} GiB"
-                console.announce(f"what servers are told is kept for paceline replay: at most {size}")
-            if spec.resume and not run.quiet:
-                console.announce(f"goes on from {spec.resume}, at clock {spec.clock}")
+            if not run.quiet:
+                _announce_start(run, spec, run_dir, admission, console)
             starting = [each for each in launches if each.role != "worker" or each.rank in run.first_workers]
             vacant = None if run.num_at_start is None else [each for each in launches if each not in starting]
             supervisor = Supervisor(
@@ -333,7 +323,7 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
                 exits,
                 successors=successors,
                 places=None if vacant is None else WorkerPlaces(run_dir, vacant),
-                admission=admission,
+                candidates=admission,
             )
             return supervisor.run(starting if successors is None else successors.equip(starting))
 
@@ -393,6 +383,24 @@ def open_admission(
     listener = transport.listen(format_host_port(host, port))
     with JoinListener(listener, spec, program_digest(run.script), signals.wake, console.announce) as admission:
         yield admission
+
+
+def _announce_start(
+    run: LocalRun, spec: ClusterSpec, run_dir: Path, admission: JoinListener | None, console: Console
+) -> None:
+    """Tell what is known of a run before it begins."""
+    if admission is not None:
+        console.announce(
+            f"{run.num_at_start} of up to {run.num_workers} workers begin; for another number of them: "
+            f"paceline scale {run_dir} --workers NUMBER"
+        )
+        where = "from another terminal" if run.joining.listen is None else "on other machines"
+        console.announce(f"{where} workers join by: {_join_command(run, run_dir, admission)}")
+    if spec.record_bytes:
+        size = f"{run.record.record_gib:g} GiB"
+        console.announce(f"what servers are told is kept for paceline replay: at most {size}")
+    if spec.resume:
+        console.announce(f"goes on from {spec.resume}, at clock {spec.clock}")
 
 
 def _join_command(run: LocalRun, run_dir: Path, admission: JoinListener) -> str:

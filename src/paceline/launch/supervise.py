@@ -135,8 +135,8 @@ class Candidate(Protocol):
         ...
 
 
-class Admission(Protocol):
-    """Where candidates ask."""
+class Candidates(Protocol):
+    """Where they ask."""
 
     def requested(self) -> Sequence[Candidate]:
         """Return those that have asked since the last call; does not block."""
@@ -310,12 +310,12 @@ class Supervisor:
         now: Callable[[], float] = time.monotonic,
         successors: Succession | None = None,
         places: Places | None = None,
-        admission: Admission | None = None,
+        candidates: Candidates | None = None,
     ) -> None:
         """Plan it; `now` returns monotonic seconds.
 
         Without successors, a server that dies ends the run; without places, workers neither come nor are told to leave,
-        and without an admission none join.
+        and without candidates none join.
         """
         self._config = config
         self._backend = backend
@@ -335,7 +335,7 @@ class Supervisor:
         self._pauses = RestartDelays()
         self._successors = successors
         self._places = places
-        self._admission = admission
+        self._candidates = candidates
         self._leaving: list[Member] = []  # those that were told to leave, and have not yet
         self._ended: list[Launch] = []  # lives of workers
         self._due: list[tuple[float, Launch]] = []  # when to start what has crashed again (monotonic seconds)
@@ -569,9 +569,9 @@ class Supervisor:
 
     def _admit(self) -> None:
         """Answer those that ask to join, once servers listen: then all that their workers need is known."""
-        if self._admission is None or self._places is None or not self._met:
+        if self._candidates is None or self._places is None or not self._met:
             return
-        for candidate in self._admission.requested():
+        for candidate in self._candidates.requested():
             refusal = self._why_number_stays()
             coming = [] if refusal else self._places.take(candidate.num, candidate.permits)
             if len(coming) == candidate.num:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 from paceline.job.choices import TransportName
-from paceline.job.machines import look_up, parse_host_port
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,9 @@ class ListenOptions:
         """Raise UsageError for options that do not go together."""
         if self.listen is None:
             if self.keys is not None:
-                raise UsageError("--keys is for --listen: on this machine a run makes its own token")
+                raise UsageError(
+                    "--keys is for --listen: leave it out, as a run that other machines do not join makes its own token"
+                )
             return
         if self.keys is None:
             raise UsageError(
@@ -37,13 +38,19 @@ class ListenOptions:
                 "`paceline keys make KEYS`, and give --keys KEYS"
             )
         if not is_elastic:
-            raise UsageError(f"--listen is {self.listen}, and the number of workers is fixed: --workers 2:8 has places")
+            raise UsageError(
+                f"--listen is {self.listen}, and the number of workers is fixed: give a range, as --workers 2:8"
+            )
         if transport == "memory":
-            raise UsageError(f"--listen is {self.listen}, and with --transport memory the job is one process")
+            raise UsageError(
+                f"--listen is {self.listen}, and with --transport memory the job is one process; choose shm or tcp"
+            )
         self.address()
 
     def address(self) -> tuple[str, int]:
         """Return the address and port; raises UsageError where other machines could not tell which machine it is."""
+        from paceline.job.machines import look_up, parse_host_port
+
         host, port = parse_host_port(self.listen or "")
         address = look_up(host)[0]
         if ip_address(address).is_unspecified:
