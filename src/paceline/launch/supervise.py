@@ -135,8 +135,8 @@ class Candidate(Protocol):
         ...
 
 
-class Candidates(Protocol):
-    """Where they ask."""
+class JoinRequests(Protocol):
+    """Where candidates ask."""
 
     def requested(self) -> Sequence[Candidate]:
         """Return those that have asked since the last call; does not block."""
@@ -310,7 +310,7 @@ class Supervisor:
         now: Callable[[], float] = time.monotonic,
         successors: Succession | None = None,
         places: Places | None = None,
-        candidates: Candidates | None = None,
+        candidates: JoinRequests | None = None,
     ) -> None:
         """Plan it; `now` returns monotonic seconds.
 
