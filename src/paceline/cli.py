@@ -17,12 +17,13 @@ from paceline import __version__
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.limits import explain, is_shortage
 from paceline.launch.output import occupy_closed_streams
+from paceline.tools.join import join
 from paceline.tools.run import run, take_config
 
 TRACEBACK_FLAG: Final = "--traceback"
 END_OF_OPTIONS: Final = "--"
-# Position of the script, which takes all arguments behind it: `tune` has its search file before it.
-SCRIPT_PLACES: Final = {"run": 1, "launch": 1, "tune": 2}
+# Position of the script, which takes all arguments behind it: `tune` has its search file before it, `join` an address.
+SCRIPT_PLACES: Final = {"run": 1, "launch": 1, "tune": 2, "join": 2}
 EXIT_FAILURE: Final = 1
 EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = 130
@@ -40,6 +41,7 @@ app = App(
 
 
 app.command(run)
+app.command(join)
 app.command("paceline.tools.top:top", name="top", help="Show what a job does, who holds it up and why.")
 app.command("paceline.tools.dashboard:dashboard", name="dashboard", help="Show what jobs do on a page in a browser.")
 app.command("paceline.tools.afterwards:report", name="report", help="Draw what runs did, or tell how one ended.")
@@ -95,7 +97,7 @@ def answer(tokens: Sequence[str]) -> int:
     """Run one command and return its exit code; errors go to stderr in one line."""
     options, script = split_at_script(tokens)
     wants_traceback = TRACEBACK_FLAG in options
-    if options[:1] != ["run"]:  # `run` hands it on to its workers
+    if options[:1] not in (["run"], ["join"]):  # they hand it on to their workers
         options = [token for token in options if token != TRACEBACK_FLAG]
     if options[:1] == ["compare"]:
         options = with_module(options)
@@ -170,8 +172,9 @@ def with_module(options: Sequence[str]) -> list[str]:
 
 def switches() -> frozenset[str]:
     """Return the options before a script that take no value, those in groups of options among them."""
-    defaults = {parameter.name: parameter.default for parameter in inspect.signature(run).parameters.values()}
+    parameters = [each for command in (run, join) for each in inspect.signature(command).parameters.values()]
+    defaults = {parameter.name: parameter.default for parameter in parameters}
     for group in [default for default in defaults.values() if is_dataclass(default)]:
         defaults |= {field.name: getattr(group, field.name) for field in fields(group)}
-    names = [name for name, default in defaults.items() if isinstance(default, bool)]
+    names = [name.replace("_", "-") for name, default in defaults.items() if isinstance(default, bool)]
     return frozenset({"--help", "-h", TRACEBACK_FLAG, *(f"{no}{name}" for name in names for no in ("--", "--no-"))})

@@ -5,14 +5,15 @@ from __future__ import annotations
 import signal
 import threading
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 from tests.launch.test_supervise import Machine, Member
 from tests.launch.test_supervise import launch as describe
 
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import ConnectionLost, PacelineError, UsageError
 from paceline.job.addresses import SPEC_NAME
 from paceline.job.environment import Place
 from paceline.job.spec import ClusterSpec
@@ -20,7 +21,7 @@ from paceline.launch.child import Launch
 from paceline.launch.output import Console
 from paceline.launch.places import ANSWER_NAME, REQUEST_NAME, WorkerPlaces, request_workers
 from paceline.launch.plan import LocalRun, read_workers
-from paceline.launch.policy import Policy
+from paceline.launch.policy import EXIT_LOST, Policy
 from paceline.launch.signals import EXIT_PREEMPTED, Signals
 from paceline.launch.supervise import Exits, SupervisionConfig, Supervisor
 
@@ -204,3 +205,122 @@ def test_an_answer_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
     (tmp_path / ANSWER_NAME).write_text("of an earlier request")
     WorkerPlaces(tmp_path, []).answer("done")
     assert (tmp_path / ANSWER_NAME).read_text() == "of an earlier request"
+
+
+@dataclass
+class Asking:
+    """A `paceline join` that asks at the start of a run, and is admitted or told why not."""
+
+    num: int
+    machine: ElasticMachine
+    codes: tuple[int | None, ...] = ()  # how its workers end, in turn
+    ranks: tuple[int, ...] = (0, 1, 2, 3)
+    is_gone: bool = False
+    origin: str = "machine elsewhere"
+    said: list[str] = field(default_factory=list[str])
+
+    def permits(self, launch: Launch) -> bool:
+        return launch.rank in self.ranks
+
+    def refuse(self, reason: str) -> None:
+        self.said.append(reason)
+
+    def admit(self, launches: Sequence[Launch]) -> Sequence[Member]:
+        if self.is_gone:
+            raise ConnectionLost("the connection is over")
+        self.said += [launch.name for launch in launches]
+        codes = self.codes or (None,) * len(launches)
+        joined = [replace(launch, origin=self.origin) for launch in launches]
+        return [JoinedHere(launch, self.machine, code=code) for launch, code in zip(joined, codes, strict=True)]
+
+
+@dataclass
+class JoinedHere(ElasticWorker):
+    code: int | None = None
+
+    def reap(self) -> int | None:
+        return super().reap() if self.code is None else self.code
+
+
+@dataclass
+class Requests:
+    """Has a candidate ask at each turn once servers listen; the run is over when all are answered."""
+
+    machine: ElasticMachine
+    candidates: list[Asking]
+
+    def requested(self) -> Sequence[Asking]:
+        asking, self.candidates = self.candidates[:1], self.candidates[1:]
+        self.machine.is_over |= not asking
+        return asking
+
+
+def run_with(folder: Path, machine: ElasticMachine, *candidates: Asking, policy: Policy | None = None) -> int:
+    """Run a server and worker 0, with places for three others."""
+    places = WorkerPlaces(folder, [worker(rank, 1) for rank in (1, 2, 3)])
+    config = SupervisionConfig(policy=policy or Policy(), start_timeout_s=WAIT_S, grace_s=1.0, run_dir=folder)
+    with Signals() as signals:
+        run = Supervisor(
+            config,
+            machine,
+            machine,
+            Console(),
+            signals,
+            None,
+            Exits(Console(), None, folder),
+            now=lambda: machine.now_s,
+            places=places,
+            candidates=Requests(machine, [*candidates]),
+        )
+        return run.run([describe("server"), worker(0)])
+
+
+def test_those_that_ask_get_the_lowest_places_that_they_may_have_all_or_none(tmp_path: Path) -> None:
+    machine = ElasticMachine(deque())
+    asking = [
+        Asking(2, machine, ranks=(2, 3)),
+        Asking(2, machine),
+        Asking(1, machine, ranks=(2,)),
+        Asking(1, machine, is_gone=True),
+        Asking(1, machine),
+        Asking(1, machine),
+    ]
+    assert run_with(tmp_path, machine, *asking) == 0
+    assert [each.said for each in asking] == [
+        ["worker 2", "worker 3"],
+        ["2 workers ask to join, and 1 place is free: wait until others have left, or ask for fewer"],
+        ["a worker asks to join, and no place is free: wait until others have left, or ask for fewer"],
+        [],
+        ["worker 1"],
+        ["a worker asks to join, and no place is free: wait until others have left, or ask for fewer"],
+    ]
+
+
+def test_none_joins_a_run_that_ends(tmp_path: Path) -> None:
+    machine = ElasticMachine(deque(), is_over=True)
+    late = Asking(1, machine)
+    assert run_with(tmp_path, machine, late) == 0
+    assert late.said == ["the run ends: the number of its workers stays as it is"]
+
+
+LEFT = "worker 1 from machine elsewhere was told to leave, and has; the others go on without it"
+FAILED = "worker 1 from machine elsewhere ended with exit code 3; the others go on without it"
+KILLED = "worker 1 from machine elsewhere was killed by SIGKILL; the others go on without it"
+
+
+@pytest.mark.parametrize("policy", [Policy(), Policy("stop", "stop"), Policy("restart", "continue")])
+@pytest.mark.parametrize(
+    ("code", "line", "ends_with"),
+    [(0, "", 0), (EXIT_PREEMPTED, LEFT, 0), (3, FAILED, 0), (-signal.SIGKILL, KILLED, EXIT_LOST)],
+)
+def test_a_run_goes_on_without_a_worker_that_had_joined(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], policy: Policy, code: int, line: str, ends_with: int
+) -> None:
+    machine = ElasticMachine(deque())
+    again = Asking(3, machine)
+    assert run_with(tmp_path, machine, Asking(1, machine, codes=(code,)), again, policy=policy) == ends_with
+    said = capsys.readouterr().err.splitlines()
+    assert "paceline: worker 1 joins from machine elsewhere" in said
+    assert (f"paceline: {line}" in said) == bool(line), said
+    assert [member.launch.name for member in machine.members] == ["server 0", "worker 0"]  # none is started here
+    assert again.said == ["worker 1", "worker 2", "worker 3"]

@@ -131,6 +131,18 @@ def test_a_death_is_the_verdict_and_an_event(tmp_path: Path) -> None:
     assert "worker 2 was killed by SIGKILL; the run stops" in view.picture().events[-1]
 
 
+def test_a_worker_that_was_told_to_leave_and_has_is_not_dead(tmp_path: Path) -> None:
+    records = story()
+    write(tmp_path, records)
+    with Trace(trace_path(tmp_path, "launcher", 0)) as trace:
+        told = "was told to leave, and has"
+        trace.record(Exit(records[-1].t, "worker 2", "worker", 2, 0, 1, 143, 0.0, told, "the others go on without it"))
+    view = RunView(tmp_path / "trace")
+    view.refresh(0.0)
+    assert "dead" not in view.verdict().text
+    assert view.rows()[2].state == "left"
+
+
 def test_a_job_that_is_none_is_refused_and_says_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is no folder of a run"):
         find_run(str(tmp_path))

@@ -24,6 +24,7 @@ LOOKUP_TIMEOUT_S: Final = 1.0
 ANYWHERE: Final = ("192.0.2.1", "2001:db8::1")
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _ANY_PORT: Final = 9
+_MOST_DIGITS: Final = 5  # of a port
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -55,6 +56,27 @@ def is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def parse_host_port(text: str) -> tuple[str, int]:
+    """Parse HOST:PORT; raises UsageError.
+
+    >>> parse_host_port("127.0.0.1:7700"), parse_host_port("[::]:0")
+    (('127.0.0.1', 7700), ('::', 0))
+    """
+    host, separator, port = text.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    is_number = port.isascii() and port.isdigit() and len(port) <= _MOST_DIGITS and int(port) <= 0xFFFF
+    if not separator or not bare or not is_number or (":" in bare and host == bare):
+        raise UsageError(
+            f"{text!r} is not HOST:PORT, such as 127.0.0.1:7700, node-3:7700 or, with an address of IPv6, [::1]:7700"
+        )
+    return bare, int(port)
+
+
+def format_host_port(host: str, port: int) -> str:
+    """Return HOST:PORT."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def look_up(host: str) -> list[str]:

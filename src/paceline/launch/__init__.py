@@ -1,7 +1,7 @@
 """Starts the processes of a job, supervises them, and leaves none behind.
 
-Other folders use `child`, `config`, `entry`, `exporter`, `guard`, `limits`, `local`, `output`, `places`, `plan`,
-`policy`, `recording`, `rendezvous.detect`, `rendezvous.join`, `rendezvous.liveness_lock`, `rendezvous.roster`,
-`replaying`, `running`, `script`, `script_exit`, `server`, `shares`, `signals`, `snapshots`, `successors`, `supervise`,
-`worker`.
+Other folders use `child`, `config`, `entry`, `exporter`, `guard`, `joining.options`, `joining.run`, `limits`, `local`,
+`output`, `places`, `plan`, `policy`, `recording`, `rendezvous.detect`, `rendezvous.join`, `rendezvous.liveness_lock`,
+`rendezvous.roster`, `replaying`, `running`, `script`, `script_exit`, `server`, `shares`, `signals`, `successors`,
+`supervise`, `worker`.
 """

@@ -34,10 +34,13 @@ class Launch:
     has_terminal: bool = False  # its standard streams are the launcher's own
     num_restarts: int = 0  # since it was asked for
     memory: int | None = None  # the descriptor by which a server reaches memory that outlives it
+    origin: str = ""  # what has started it, where that is a `paceline join` and not this launcher
 
     @property
     def title(self) -> str:
         """Its name where a sentence begins: that of several workers in one process is not plural."""
+        if self.origin:
+            return f"{self.name} from {self.origin}"
         return f"the process of {self.name}" if self.name.startswith("workers ") else self.name
 
     @property

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Final
 
 # Names of ours alone: in a folder that is kept a script may keep its own, a tokenizer.json for example.
-SECRETS: Final = ("token", "token.previous", "keys/*.pem", "keys/*.key", "keys/revoked")
+# By a pattern also a link to a file that is not there is found.
+SECRETS: Final = ("token", "token.previous*", "keys/*.pem", "keys/*.key", "keys/revoked*")
 LEFTOVERS: Final = (*SECRETS, "*.address", "*.sock", "*.store", "*.life", "*.view-*", "called.off")
 PREFIX: Final = "paceline-"  # of the names of temporary folders
 LIFE: Final = "guard.life"

@@ -2,6 +2,7 @@
 
 import math
 import secrets
+import shlex
 import sys
 import tempfile
 import termios
@@ -15,6 +16,8 @@ from typing import Final, TextIO, final
 
 from paceline.errors import PacelineError, UsageError
 from paceline.job.addresses import SPEC_NAME, AddressBook
+from paceline.job.carriers import tell_user
+from paceline.job.credentials.holders import KEYS_NAME, Holder, TokenFiles, link_keys, tls_settings
 from paceline.job.environment import (
     NUM_THREADS,
     child_environment,
@@ -25,7 +28,7 @@ from paceline.job.environment import (
     wait_timeout_s,
 )
 from paceline.job.folders import require_own, require_text
-from paceline.job.machines import cores_here
+from paceline.job.machines import LOOPBACK, cores_here, format_host_port
 from paceline.job.spec import ClusterSpec, write_token
 from paceline.job.strategy import Distribution
 from paceline.launch.child import Child, Launch, Process, start_process
@@ -34,6 +37,8 @@ from paceline.launch.exporter import exporting
 from paceline.launch.forkserver.server import ForkServer
 from paceline.launch.forkserver.subreaper import Orphans
 from paceline.launch.guard import PREFIX, Guard, clear, remove_abandoned
+from paceline.launch.joining.admission import JoinListener
+from paceline.launch.joining.messages import JOB, LIMITS, program_digest
 from paceline.launch.limits import check_limits, explain, files_left
 from paceline.launch.output import Console, Outlets, Pipe, Pump, unblocked_output
 from paceline.launch.places import WorkerPlaces
@@ -44,6 +49,7 @@ from paceline.launch.snapshots import resumption, with_snapshots
 from paceline.launch.successors import LEAST_FILES, Successors
 from paceline.launch.supervise import Exits, Member, ProgressDisplay, SupervisionConfig, Supervisor
 from paceline.observe.trace import UNNAMED_TRACE_BYTES
+from paceline.transport.tcp import TcpTransport
 
 GUARD_TIMEOUT_S: Final = 5.0
 TRACE_NAME: Final = "trace"
@@ -226,7 +232,8 @@ def make_spec(run: LocalRun, run_dir: Path) -> ClusterSpec:
         num_workers=run.num_workers,
         num_at_start=run.num_at_start or 0,
         num_servers=run.num_servers,
-        transport=run.transport,
+        transport=run.transport if run.joining.keys is None else "tcp",
+        encrypted=run.joining.keys is not None,
         run_dir=str(run_dir),
         consistency=run.consistency,
         scale=run.scale,
@@ -250,7 +257,10 @@ def make_spec(run: LocalRun, run_dir: Path) -> ClusterSpec:
 
 def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -> int:
     spec = make_spec(run, run_dir)
-    write_token(run_dir)
+    if run.joining.keys is None:
+        write_token(run_dir)
+    else:
+        _use_keys(run.joining.keys, run_dir)
     spec.write(run_dir / SPEC_NAME)
     trace_folder = run_dir / TRACE_NAME
     config = SupervisionConfig(
@@ -273,22 +283,15 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
             open_successors(run) as successors,
             exporting(run.export, run_dir, console.announce, quiet=run.quiet),
             open_dashboard(run, run_dir, console),
+            open_admission(run, spec, signals, console) as admission,
         ):
             keeps_spares = successors is not None
             backend = LocalBackend(
                 console, guard, signals.wakeup_fd, fork_server, outlets, orphans, keeps_spares=keeps_spares
             )
             exits = Exits(console, display, run_dir)
-            if run.num_at_start is not None and not run.quiet:
-                console.announce(
-                    f"{run.num_at_start} of up to {run.num_workers} workers begin; for another number of them: "
-                    f"paceline scale {run_dir} --workers NUMBER"
-                )
-            if spec.record_bytes and not run.quiet:
-                size = f"{run.record.record_gib:g} GiB"
-                console.announce(f"what servers are told is kept for paceline replay: at most {size}")
-            if spec.resume and not run.quiet:
-                console.announce(resumption(spec))
+            if not run.quiet:
+                _announce_start(run, spec, run_dir, admission, console)
             starting = [each for each in launches if each.role != "worker" or each.rank in run.first_workers]
             vacant = None if run.num_at_start is None else [each for each in launches if each not in starting]
             supervisor = Supervisor(
@@ -301,6 +304,7 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
                 exits,
                 successors=successors,
                 places=None if vacant is None else WorkerPlaces(run_dir, vacant),
+                candidates=admission,
             )
             return supervisor.run(starting if successors is None else successors.equip(starting))
 
@@ -342,6 +346,60 @@ def open_successors(run: LocalRun) -> AbstractContextManager[Successors | None]:
     num_processes = run.num_workers + run.num_servers + run.num_data_servers
     num_files = files_left(num_processes) // run.num_servers
     return Successors(run.num_servers, num_files) if num_files >= LEAST_FILES else nullcontext()
+
+
+@contextmanager
+def open_admission(
+    run: LocalRun, spec: ClusterSpec, signals: Signals, console: Console
+) -> Generator[JoinListener | None]:
+    """Listen for `paceline join`, if workers come and go in this run; raises UsageError where it cannot listen."""
+    if run.num_at_start is None:
+        yield None
+        return
+    run_dir, host, port = Path(spec.run_dir), LOOPBACK, 0
+    if run.joining.listen is not None:
+        host, port = run.joining.address()
+    tls = tls_settings(run_dir / KEYS_NAME, Holder("server", 0)) if spec.encrypted else None
+    transport = TcpTransport(TokenFiles(run_dir, JOB), LIMITS, tls=tls, notice=console.announce)
+    listener = transport.listen(format_host_port(host, port))
+    with JoinListener(listener, spec, program_digest(run.script), signals.wake, console.announce) as admission:
+        yield admission
+
+
+def _announce_start(
+    run: LocalRun, spec: ClusterSpec, run_dir: Path, admission: JoinListener | None, console: Console
+) -> None:
+    """Tell what is known of a run before it begins."""
+    if admission is not None:
+        console.announce(
+            f"{run.num_at_start} of up to {run.num_workers} workers begin; for another number of them: "
+            f"paceline scale {run_dir} --workers NUMBER"
+        )
+        where = "from another terminal" if run.joining.listen is None else "on other machines"
+        console.announce(f"{where} workers join by: {_join_command(run, run_dir, admission)}")
+    if spec.record_bytes:
+        size = f"{run.record.record_gib:g} GiB"
+        console.announce(f"what servers are told is kept for paceline replay: at most {size}")
+    if spec.resume:
+        console.announce(resumption(spec))
+
+
+def _join_command(run: LocalRun, run_dir: Path, admission: JoinListener) -> str:
+    """Return what a user types to have a worker join."""
+    script = shlex.join(run.words[: 1 if run.module is None else 2])
+    if run.joining.listen is None:
+        return f"paceline join {shlex.quote(str(run_dir))} {script}"
+    return f"paceline join {admission.address.removeprefix('tcp://')} --keys KEYS {script}"
+
+
+def _use_keys(keys: Path, run_dir: Path) -> None:
+    """Have the processes of a run show the certificates of a user's folder; raises UsageError for keys of no use."""
+    from paceline.job.credentials.key_store import check_keys  # deferred: not needed on one machine
+
+    soon = check_keys(keys, Holder("server", 0))
+    if soon:
+        tell_user(soon)
+    link_keys(keys, run_dir)
 
 
 def open_board(trace_folder: Path, num_workers: int) -> ProgressDisplay:

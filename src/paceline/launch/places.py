@@ -2,8 +2,9 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, final
 
@@ -42,13 +43,25 @@ class WorkerPlaces:
         with suppress(OSError):  # a full disk, or the folder is gone: it says by itself that it was not answered
             _appear(self._run_dir / ANSWER_NAME, text)
 
-    def take(self, num: int) -> list[Launch]:
-        """Take up to so many places, those of the lowest ranks, and return how workers are started there."""
-        return [self._vacant.pop(rank) for rank in sorted(self._vacant)[:num]]
+    def take(self, num: int, permits: Callable[[Launch], bool] = lambda _: True) -> list[Launch]:
+        """Take up to so many places that are permitted, of the lowest ranks; return how workers are started there."""
+        permitted = [rank for rank in sorted(self._vacant) if permits(self._vacant[rank])]
+        return [self._vacant.pop(rank) for rank in permitted[:num]]
 
     def give_back(self, launch: Launch) -> None:
         """Note that the worker of this place has ended, so that another may come."""
-        self._vacant[launch.rank] = launch.anew()
+        self._vacant[launch.rank] = replace(launch.anew(), origin="")
+
+
+def read_elastic(run_dir: Path, num: int) -> ClusterSpec:
+    """Read the spec of a run that is to have `num` workers; raises UsageError unless workers come and go in it."""
+    spec = ClusterSpec.read(run_dir / SPEC_NAME)
+    if spec.is_elastic:
+        return spec
+    raise UsageError(
+        f"the run in {run_dir} keeps its {spec.num_workers} workers: start it with --workers "
+        f"{spec.num_workers}:{max(num, spec.num_workers + 1)}, for example"
+    )
 
 
 def request_workers(run_dir: Path, num: int, timeout_s: float) -> str:
@@ -58,12 +71,7 @@ def request_workers(run_dir: Path, num: int, timeout_s: float) -> str:
         UsageError: it is no run, its workers do not come and go, or it has no place for so many.
         PacelineError: the launcher has not answered in time.
     """
-    spec = ClusterSpec.read(run_dir / SPEC_NAME)
-    if not spec.is_elastic:
-        raise UsageError(
-            f"the run in {run_dir} keeps its {spec.num_workers} workers: start it with --workers "
-            f"{spec.num_workers}:{max(num, spec.num_workers)}, for example"
-        )
+    spec = read_elastic(run_dir, num)
     if not 1 <= num <= spec.num_workers:
         raise UsageError(f"--workers is {num}, and the run in {run_dir} has places for 1 to {spec.num_workers} workers")
     request, answer = run_dir / REQUEST_NAME, run_dir / ANSWER_NAME

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -15,6 +15,7 @@ from paceline.job.environment import Place, with_import_path
 from paceline.job.machines import cores_here, share_of
 from paceline.job.strategy import PARAMETER_SERVER, Distribution
 from paceline.launch.child import Launch
+from paceline.launch.joining.options import ListenOptions
 from paceline.launch.policy import Policy
 from paceline.launch.recording import RecordOptions
 from paceline.launch.script import OPTION, sets_variables
@@ -85,6 +86,7 @@ class LocalRun:
     snapshots: SnapshotOptions = field(default_factory=SnapshotOptions)
     record: RecordOptions = field(default_factory=RecordOptions)
     export: ExportOptions = field(default_factory=ExportOptions)
+    joining: ListenOptions = field(default_factory=ListenOptions)
     num_data_servers: int = 0  # that `paceline.feed` gets its batches from; without any, workers read them themselves
 
     @property
@@ -139,6 +141,7 @@ class LocalRun:
                 "--on-crash restart needs processes to start again, and with --transport memory the job is one "
                 "process; choose shm or tcp"
             )
+        self.joining.validate(self.transport, is_elastic=self.num_at_start is not None)
         if self.num_at_start is not None:
             self._validate_elastic(self.num_at_start)
 
@@ -188,38 +191,58 @@ def plan_launches(run: LocalRun, programs: Programs, run_dir: Path, environment:
     if run.transport == "memory":
         return [_plan_threads(run, (*programs.threads, *run.words), run_dir, environment)]
     importing = with_import_path(environment, run.folder)
-    servers = [_plan_serving("server", rank, programs.server, run_dir, importing) for rank in range(run.num_servers)]
-    data_servers = [
-        _plan_serving("data", rank, programs.data_server, run_dir, importing) for rank in range(run.num_data_servers)
+    # By TCP they listen where workers of other machines reach them.
+    host = () if run.joining.listen is None else (run.joining.address()[0],)
+    servers = [
+        _plan_serving("server", rank, programs.server, run_dir, importing, host) for rank in range(run.num_servers)
     ]
+    data_servers = [
+        _plan_serving("data", rank, programs.data_server, run_dir, importing, host)
+        for rank in range(run.num_data_servers)
+    ]
+    places = [
+        Place(run_dir / CLUSTER_NAME, rank, rank, incarnation=0 if rank in run.first_workers else 1)
+        for rank in range(run.num_workers)
+    ]
+    return servers + data_servers + plan_workers(run, programs, environment, places)
+
+
+def plan_workers(
+    run: LocalRun, programs: Programs, environment: Mapping[str, str], places: Sequence[Place]
+) -> list[Launch]:
+    """Say how the workers of these places are started."""
     cores, is_fresh = cores_here(), run.module in _BEFORE_TORCH
     is_fresh = is_fresh or any(sets_variables(script.absolute(), folder) for script, folder in run.scripts)
     passing = {**environment, "PYTHONBREAKPOINT": "0"}  # for workers without the terminal: breakpoint() does nothing
-    workers = [
+    return [
         Launch(
             role="worker",
-            name=f"worker {rank}",
-            rank=rank,
+            name=f"worker {place.rank}",
+            rank=place.rank,
             command=(*programs.worker, *run.words),
-            environment=environment if run.debug in (None, rank) else passing,
-            place=Place(run_dir / CLUSTER_NAME, rank, rank, incarnation=0 if rank in run.first_workers else 1),
-            cores=share_of(cores, rank, run.num_workers) if run.pin else (),
-            has_terminal=rank == run.debug,
+            environment=environment if run.debug in (None, place.rank) else passing,
+            place=place,
+            cores=share_of(cores, place.rank, run.num_workers) if run.pin else (),
+            has_terminal=place.rank == run.debug,
             is_fresh=is_fresh,
         )
-        for rank in range(run.num_workers)
+        for place in places
     ]
-    return servers + data_servers + workers
 
 
 def _plan_serving(
-    role: Serving, rank: int, program: tuple[str, ...], run_dir: Path, environment: Mapping[str, str]
+    role: Serving,
+    rank: int,
+    program: tuple[str, ...],
+    run_dir: Path,
+    environment: Mapping[str, str],
+    host: tuple[str, ...],
 ) -> Launch:
     return Launch(
         role=role,
         name=serving_name(role, rank),
         rank=rank,
-        command=(*program, str(run_dir / SPEC_NAME), str(rank)),
+        command=(*program, str(run_dir / SPEC_NAME), str(rank), *host),
         environment=environment,
     )
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Final, Self, final
@@ -134,6 +135,16 @@ class Signals:
         signal.set_wakeup_fd(self._previous_fd)
         self._reader.close()
         self._writer.close()
+
+    def add(self, number: int) -> None:
+        """Take it that this signal was received; for any thread."""
+        self._received.append(number)
+        self.wake()
+
+    def wake(self) -> None:
+        """Make `wakeup_fd` readable; for any thread."""
+        with suppress(OSError):  # it is readable already, or closed
+            self._writer.send(b"\0")
 
     def pop_received(self) -> list[int]:
         """Return the signals received since the last call, oldest first."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, final
 
+from paceline.errors import PeerError
 from paceline.job.addresses import record_server_ended
 from paceline.launch.child import Launch
 from paceline.launch.output import Console
@@ -108,6 +109,40 @@ class Succession(Protocol):
         ...
 
 
+class Candidate(Protocol):
+    """A `paceline join` that asks for places of a run, and has not been answered."""
+
+    @property
+    def num(self) -> int:
+        """For how many places it asks."""
+        ...
+
+    @property
+    def origin(self) -> str:
+        """Where it is: another machine, or a process of this one."""
+        ...
+
+    def permits(self, launch: Launch) -> bool:
+        """Return whether it may have the place of this worker."""
+        ...
+
+    def refuse(self, reason: str) -> None:
+        """Answer that it gets none."""
+        ...
+
+    def admit(self, launches: Sequence[Launch]) -> Sequence[Member]:
+        """Answer that it gets these places; return the workers that it starts there. Raises PeerError if it is gone."""
+        ...
+
+
+class JoinRequests(Protocol):
+    """Where candidates ask."""
+
+    def requested(self) -> Sequence[Candidate]:
+        """Return those that have asked since the last call; does not block."""
+        ...
+
+
 class Places(Protocol):
     """Places of workers that come and go."""
 
@@ -119,8 +154,8 @@ class Places(Protocol):
         """Tell the process that asked."""
         ...
 
-    def take(self, num: int) -> list[Launch]:
-        """Take up to so many places without a worker, and return how workers are started there."""
+    def take(self, num: int, permits: Callable[[Launch], bool] = ...) -> list[Launch]:
+        """Take up to so many places without a worker that are permitted; return how workers are started there."""
         ...
 
     def give_back(self, launch: Launch) -> None:
@@ -163,17 +198,24 @@ class Exits:
     Args:
         console: gets a line for each that has not ended well.
         board: shows the states of workers, where there is one.
-        run_dir: the trace in it gets a record for each that has not ended well.
+        run_dir: the trace in it gets a record for each that has not ended well; None where another launcher writes it.
         now: seconds since 1970.
+        subject: what ends, in messages.
     """
 
     def __init__(
-        self, console: Console, board: ProgressDisplay | None, run_dir: Path, now: Callable[[], float] = time.time
+        self,
+        console: Console,
+        board: ProgressDisplay | None,
+        run_dir: Path | None,
+        now: Callable[[], float] = time.time,
+        subject: str = "the run",
     ) -> None:
         self._console = console
         self._board = board
-        self._trace = trace_path(run_dir, "launcher", 0)
+        self._trace = None if run_dir is None else trace_path(run_dir, "launcher", 0)
         self._now = now
+        self._subject = subject
         self._lost: list[str] = []
 
     def note_start(self, member: Member) -> None:
@@ -204,7 +246,7 @@ class Exits:
         """Return the exit code of a run that has come to its end; say so where it has lost workers."""
         if not self._lost:
             return 0
-        self._console.announce(f"the run has ended without {'; '.join(self._lost)} (exit code {EXIT_LOST})")
+        self._console.announce(f"{self._subject} has ended without {'; '.join(self._lost)} (exit code {EXIT_LOST})")
         return EXIT_LOST
 
     def _tell(self, member: Member, exit_code: int, then: str) -> str:
@@ -247,6 +289,8 @@ class SupervisionConfig:
     start_timeout_s: float
     grace_s: float
     run_dir: Path  # where workers are told that they are to end at once, or that a server is lost
+    subject: str = "the run"  # what ends, in messages
+    lets_finish: bool = False  # on Ctrl-C, too, each worker finishes its step
     meets_early: bool = False  # the first workers join while the last are started, which find the addresses themselves
 
 
@@ -266,10 +310,12 @@ class Supervisor:
         now: Callable[[], float] = time.monotonic,
         successors: Succession | None = None,
         places: Places | None = None,
+        candidates: JoinRequests | None = None,
     ) -> None:
         """Plan it; `now` returns monotonic seconds.
 
-        Without successors, a server that dies ends the run; without places, workers neither come nor are told to leave.
+        Without successors, a server that dies ends the run; without places, workers neither come nor are told to leave,
+        and without candidates none join.
         """
         self._config = config
         self._backend = backend
@@ -284,10 +330,12 @@ class Supervisor:
         self._servers_stopped = False
         self._ending: Ending | None = None
         self._num_finished = 0
+        self._is_finishing = False  # a worker of this launcher has come to the end of the script
         self._exits = exits
         self._pauses = RestartDelays()
         self._successors = successors
         self._places = places
+        self._candidates = candidates
         self._leaving: list[Member] = []  # those that were told to leave, and have not yet
         self._ended: list[Launch] = []  # lives of workers
         self._due: list[tuple[float, Launch]] = []  # when to start what has crashed again (monotonic seconds)
@@ -324,6 +372,7 @@ class Supervisor:
         now = self._now()
         self._start_due(now)
         self._scale()
+        self._admit()
         self._meet()
         if self._display is not None and now >= self._next_refresh_s:
             self._next_refresh_s = now + TURN_S
@@ -347,7 +396,7 @@ class Supervisor:
         if number == signal.SIGINT and debugged and self._ending is None:
             debugged[0].signal(number)  # its debugger stops it, or its script ends as under plain Python
         elif self._ending is None:
-            lets_finish = number != signal.SIGINT
+            lets_finish = self._config.lets_finish or number != signal.SIGINT
             tell_workers = signal.SIGTERM if lets_finish else signal.SIGINT
             self._ending = Ending(128 + number, f"stopped by {name}", None, tell_workers, lets_finish)
         elif number == signal.SIGINT:
@@ -359,7 +408,8 @@ class Supervisor:
         if child.launch.role == "server":
             self._on_server_exit(child, exit_code)
             return
-        self._backend.release(child)
+        if not child.launch.origin:
+            self._backend.release(child)
         match child.launch.role:
             case "worker":
                 self._on_worker_exit(child, exit_code)
@@ -378,6 +428,10 @@ class Supervisor:
         if exit_code == 0:
             self._num_finished += 1
             self._exits.note_end(child)
+            if child.launch.origin:  # it may have run less than the script of the run
+                self._vacate(child.launch)
+            else:
+                self._is_finishing = True
         elif self._ending is None:
             self._on_worker_loss(child, exit_code)
 
@@ -433,14 +487,19 @@ class Supervisor:
             server.send_line(f"ended {launch.rank} {launch.incarnation}")
 
     def _on_worker_loss(self, child: Member, exit_code: int) -> None:
-        was_told = exit_code == EXIT_PREEMPTED
-        match self._config.policy.decide(exit_code, child.launch.num_restarts):
+        was_told, has_joined = exit_code == EXIT_PREEMPTED, bool(child.launch.origin)
+        decision = self._config.policy.decide(exit_code, child.launch.num_restarts)
+        match CrashDecision.CONTINUE if has_joined else decision:
             case CrashDecision.CONTINUE if not (self._num_finished or self._has_workers()):
-                told = self._exits.note_death(child, exit_code, "no worker is left, and the run ends")
+                told = self._exits.note_death(child, exit_code, f"no worker is left, and {self._config.subject} ends")
                 reason = f"{child.launch.title} {describe_exit(exit_code)}; no worker was left"
-                self._ending = Ending(shell_code(exit_code), reason, None if was_told else child, told=told)
+                culprit = None if was_told or has_joined else child
+                self._ending = Ending(shell_code(exit_code), reason, culprit, told=told)
             case CrashDecision.CONTINUE if was_told:
                 self._exits.note_left(child, exit_code, "the others go on without it")
+                self._vacate(child.launch)
+            case CrashDecision.CONTINUE if has_joined and exit_code > 0:  # told where it was started
+                self._exits.note_death(child, exit_code, "the others go on without it")
                 self._vacate(child.launch)
             case CrashDecision.CONTINUE:
                 self._exits.note_loss(child, exit_code)
@@ -454,8 +513,8 @@ class Supervisor:
         """End the run, because a process has ended."""
         policy, num = self._config.policy, child.launch.num_restarts
         after = f" after restart {num} of {policy.max_restarts}" if num and policy.is_used_up(exit_code, num) else ""
-        told = self._exits.note_death(child, exit_code, f"the run stops{after}")
-        reason = f"{child.launch.title} {describe_exit(exit_code)}; the run was stopped{after}"
+        told = self._exits.note_death(child, exit_code, f"{self._config.subject} stops{after}")
+        reason = f"{child.launch.title} {describe_exit(exit_code)}; {self._config.subject} was stopped{after}"
         self._ending = Ending(code, reason, child, told=told)
 
     def _restart(self, child: Member, exit_code: int) -> None:
@@ -482,10 +541,9 @@ class Supervisor:
 
     def _scale_to(self, wanted: int, places: Places) -> str:
         """Bring the number of workers to `wanted`; return what is done, in words."""
-        if self._ending is not None or self._servers_stopped:
-            return "the run ends: the number of its workers stays as it is"
-        if self._num_finished:
-            return "a worker has come to the end of the script: the number of workers stays as it is"
+        stays = self._why_number_stays()
+        if stays:
+            return stays
         workers = [child for child in self._alive("worker") if child not in self._leaving]
         num_due = sum(launch.role == "worker" for _, launch in self._due)
         more = wanted - len(workers) - num_due
@@ -500,6 +558,42 @@ class Supervisor:
         changes = [launch.name for launch in coming] or [child.name for child in going]
         happens = f": {', '.join(changes)} to {'come' if coming else 'leave'}" if changes else ""
         return f"{num} worker{'' if num == 1 else 's'} from now on{happens}"
+
+    def _why_number_stays(self) -> str:
+        """Return why workers come and go no longer, or nothing while they do."""
+        if self._ending is not None or self._servers_stopped:
+            return "the run ends: the number of its workers stays as it is"
+        if self._is_finishing:
+            return "a worker has come to the end of the script: the number of workers stays as it is"
+        return ""
+
+    def _admit(self) -> None:
+        """Answer those that ask to join, once servers listen: then all that their workers need is known."""
+        if self._candidates is None or self._places is None or not self._met:
+            return
+        for candidate in self._candidates.requested():
+            refusal = self._why_number_stays()
+            coming = [] if refusal else self._places.take(candidate.num, candidate.permits)
+            if len(coming) == candidate.num:
+                self._admit_to(coming, candidate)
+                continue
+            for launch in coming:
+                self._vacate(launch)
+            candidate.refuse(refusal or _too_few(candidate.num, len(coming)))
+
+    def _admit_to(self, coming: Sequence[Launch], candidate: Candidate) -> None:
+        """Let workers of a candidate come to these places."""
+        try:
+            members = candidate.admit(coming)
+        except PeerError as error:
+            self._console.announce(f"{candidate.origin} asked to join, and is gone: {error}")
+            for launch in coming:
+                self._vacate(launch)
+            return
+        for member in members:
+            self._add(member)
+        names = ", ".join(member.name for member in members)
+        self._console.announce(f"{names} join{'s' if len(members) == 1 else ''} from {candidate.origin}")
 
     # What is done
 
@@ -527,7 +621,9 @@ class Supervisor:
                 self._start(due[1])
 
     def _start(self, launch: Launch) -> None:
-        member = self._backend.start(launch)
+        self._add(self._backend.start(launch))
+
+    def _add(self, member: Member) -> None:
         self._running.append(member)
         self._pauses.note_start(member.name, self._now())
         self._exits.note_start(member)
@@ -610,3 +706,9 @@ class Supervisor:
 
     def _shows(self, ending: Ending) -> bool:
         return bool(ending.told) and self._console.shows(ending.told)
+
+
+def _too_few(num_asked: int, num_free: int) -> str:
+    asked = f"{num_asked} workers ask to join" if num_asked > 1 else "a worker asks to join"
+    free = "no place is free" if not num_free else f"{num_free} {'places are' if num_free > 1 else 'place is'} free"
+    return f"{asked}, and {free}: wait until others have left, or ask for fewer"

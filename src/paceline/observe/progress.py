@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import signal
 import sys
 import time
 from collections import deque
@@ -141,6 +142,8 @@ LATE_S = 1.0
 # Beginning of the state of a worker whose process failed or was killed.
 DEAD = "dead"
 ENDED = "ended"
+LEFT = "left"
+EXIT_LEFT = 128 + signal.SIGTERM  # the exit code of a worker that was told to leave, and has
 # A plain line lists each worker up to this number, and beyond it their range.
 MAX_LISTED_WORKERS = 8
 NUM_EVENTS = 20  # that are kept
@@ -417,7 +420,8 @@ class RunView:
             self._paces.setdefault(record.worker, _Pace()).num_refused += 1
         elif isinstance(record, Exit) and record.role == "worker":
             ended = time.strftime("%H:%M:%S", time.localtime(record.unix_s))
-            self._paces.setdefault(record.rank, _Pace()).life.note(f"{DEAD} since {ended}", self._now)
+            end = LEFT if record.exit_code == EXIT_LEFT else f"{DEAD} since {ended}"
+            self._paces.setdefault(record.rank, _Pace()).life.note(end, self._now)
         elif isinstance(record, MembershipRecord) and record.event == "joined" and record.incarnation:
             self._paces.setdefault(record.worker, _Pace()).life.note("", self._now)
         if isinstance(record, Step | State | Resources | ReadRecord | RowRead):

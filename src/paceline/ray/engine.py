@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from paceline.errors import PeerError, UsageError
 from paceline.job.environment import ray_authenticates, set_missing
-from paceline.job.machines import cores_here, is_loopback
-from paceline.serve.access import parse_host_port
+from paceline.job.machines import cores_here, is_loopback, parse_host_port
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -11,7 +11,7 @@ from typing import Final, Literal
 from paceline.errors import UsageError
 from paceline.job.credentials.holders import Holder, TokenFiles, tls_settings
 from paceline.job.folders import check_private
-from paceline.job.machines import is_loopback
+from paceline.job.machines import format_host_port, is_loopback, parse_host_port
 from paceline.job.spec import TOKEN_NAME, write_token
 from paceline.notices import tell
 from paceline.transport.base import MIN_TOKEN_BYTES, Credentials, Secret
@@ -25,7 +25,6 @@ ClientRole = Literal["worker", "reader"]
 SCHEME: Final = "paceline"
 DEFAULT_NAMESPACE: Final = "default"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_MOST_DIGITS: Final = 5  # of a port
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,27 +179,6 @@ class ServeUrl:
     def __str__(self) -> str:
         """Return the address as text."""
         return f"{SCHEME}://{format_host_port(self.host, self.port)}/{self.namespace}"
-
-
-def parse_host_port(text: str) -> tuple[str, int]:
-    """Parse HOST:PORT; raises UsageError.
-
-    >>> parse_host_port("127.0.0.1:7700"), parse_host_port("[::]:0")
-    (('127.0.0.1', 7700), ('::', 0))
-    """
-    host, separator, port = text.rpartition(":")
-    bare = host.removeprefix("[").removesuffix("]")
-    is_number = port.isascii() and port.isdigit() and len(port) <= _MOST_DIGITS and int(port) <= 0xFFFF
-    if not separator or not bare or not is_number or (":" in bare and host == bare):
-        raise UsageError(
-            f"{text!r} is not HOST:PORT, such as 127.0.0.1:7700, node-3:7700 or, with an address of IPv6, [::1]:7700"
-        )
-    return bare, int(port)
-
-
-def format_host_port(host: str, port: int) -> str:
-    """Return HOST:PORT."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def check_name(name: str) -> str:

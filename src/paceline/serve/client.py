@@ -18,8 +18,8 @@ from paceline.errors import (
     Refused,
     UsageError,
 )
-from paceline.job.machines import look_up
-from paceline.serve.access import SCHEME, ServerCredentials, ServeUrl, format_host_port
+from paceline.job.machines import format_host_port, look_up
+from paceline.serve.access import SCHEME, ServerCredentials, ServeUrl
 from paceline.serve.messages import EnterAccepted, EnterFrame, EnterRequest, decode_answer, encode
 from paceline.transport.base import Connection, Listener
 from paceline.transport.deadline import Deadline

@@ -12,9 +12,9 @@ from cyclopts import Parameter
 from msgspec.structs import replace
 
 from paceline.errors import UsageError
-from paceline.job.machines import look_up
+from paceline.job.machines import format_host_port, look_up, parse_host_port
 from paceline.observe.export.prometheus import check_free
-from paceline.serve.access import format_host_port, parse_host_port, server_access
+from paceline.serve.access import server_access
 from paceline.serve.orders import LISTENER, LOCK, ServeOrders
 from paceline.serve.state import StateFolder
 from paceline.serve.supervise import ServeProcess, ServeSupervisor, most_regions, take_from

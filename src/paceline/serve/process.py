@@ -22,13 +22,14 @@ from paceline.errors import CheckpointError, PacelineError
 from paceline.job.credentials.holders import REVOKED_NAME
 from paceline.job.credentials.revocation import watching_revoked
 from paceline.job.environment import wants_traceback
+from paceline.job.machines import format_host_port, parse_host_port
 from paceline.job.spec import TOKEN_NAME
 from paceline.launch.entry import PR_SET_PDEATHSIG
 from paceline.launch.limits import explain, is_shortage
 from paceline.notices import FAILURE, NEWS, tell
 from paceline.observe.export.prometheus import MetricsServer, listen
 from paceline.observe.export.run_metrics import RunMetrics
-from paceline.serve.access import SCHEME, format_host_port, parse_host_port, server_access
+from paceline.serve.access import SCHEME, server_access
 from paceline.serve.gateway import Gateway, Namespaces
 from paceline.serve.namespace import NamespaceConfig
 from paceline.serve.orders import HAND_OVER, LISTENER, LOCK, ORDER_BYTES, SERVES, ServeOrders, ready

@@ -11,6 +11,7 @@ from cyclopts import App, Parameter, Token
 
 from paceline.errors import UsageError
 from paceline.job.choices import Engine, ScaleName, TraceLevel, TransportName
+from paceline.launch.joining.options import ListenOptions
 from paceline.launch.policy import Policy
 from paceline.launch.recording import RecordOptions
 from paceline.notices import tell
@@ -36,6 +37,7 @@ def run(
     ray: Annotated[RayOptions, Parameter(name="*")] = RayOptions(),  # noqa: B008 - it is frozen
     snapshots: Annotated[SnapshotOptions, Parameter(name="*")] = SnapshotOptions(),  # noqa: B008 - it is frozen
     export: Annotated[ExportOptions, Parameter(name="*")] = ExportOptions(),  # noqa: B008 - it is frozen
+    joining: Annotated[ListenOptions, Parameter(name="*")] = ListenOptions(),  # noqa: B008 - it is frozen
     consistency: str | None = None,
     strategy: str | None = None,
     transport: TransportName = "shm",
@@ -71,7 +73,8 @@ def run(
         A file (.toml, .yaml, .json) with options by their names, and the script's first arguments as args; what is
         said here wins.
     workers
-        Number of worker processes. 2:8 begins with two, and `paceline scale` changes their number, up to eight.
+        Number of worker processes. 2:8 begins with two, and `paceline scale` and `paceline join` change their number,
+        up to eight.
     servers
         Number of server processes, which hold the parameters between them.
     data_servers
@@ -84,6 +87,8 @@ def run(
         What is asked about snapshots.
     export
         Where what the script reports goes.
+    joining
+        Where workers of other machines join.
     consistency
         bsp, ssp:S, essp:S, asynchronous or backup:B, for every table whose script names none.
     strategy
@@ -140,6 +145,7 @@ def run(
         record=record,
         snapshots=snapshots,
         export=export,
+        joining=joining,
         shares=parts_of(shares, servers, quiet=quiet),
         timeout_s=timeout,
         grace_s=grace_s,
@@ -173,6 +179,8 @@ def start(engine: Engine, ray: RayOptions, asked: "LocalRun") -> int:
             raise UsageError("--record is for --engine local: leave it out on Ray")
         if asked.export.is_wanted:
             raise UsageError("--log and --metrics are for --engine local: leave them out on Ray")
+        if asked.joining != ListenOptions():
+            raise UsageError("--listen and --keys are for --engine local: leave them out on Ray")
         from paceline.ray.driver import run_on_ray
 
         return run_on_ray(asked, ray)

@@ -1,7 +1,7 @@
 """A worker's script for tests of workers that come and go: pushes 1 in its row at every clock until a file is there.
 
-`comer.py FILE`: says how many of its pushes were applied, and worker 0 at the end what the ledger holds. That the file
-is there is told by worker 0 in the last row, so that all stop at the same clock.
+`comer.py FILE [CONSISTENCY]`: says how many of its pushes were applied, and worker 0 at the end what the ledger holds.
+That the file is there is told by worker 0 in the last row, so that under bsp all stop at the same clock.
 """
 
 import os
@@ -13,7 +13,8 @@ import torch
 import paceline
 
 ps = paceline.init()
-ledger = ps.table("ledger", shape=(ps.size + 1, 64), update=paceline.update.Add(), consistency="bsp", scale="sum")
+consistency = sys.argv[2] if len(sys.argv) > 2 else "bsp"
+ledger = ps.table("ledger", shape=(ps.size + 1, 64), update=paceline.update.Add(), consistency=consistency, scale="sum")
 ones = torch.zeros(ps.size + 1, 64)
 ones[ps.rank] = 1.0
 acks = []
@@ -38,6 +39,8 @@ try:
             say("counts", values[: ps.size, 0].int().tolist())
 finally:
     say("applied", len(acks), sum(ack.result(timeout=30).applied for ack in acks))
+ps.barrier()
+values = ledger.pull()
 if ps.rank == 0:
     assert (values == values[:, :1]).all()
     say("ledger", *values[: ps.size, 0].int().tolist())

@@ -56,6 +56,23 @@ def tls_settings(folder: Path, holder: Holder) -> TlsSettings:
     return TlsSettings(certificate, key, folder / f"{AUTHORITY_NAME}.pem", folder / REVOKED_NAME)
 
 
+def link_keys(keys: Path, folder: Path) -> None:
+    """Have the folder of a job use the certificates and the token in a user's folder of keys, as they are at any time.
+
+    Each file is a link of its own: what clears the folder of the job removes the links. Raises UsageError for a folder
+    that has no token, or cannot be read.
+    """
+    keys = keys.absolute()
+    read_token(keys)
+    (folder / KEYS_NAME).mkdir(mode=0o700)
+    (folder / KEYS_NAME / REVOKED_NAME).symlink_to(keys / REVOKED_NAME)  # it may come later
+    for path in (*keys.glob("*.pem"), *keys.glob("*.key")):
+        if path.stem != AUTHORITY_NAME or path.suffix == ".pem":  # what signs stays where it is
+            (folder / KEYS_NAME / path.name).symlink_to(path)
+    for name in (TOKEN_NAME, PREVIOUS_NAME):
+        (folder / name).symlink_to(keys / name)
+
+
 @final
 class TokenFiles:
     """The secret of a job (see `transport.base.Secret`), read again when it has changed: rotating it ends nothing.
