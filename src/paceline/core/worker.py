@@ -26,7 +26,7 @@ from paceline.core.events import (
     WantRead,
     WantRows,
 )
-from paceline.core.exactly_once import WINDOW, Key, Retransmit
+from paceline.core.exactly_once import WINDOW, Key, Retransmit, Unanswered
 from paceline.core.messages import (
     Applied,
     Clock,
@@ -461,16 +461,18 @@ class WorkerCore:
         for table in self._tables.values():
             table.reads.on_connected(server)
         # With their tensors: another process may go on in the server's place, which has none of them.
-        unanswered = [entry.message for entry in self._retransmit.for_server(server)]
+        unanswered = self._retransmit.for_server(server)
         if self.settings.keeps_pushes:
-            unanswered = self._with_kept(server, unanswered)
-        effects += [Send(server, message) for message in unanswered]
+            effects += [Send(server, message) for message in self._with_kept(server, unanswered)]
+        else:
+            effects += [Send(server, entry.message) for entry in unanswered]
 
-    def _with_kept(self, server: int, unanswered: list[FromWorker]) -> list[FromWorker]:
+    def _with_kept(self, server: int, entries: list[Unanswered]) -> list[FromWorker]:
         """Return what a process needs to know that serves in a server's place, and has not seen the latest of it.
 
         First all pushes as they were made, then the tick that vouches for those of finished clocks, and then the rest.
         """
+        unanswered = [entry.message for entry in entries]
         pushes = dict(self._unreplicated.get(server, {}))
         pushes.update({message.id.seq: message for message in unanswered if isinstance(message, Push)})
         joins = [message for message in unanswered if isinstance(message, Join)]
