@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 from hypothesis import settings
@@ -153,3 +154,30 @@ class LaggingCluster(Cluster):
 
 LaggingCluster.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 TestLaggingCluster = LaggingCluster.TestCase
+
+
+def walk(seed: int) -> int:
+    """Take 60 steps by chance; return how often the server has died while workers kept what its replica lacked."""
+    chance, cluster, num_deaths = random.Random(seed), LaggingCluster(), 0
+    cluster.begin(chance.choice(POINTS), chance.randint(1, 3))
+    flags = {"push": ("ends_clock", "may_wait"), "read": ("refresh",)}
+    for _ in range(60):
+        rank, name = chance.randrange(3), chance.choice(STEPS)
+        if name == "receive":
+            cluster.receive(chance.randint(1, 5))
+        elif name == "die":
+            kept = any(peer.core._unreplicated.get(0) for peer in cluster.peers.values())
+            if cluster.num_received < len(cluster.log) and chance.random() < 0.5:
+                num_deaths += kept
+                cluster.die(chance.sample(range(3), 3))
+        else:
+            getattr(cluster, name)(rank, **{flag: chance.random() < 0.5 for flag in flags.get(name, ())})
+        cluster.the_server_has_applied_what_the_model_has()
+    return num_deaths
+
+
+STEPS = ("push", "step", "clock", "read", "to_server", "to_server", "to_worker", "to_worker", "receive", "die")
+
+
+def test_nothing_is_lost_in_many_lives_of_servers() -> None:
+    assert sum(map(walk, range(300))) > 30

@@ -129,6 +129,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "if self.settings.keeps_pushes and not refused:",
         "if False:",
         "core/test_lagging_machine",
+        "lives",
     ),
     _of(
         "what is kept is said again after what was made later",
@@ -136,6 +137,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "in_order = [push for _, push in sorted(pushes.items())]",
         "in_order = [push for _, push in sorted(pushes.items(), reverse=True)]",
         "core/test_lagging_machine",
+        "lives",
     ),
     _of(
         "ticks that were answered are not said again",
@@ -166,7 +168,8 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         LAG,
         "if not isinstance(written, _REPEATED) or self._is_decided_by_order():",
         "if self._is_decided_by_order():",
-        "core/test_lagging_machine",
+        "server/test_replica_lag",
+        "said_again",
     ),
     _of(
         "a quorum is decided ahead of the replica",
