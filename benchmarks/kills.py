@@ -81,6 +81,7 @@ def kills(
     again: float = 0.2,
     seed: int = 1,
     replicas: Annotated[bool, Parameter(negative="")] = False,
+    lag: int = 0,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Kill servers and print what it costs.
@@ -106,16 +107,19 @@ def kills(
     replicas
         Kill servers that have replicas, of jobs on two hosts (network namespaces, which takes root), both servers of
         each job once, as no replica is made anew. The overhead is that of the steps of such jobs; of the other options
-        only `kills`, `consistency` and `seed` count.
+        only `kills`, `consistency`, `lag` and `seed` count.
+    lag
+        Clocks by which these replicas may lag.
     json
         Print only one line of JSON on stdout.
     """
     chance = random.Random(seed)
     if replicas:
-        progress(f"{machine()}; {kills} kills of servers with replicas, {consistency}")
-        killed = [run_hosted(consistency, chance) for _ in range((kills + 1) // NUM_HOSTS)]
-        calm = run_hosted(consistency)
-        plain = run_hosted(consistency, replicates=False)
+        asked = "node:1+replicas:1" + (f"+lag:{lag}" if lag else "")
+        progress(f"{machine()}; {kills} kills of servers with replicas, {asked}, {consistency}")
+        killed = [run_hosted(consistency, asked, chance) for _ in range((kills + 1) // NUM_HOSTS)]
+        calm = run_hosted(consistency, asked)
+        plain = run_hosted(consistency, "node:1")
         costs = calm.median_step_s() / plain.median_step_s() - 1.0
     else:
         options = ["-n", str(NUM_WORKERS), "-m", str(servers), "--transport", transport]
@@ -127,7 +131,7 @@ def kills(
     stalls = sorted(stall for job in killed for stall in job.stalls_ms())
     compared = killed + ([calm] if calm is not None else [])
     found = {
-        "name": "replicas" if replicas else "warm memory",
+        "name": ("replicas that lag" if lag else "replicas") if replicas else "warm memory",
         "kills": sum(job.num_kills for job in killed),
         "lost": sum(job.total("lost") for job in killed),
         "doubled": sum(job.total("doubled") for job in killed),
@@ -194,8 +198,8 @@ def run_job(
         return Outcome(told, moments, len(moments) + num_again)
 
 
-def run_hosted(consistency: str, chance: random.Random | None = None, *, replicates: bool = True) -> Outcome:
-    """Run a job of a worker and a server on each of two hosts to its end; kill each server at a moment of `chance`.
+def run_hosted(consistency: str, servers: str, chance: random.Random | None = None) -> Outcome:
+    """Run a job of a worker on each of two hosts to its end; kill each of the two servers at a moment of `chance`.
 
     Raises RuntimeError if it fails, and CannotShapeError where there can be no hosts.
     """
@@ -210,7 +214,7 @@ def run_hosted(consistency: str, chance: random.Random | None = None, *, replica
             "MASTER_PORT": "29439",
             "WORLD_SIZE": str(NUM_HOSTS),
             "PACELINE_RUN_DIR": runs,
-            "PACELINE_SERVERS": "node:1+replicas:1" if replicates else "node:1",
+            "PACELINE_SERVERS": servers,
         }
         script = [sys.executable, str(BENCHMARKS / "kills_worker.py"), folder, str(num_clocks), consistency]
         jobs = [

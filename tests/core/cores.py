@@ -57,10 +57,15 @@ def make_server(
 
 
 def make_worker(
-    consistency: Consistency | None = None, *, num_servers: int = 1, joined: bool = True, max_attempts: int = 5
+    consistency: Consistency | None = None,
+    *,
+    num_servers: int = 1,
+    joined: bool = True,
+    max_attempts: int = 5,
+    keeps_pushes: bool = False,
 ) -> WorkerCore:
     """Return worker 0 with the table "w" open, joined at clock 0."""
-    core = WorkerCore(WorkerSettings(sender(0), num_servers, retry_s=1.0, max_attempts=max_attempts))
+    core = WorkerCore(WorkerSettings(sender(0), num_servers, 1.0, max_attempts, keeps_pushes=keeps_pushes))
     core.handle(Opened("w", consistency or ssp(1), tuple(range(num_servers))), 0.0)
     if joined:
         core.handle(WantJoin(), 0.0)

@@ -4,7 +4,7 @@ import pytest
 from tests.core.cores import make_worker, of, push, push_id, said, sender, tick
 
 from paceline.core.consistency import Consistency, asynchronous, bsp, ssp
-from paceline.core.effects import Fail, LeaveDone, Release, Send
+from paceline.core.effects import Drop, Fail, LeaveDone, Release, Send
 from paceline.core.events import Arrived, Connected, Opened, Timeout, WantClock, WantJoin, WantLeave, WantPush
 from paceline.core.exactly_once import WINDOW
 from paceline.core.messages import (
@@ -17,9 +17,12 @@ from paceline.core.messages import (
     Left,
     Push,
     PushRefused,
+    Repeated,
+    Replicated,
     Ticked,
     WorkerRefused,
 )
+from paceline.core.worker import WorkerCore
 from paceline.errors import ProtocolBug
 
 
@@ -239,3 +242,45 @@ def test_t19_what_is_withdrawn_is_told_until_every_server_has_heard_it() -> None
     for server in (0, 1):
         core.handle(Arrived(server, Ticked(2)), 0.0)
     assert said(core.handle(WantClock(), 0.0), Clock) == [tick(0, 3)] * 2
+
+
+def with_two_pushes() -> WorkerCore:
+    """A worker of two servers, whose replicas may lag: both have applied a push of clock 0, and hold one of clock 1."""
+    core = make_worker(bsp(), num_servers=2, keeps_pushes=True)
+    for seq in range(2):
+        core.handle(WantPush("w"), 0.0)
+        core.handle(WantClock(), 0.0)
+        for server in range(2):
+            core.handle(Arrived(server, Held(push_id(0, seq))), 0.0)
+    for server in range(2):
+        core.handle(Arrived(server, Ticked(2)), 0.0)
+        assert of(core.handle(Arrived(server, Applied(push_id(0, 0))), 0.0), Drop) == []
+    return core
+
+
+def test_what_a_replica_may_lack_is_said_again_in_order_before_the_tick_that_vouches_for_it() -> None:
+    effects = with_two_pushes().handle(Connected(1), 0.0)
+    everything = [Join(sender(0)), push(0, 0, 0), push(0, 1, 1), tick(0, 2), Repeated(sender(0), -1)]
+    assert effects == [Send(1, message) for message in everything]
+
+
+def test_what_the_replica_of_a_server_has_is_dropped_there_and_kept_for_others() -> None:
+    core = with_two_pushes()
+    assert of(core.handle(Arrived(1, Replicated((0,))), 0.0), Drop) == [Drop(1, "w", push_id(0, 0))]
+    assert core.handle(Arrived(1, Replicated((0,))), 0.0) == []
+    assert push(0, 0, 0) not in said(core.handle(Connected(1), 0.0), Push)
+    assert push(0, 0, 0) in said(core.handle(Connected(0), 0.0), Push)
+
+
+def test_what_a_replica_has_before_it_is_applied_is_not_kept_any_more_once_it_is() -> None:
+    core = with_two_pushes()
+    assert core.handle(Arrived(0, Replicated((1,))), 0.0) == []
+    assert push(0, 1, 1) in said(core.handle(Connected(0), 0.0), Push), "it is not answered yet"
+    assert of(core.handle(Arrived(0, Applied(push_id(0, 1))), 0.0), Drop) == [Drop(0, "w", push_id(0, 1))]
+
+
+def test_a_push_that_is_refused_is_not_kept() -> None:
+    core = make_worker(asynchronous(), keeps_pushes=True)
+    core.handle(WantPush("w"), 0.0)
+    core.handle(Arrived(0, PushRefused(push_id(0, 0), "value 0 is nan")), 0.0)
+    assert said(core.handle(Connected(0), 0.0), Push) == []

@@ -2,9 +2,10 @@
 
 A job after the other is trained, of every carrier, policy and number of servers, while its servers are killed by
 SIGKILL at the places of `scripts/struck.py`: under `paceline run`, where another process goes on with their memory, and
-on two hosts (network namespaces, which take root) with TLS, where servers have replicas. Every push has a mark, which
-must be there once, in dense tables and in rows, and under bsp the bytes are those of a job without a kill. A line is
-printed for each job, and the number of kills at the end.
+on two hosts (network namespaces, which take root) with TLS, where servers have replicas. These may lag: then what has
+not left for the replica is lost with the server. Every push has a mark, which must be there once, in dense tables and
+in rows, and under bsp the bytes are those of a job without a kill. A line is printed for each job, and the number of
+kills at the end.
 """
 
 import argparse
@@ -26,7 +27,9 @@ from benchmarks.shaped_network import CannotShapeError, Line, ShapedNetwork
 from tests.faults.running import SCRIPTS, SOURCES, running
 
 OUTLIVED: Final = SCRIPTS / "outlived.py"
-CARRIERS: Final = "shm", "tcp", "replicas"
+CARRIERS: Final = "shm", "tcp", "replicas", "lagging"
+REPLICATED: Final = {"replicas": "replicas over tls", "lagging": "replicas that lag by two clocks, over tls"}
+LAG: Final = "+lag:2"
 CONSISTENCIES: Final = "bsp", "ssp:2", "essp:1", "asynchronous"
 NUM_WORKERS: Final = 2
 MASTER_PORT: Final = "29441"
@@ -40,7 +43,7 @@ CLOCKS_A_KILL: Final = 8, 20  # of a server: with its memory kept, and with a re
 class Job:
     """A job whose servers are killed `num_kills` times each; over several hosts they have replicas."""
 
-    carrier: str  # shm, tcp, or "replicas"
+    carrier: str  # shm, tcp, or one of `REPLICATED`
     consistency: str
     num_servers: int
     num_kills: int
@@ -48,11 +51,10 @@ class Job:
 
     @property
     def num_clocks(self) -> int:
-        return LEAST_CLOCKS + self.num_kills * CLOCKS_A_KILL[self.carrier == "replicas"]
+        return LEAST_CLOCKS + self.num_kills * CLOCKS_A_KILL[self.carrier in REPLICATED]
 
     def __str__(self) -> str:
-        carrier = "replicas over tls" if self.carrier == "replicas" else self.carrier
-        return f"{carrier}, {self.consistency}, {self.num_servers} server(s)"
+        return f"{REPLICATED.get(self.carrier, self.carrier)}, {self.consistency}, {self.num_servers} server(s)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ def run(job: Job, *, is_killed: bool = True) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="paceline-kills-") as name:
         folder = Path(name)
         environment = {"STRUCK": f"{folder / 'deaths'}:{job.num_kills if is_killed else 0}:{job.seed}"}
-        output = (_run_hosted if job.carrier == "replicas" else _run_here)(job, folder, environment)
+        output = (_run_hosted if job.carrier in REPLICATED else _run_here)(job, folder, environment)
         num_kills = sum(len(path.read_bytes()) for path in folder.glob("deaths-?"))
     lines = [line.split() for line in re.findall(r"^(?:\[worker \d\] )?ended (.*)$", output, re.MULTILINE)]
     if len(lines) != NUM_WORKERS or any(line[:3] != ["0", "0", "0"] for line in lines):
@@ -120,7 +122,8 @@ def _run_hosted(job: Job, folder: Path, environment: dict[str, str]) -> str:
             "MASTER_PORT": MASTER_PORT,
             "WORLD_SIZE": str(NUM_WORKERS),
             "PACELINE_RUN_DIR": str(folder / "runs"),
-            "PACELINE_SERVERS": f"node:{max(job.num_servers // NUM_WORKERS, 1)}+replicas:1",
+            "PACELINE_SERVERS": f"node:{max(job.num_servers // NUM_WORKERS, 1)}+replicas:1"
+            f"{LAG if job.carrier == 'lagging' else ''}",
         }
         command = [sys.executable, str(OUTLIVED), job.consistency, str(job.num_clocks)]
         workers: list[subprocess.Popen[str]] = []
@@ -145,7 +148,7 @@ def jobs(kills_a_job: int, seed: int, carriers: Sequence[str] = CARRIERS) -> Ite
         kinds = list(itertools.product(carriers, CONSISTENCIES, (1, 2)))
         chance.shuffle(kinds)
         for carrier, consistency, servers in kinds:
-            num_servers = servers * NUM_WORKERS if carrier == "replicas" else servers
+            num_servers = servers * NUM_WORKERS if carrier in REPLICATED else servers
             yield Job(carrier, consistency, num_servers, kills_a_job // num_servers, seed * 1000 + turn)
 
 
@@ -161,7 +164,7 @@ def main() -> int:
     for job in jobs(asked.each, asked.seed, asked.carriers):
         if sum(num_kills.values()) >= asked.kills or num_failed == MAX_FAILED:
             break
-        if left_out and job.carrier == "replicas":
+        if left_out and job.carrier in REPLICATED:
             continue
         try:
             found = check(job)

@@ -16,7 +16,8 @@ CONNECTIONS, PERMISSIONS = "server/connections.py", "wire/messages.py"
 CACHE, DENSE = "worker/cache.py", "worker/dense.py"
 CLIENT, ROWS, SILENCE = "worker/rows/client.py", "server/row_table.py", "transport/channel.py"
 SECURITY = "transport/handshake.py"
-REPLICA = "server/replica.py"
+REPLICA, LINE = "server/replica.py", "server/line_watch.py"
+LAG, CATCH_UP, CORE = "server/replica_lag.py", "server/catch_up.py", "core/worker.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     _of(
         "an answer leaves before the replica has what it rests on",
         REPLICA,
-        "while self._connection is not None and self._num_received < self._num_sent:",
+        "while self._connection is not None and not self.has_received(may_lag=may_lag):",
         "while False:",
         "server/test_replica",
         "serves",
@@ -99,16 +100,16 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     ),
     _of(
         "a process that was stopped takes another machine for gone",
-        REPLICA,
-        "is_late = self._looked_s - looked_s > 3 * _LOOK_S",
+        LINE,
+        "is_late = self._looked_s - looked_s > 3 * LOOK_S",
         "is_late = not looked_s",
         "server/test_replica",
         "stopped",
     ),
     _of(
         "a machine whose processes say nothing is taken for gone",
-        REPLICA,
-        "return self.connection.silent_s() >= _SILENCE_S",
+        LINE,
+        "return self.connection.silent_s() >= SILENCE_S",
         "return True",
         "server/test_replica",
         "confirms",
@@ -120,6 +121,103 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "if table is not None:",
         "nodes/test_replicas",
         "bsp",
+    ),
+    # -- replicas that lag -------------------------------------------------------------------------------------------
+    _of(
+        "a worker keeps nothing that its server has applied",
+        CORE,
+        "if self.settings.keeps_pushes and not refused:",
+        "if False:",
+        "core/test_lagging_machine",
+        "lives",
+    ),
+    _of(
+        "what is kept is said again after what was made later",
+        CORE,
+        "in_order = [push for _, push in sorted(pushes.items())]",
+        "in_order = [push for _, push in sorted(pushes.items(), reverse=True)]",
+        "core/test_lagging_machine",
+        "lives",
+    ),
+    _of(
+        "ticks that were answered are not said again",
+        CORE,
+        "ticks = [Clock(sender, self._ticked, withdrawn)] if self._has_joined else []",
+        "ticks = list[FromWorker]()",
+        "nodes/test_lagging_replicas",
+        "bsp",
+    ),
+    _of(
+        "a push is dropped that the replica of another server has",
+        CORE,
+        "kept = self._unreplicated.get(server, {})\n        for",
+        "kept = self._unreplicated.get(0, {})\n        for",
+        "core/test_worker_pushes",
+        "replica",
+    ),
+    _of(
+        "a replica lags without a bound",
+        LAG,
+        "if len(latest) > self.clocks:",
+        "if False:",
+        "server/test_replica_lag",
+        "clocks_ahead",
+    ),
+    _of(
+        "who takes part is decided ahead of the replica",
+        LAG,
+        "if not isinstance(written, _REPEATED) or self._is_decided_by_order():",
+        "if self._is_decided_by_order():",
+        "server/test_replica_lag",
+        "said_again",
+    ),
+    _of(
+        "a quorum is decided ahead of the replica",
+        LAG,
+        "any(table.consistency.backups for table in tables.values())",
+        "False",
+        "server/test_replica_lag",
+        "first_to_come",
+    ),
+    _of(
+        "workers are told of pushes that the replica has not received",
+        LAG,
+        "self._told[0][0] <= num_frames",
+        "self._told[0][0] <= num_frames + 1",
+        "server/test_replica_lag",
+        "once",
+    ),
+    _of(
+        "a replica serves before all workers have repeated what they keep",
+        CATCH_UP,
+        "while self._awaited and watch",
+        "while False and watch",
+        "nodes/test_lagging_replicas",
+        "policy",
+    ),
+    _of(
+        "ticks complete clocks while pushes are missing",
+        CATCH_UP,
+        "            case PushFrame() | RowPushFrame():\n",
+        "            case PushFrame() | RowPushFrame() | Clock():\n",
+        "server/test_catch_up",
+        "later",
+    ),
+    _of(
+        "a death completes clocks while pushes are missing",
+        CATCH_UP,
+        "            self._gone.add((item.worker, item.incarnation))\n",
+        "            self._gone.add((item.worker, item.incarnation))\n            self.core.handle(item, 0.0)\n",
+        "server/test_catch_up",
+        "died",
+    ),
+    _of(
+        "what is lost is not told",
+        CATCH_UP,
+        "sorted(self._gone | self._awaited)",
+        "sorted(self._awaited)",
+        "nodes/test_lagging_replicas",
+        "told",
     ),
     # -- successors of servers ---------------------------------------------------------------------------------------
     _of(

@@ -27,6 +27,7 @@ class Ledger:
         self.consistency = Consistency.parse(consistency)
         self.spec = table("ledger", NUM_WORKERS * NUM_CLOCKS, consistency)
         self.outcomes: dict[int, Future[PushOutcome]] = {}
+        self.seen: dict[int, Tensor] = {}  # by worker, the last values that it has read
 
     def work(self, node: WorkerNode) -> None:
         """Push into the slot of each clock, and check every read."""
@@ -46,7 +47,10 @@ class Ledger:
         assert ((rows == 0) | (rows == 1)).all(), f"a push counts twice:\n{rows}"
         if self.consistency.backups:
             return
-        own = rows[node.settings.sender.worker]
+        rank = node.settings.sender.worker
+        own, before = rows[rank], self.seen.get(rank, torch.zeros_like(rows))
+        assert (rows >= before).all(), f"a read at clock {done} lacks what one before had:\n{before}\n{rows}"
+        self.seen[rank] = rows.clone()
         if self.consistency.visible == "on_clock":
             assert own.sum() == done
             assert (rows[:, :done] == 1).all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from paceline.observe.trace import Trace
 from paceline.server import replica
 from paceline.server.node import ServerNode
 from paceline.server.replica import Follower, ReplicaLink, ReplicaPlace
+from paceline.server.replica_lag import ReplicaLag
 from paceline.server.row_table import ServedRowTable
 from paceline.server.served_table import ServedTable
 from paceline.transport.base import Transport
@@ -77,7 +78,9 @@ class Pair:
     folder: Path
     fate: Fate
     repeats: bool = False
+    lag: int = 0  # clocks
     told: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)  # what servers have said of their workers
     errors: list[BaseException] = field(default_factory=list)
     nodes: list[ServerNode] = field(default_factory=list)
     states: list[object] = field(default_factory=list)  # of the head and its replica, as they end
@@ -105,7 +108,10 @@ class Pair:
         node = WatchedServer(
             *(settings, listener, self.transport, self.addresses, Trace(None)),
             checks_memory=True,
-            replica=ReplicaLink(place, self.find if self.repeats else None),
+            tell=self.lost.append,
+            replica=ReplicaLink(
+                place, self.find if self.repeats else None, lag=ReplicaLag(self.lag) if self.lag else None
+            ),
             follows=Follower(self.rank, self.views, listener, PATIENCE_S, self.told.append) if process else None,
         )
         node.pair = self
@@ -170,6 +176,7 @@ def content(table: ServedTable) -> object:
 
 class ReplicatedCluster(Cluster):
     folder: Path
+    keeps_pushes: bool = False
 
     def worker(self, rank: int, incarnation: int = 0, wait_timeout_s: float = PATIENCE_S) -> WorkerNode:
         node = super().worker(rank, incarnation, wait_timeout_s)
@@ -179,21 +186,22 @@ class ReplicatedCluster(Cluster):
             checks_memory=True,
             where=lambda server: Views(self.folder, server).address(),
         )
-        return WorkerNode(node.settings, self.transport, self.addresses, options)
+        settings = replace(node.settings, keeps_pushes=self.keeps_pushes)
+        return WorkerNode(settings, self.transport, self.addresses, options)
 
 
 @contextmanager
 def replicated(
-    folder: Path, kills: tuple[int, ...], kind: str = "tcp", *, repeats: bool = False
+    folder: Path, kills: tuple[int, ...], kind: str = "tcp", *, repeats: bool = False, lag: int = 0
 ) -> Iterator[tuple[ReplicatedCluster, list[Pair]]]:
     """Run a server and its replica for each entry: the point at which the server is killed; 0 for never."""
     folder.mkdir(mode=0o700)
     transport = make_transport(kind, folder)
-    pairs = [Pair(rank, len(kills), transport, folder, Fate(kill), repeats) for rank, kill in enumerate(kills)]
+    pairs = [Pair(rank, len(kills), transport, folder, Fate(kill), repeats, lag) for rank, kill in enumerate(kills)]
     for pair in pairs:
         pair.start()
     servers = ReplicatedCluster(transport, [], pairs[0].addresses(), PATIENCE_S)
-    servers.folder = folder
+    servers.folder, servers.keeps_pushes = folder, lag > 0
     try:
         yield servers, pairs
     finally:
@@ -205,21 +213,22 @@ def replicated(
 
 
 def trained(
-    folder: Path, policy: str, kills: tuple[int, ...], rule: RuleSpec = MOMENTUM, kind: str = "tcp"
+    folder: Path, policy: str, kills: tuple[int, ...], rule: RuleSpec = MOMENTUM, kind: str = "tcp", lag: int = 0
 ) -> tuple[Trained, list[Pair]]:
     job = Trained(Ledger(policy), rule)
-    with replicated(folder, kills, kind) as (servers, pairs):
+    with replicated(folder, kills, kind, lag=lag) as (servers, pairs):
         servers.run(NUM_WORKERS, job.work)
     return job, pairs
 
 
-def check(folder: Path, calm: Path, policy: str, kills: tuple[int, ...], kind: str = "tcp") -> None:
+def check(folder: Path, calm: Path, policy: str, kills: tuple[int, ...], kind: str = "tcp", lag: int = 0) -> None:
     """Kill each server at its point, and compare with what is promised."""
-    job, pairs = trained(folder / "killed", policy, kills, kind=kind)
+    job, pairs = trained(folder / "killed", policy, kills, kind=kind, lag=lag)
     assert [pair.fate.num_kills for pair in pairs] == [1] * len(kills)
     for pair in pairs:
         [line] = pair.told
         assert line.startswith(f"server {pair.rank} is served by its replica from now on: "), line
+        assert pair.lost == []
     outcomes = job.ledger.expected()
     if job.ledger.consistency.backups:
         return

@@ -183,7 +183,10 @@ def join(spec: ClusterSpec, place: Place, transport: Transport, notice: Preempti
     views = [Views(run_dir, server) for server in range(spec.num_servers)]
     config = SessionConfig(
         settings=WorkerSettings(
-            Sender(spec.generation, place.rank, place.incarnation), spec.num_servers, shares=spec.shares
+            Sender(spec.generation, place.rank, place.incarnation),
+            spec.num_servers,
+            shares=spec.shares,
+            keeps_pushes=spec.replica_lag > 0,
         ),
         transport=transport,
         addresses=spec.addresses,

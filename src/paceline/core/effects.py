@@ -132,12 +132,24 @@ class Forget:
 
 @value_class
 class Release:
-    """The server's final answer to a push has arrived: its part of the tensor may be reused."""
+    """The server's final answer to a push has arrived: its part of the tensor may be reused.
+
+    A worker that keeps pushes keeps a copy of one that is applied, until `Drop`.
+    """
 
     server: int
     table: str
     id: PushId
     refused: str = ""
+
+
+@value_class
+class Drop:
+    """The server's replica has this push, which is applied: its part need not be kept any more."""
+
+    server: int
+    table: str
+    id: PushId
 
 
 @value_class
@@ -169,4 +181,4 @@ class Fail:
     reason: str
 
 
-WorkerEffect = Send | Install | Forget | Release | JoinDone | ReadDone | LeaveDone | Fail
+WorkerEffect = Send | Install | Forget | Release | Drop | JoinDone | ReadDone | LeaveDone | Fail

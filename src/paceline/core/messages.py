@@ -139,7 +139,18 @@ class WholeStep:
         return self.pushes[0].id.sender if self.pushes else self.pulls[0].sender
 
 
-FromWorker = Join | Leave | Push | Clock | Pull | WholeStep | Taken
+@value_class
+class Repeated:
+    """Over this connection I have said again all that the process in which you serve may not know of me.
+
+    Values that I have read from you have every update of the clocks below `reached`, -1 for none.
+    """
+
+    sender: Sender
+    reached: int
+
+
+FromWorker = Join | Leave | Push | Clock | Pull | WholeStep | Taken | Repeated
 
 
 # -- from a server to a worker ---------------------------------------------------------------------------------------
@@ -237,7 +248,26 @@ class WorkerRefused:
     reason: str
 
 
-FromServer = Joined | Left | Held | Applied | PushRefused | Ticked | Fetched | Delivered | PullRefused | WorkerRefused
+@value_class
+class Replicated:
+    """My replica has these of your pushes, by their sequence numbers: you need not repeat them any more."""
+
+    seqs: tuple[int, ...]
+
+
+FromServer = (
+    Joined
+    | Left
+    | Held
+    | Applied
+    | PushRefused
+    | Ticked
+    | Fetched
+    | Delivered
+    | PullRefused
+    | WorkerRefused
+    | Replicated
+)
 
 
 # -- between servers -------------------------------------------------------------------------------------------------

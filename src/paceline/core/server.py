@@ -176,6 +176,10 @@ class ServerCore:
         finished = set(self._clocks.past(clock - 1))
         return [worker for worker in self.members if worker not in finished]
 
+    def finished(self, worker: int) -> int:
+        """Return the clock below which a member has finished every clock."""
+        return self._clocks.of(worker)
+
     def whereabouts(self, worker: int) -> str:
         """Return a description of a member that waits for nothing."""
         life = self.lives.current(worker)

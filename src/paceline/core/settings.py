@@ -51,6 +51,8 @@ class WorkerSettings:
         max_attempts: how often a message is sent before the worker fails. Reads and held pushes have no limit: they
             depend on other workers, and the caller has a timeout of its own.
         shares: how much of each table every server holds; see `ServerSettings`.
+        keeps_pushes: replicas of servers may lag, so applied pushes are kept until the replica of their server has
+            them, and repeated to the process that serves in its place.
     """
 
     sender: Sender
@@ -58,3 +60,4 @@ class WorkerSettings:
     retry_s: float = 5.0
     max_attempts: int = 20
     shares: tuple[float, ...] = ()
+    keeps_pushes: bool = False

@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from paceline.core.consistency import Consistency
-from paceline.core.effects import Fail, JoinDone, LeaveDone, ReadDone, Release, Send, WorkerEffect
+from paceline.core.effects import Drop, Fail, JoinDone, LeaveDone, ReadDone, Release, Send, WorkerEffect
 from paceline.core.events import (
     Arrived,
     Connected,
@@ -26,7 +26,7 @@ from paceline.core.events import (
     WantRead,
     WantRows,
 )
-from paceline.core.exactly_once import WINDOW, Key, Retransmit
+from paceline.core.exactly_once import WINDOW, Key, Retransmit, Unanswered
 from paceline.core.messages import (
     Applied,
     Clock,
@@ -43,6 +43,8 @@ from paceline.core.messages import (
     Push,
     PushId,
     PushRefused,
+    Repeated,
+    Replicated,
     Ticked,
     WholeStep,
     WorkerRefused,
@@ -72,6 +74,7 @@ class _Pushed:
     push: Push
     unseen: set[int]  # servers that have not confirmed that they have it
     unsettled: set[int]  # servers that have neither applied nor refused it
+    replicated: set[int] = field(default_factory=set[int])  # servers whose replicas have it
 
 
 @dataclass(slots=True)
@@ -97,6 +100,8 @@ class WorkerCore:
     _read_follows: bool = False  # at once after the clock of the pushes that are kept
     # (table, clock, sequence number) of pushes that some server refused.
     _withdrawn: set[tuple[str, int, int]] = field(default_factory=set[tuple[str, int, int]])
+    # By server, applied pushes that its replica may not have, in ascending order of their sequence numbers.
+    _unreplicated: dict[int, dict[int, Push]] = field(default_factory=dict[int, dict[int, Push]])
     _leaving: bool = False
     _left: set[int] = field(default_factory=set[int])
     _retransmit: Retransmit = field(init=False)
@@ -290,6 +295,11 @@ class WorkerCore:
         if refused:
             self._withdrawn.add((push.table, push.clock, seq))
         effects.append(Release(server, push.table, push.id, refused))
+        if self.settings.keeps_pushes and not refused:
+            if server in pushed.replicated:
+                effects.append(Drop(server, push.table, push.id))
+            else:
+                self._unreplicated.setdefault(server, {})[seq] = push
         if not pushed.unsettled:
             del self._pushed[seq]
             del self._tables[push.table].unsettled[seq]
@@ -303,6 +313,16 @@ class WorkerCore:
                 self._unseen[clock] -= 1
                 if not self._unseen[clock]:
                     del self._unseen[clock]
+
+    def _on_replicated(self, server: int, message: Replicated, effects: list[WorkerEffect]) -> None:
+        """Note that a server's replica has pushes: those that are applied need not be repeated any more."""
+        kept = self._unreplicated.get(server, {})
+        for seq in message.seqs:
+            push = kept.pop(seq, None)
+            if push is not None:
+                effects.append(Drop(server, push.table, push.id))
+            elif seq in self._pushed:
+                self._pushed[seq].replicated.add(server)
 
     def oldest_push(self, table: str = "") -> int:
         """Return the oldest clock with a push under way, of this table if given; -1 if there is none."""
@@ -400,6 +420,8 @@ class WorkerCore:
                 self._on_ticked(server, message)
                 self._note_ticked(message.clock)
                 self._tick(now, effects)
+            case Replicated():
+                self._on_replicated(server, message, effects)
             case Joined():
                 self._on_joined(server, message, now, effects)
             case Left():
@@ -439,7 +461,30 @@ class WorkerCore:
         for table in self._tables.values():
             table.reads.on_connected(server)
         # With their tensors: another process may go on in the server's place, which has none of them.
-        effects += [Send(server, entry.message) for entry in self._retransmit.for_server(server)]
+        unanswered = self._retransmit.for_server(server)
+        if self.settings.keeps_pushes:
+            effects += [Send(server, message) for message in self._with_kept(server, unanswered)]
+        else:
+            effects += [Send(server, entry.message) for entry in unanswered]
+
+    def _with_kept(self, server: int, entries: list[Unanswered]) -> list[FromWorker]:
+        """Return what a process needs to know that serves in a server's place, and has not seen the latest of it.
+
+        First all pushes as they were made, then the tick that vouches for those of finished clocks, and then the rest.
+        """
+        unanswered = [entry.message for entry in entries]
+        pushes = dict(self._unreplicated.get(server, {}))
+        pushes.update({message.id.seq: message for message in unanswered if isinstance(message, Push)})
+        joins = [message for message in unanswered if isinstance(message, Join)]
+        rest = [message for message in unanswered if not isinstance(message, Push | Join)]
+        in_order = [push for _, push in sorted(pushes.items())]
+        sender, withdrawn = self.settings.sender, tuple(sorted(self._withdrawn))
+        ticks = [Clock(sender, self._ticked, withdrawn)] if self._has_joined else []
+        return [*joins, *in_order, *ticks, *rest, Repeated(sender, self._reached(server))]
+
+    def _reached(self, server: int) -> int:
+        """Return the clock below which values from a server, as this worker has read them, have every update."""
+        return max((table.reads.reached(server) for table in self._tables.values()), default=-1)
 
     def _on_timeout(self, now: float, effects: list[WorkerEffect]) -> None:
         for server, entry in self._retransmit.repeat_due(now):

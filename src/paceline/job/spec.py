@@ -61,6 +61,7 @@ class ClusterSpec:
     record_bytes: int = 0  # that the record of each server may have; 0 keeps none
     num_at_start: int = 0
     has_replicas: bool = False  # of its servers, each on another machine than its server
+    replica_lag: int = 0  # clocks by which answers to workers may be ahead of these
     publish_every: int = 0  # clocks, after which worker 0 publishes the models; 0 for never
     clock: int = 0  # the first one: those below were finished by the job that this one goes on from
     resume: str = ""  # folder of the snapshot that it goes on from

@@ -30,6 +30,7 @@ from paceline.server.journal import LISTENER
 from paceline.server.node import ServerNode
 from paceline.server.record import RecordFile, record_path
 from paceline.server.replica import Follower, ReplicaLink, ReplicaPlace
+from paceline.server.replica_lag import ReplicaLag
 from paceline.transport.base import HandsOver, Listener, SocketListener, Transport
 from paceline.transport.lasting_memory import LastingMemory
 
@@ -94,8 +95,9 @@ def replica_link(spec: ClusterSpec, rank: int, views: Views, transport: Transpor
         come = [] if view is None else views.candidates()
         return [place(view.number + 1, views.published(one).read_text, one) for one in come if view is not None]
 
+    lag = ReplicaLag(spec.replica_lag) if spec.replica_lag else None
     if not begins:
-        return ReplicaLink(find=find)
+        return ReplicaLink(find=find, lag=lag)
 
     def address() -> str:
         path = views.published(FIRST.replica)
@@ -109,7 +111,7 @@ def replica_link(spec: ClusterSpec, rank: int, views: Views, transport: Transpor
             INTERVAL_SHARED_S,
         )
 
-    return ReplicaLink(place(FIRST.number, address, FIRST.replica), find)
+    return ReplicaLink(place(FIRST.number, address, FIRST.replica), find, lag=lag)
 
 
 def serve(

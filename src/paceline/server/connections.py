@@ -15,6 +15,7 @@ from functools import partial
 from queue import SimpleQueue
 
 from paceline.core.messages import Clock, Delivered, Fetched, Held, Ticked, value_class
+from paceline.core.work_queue import Life
 from paceline.errors import DeadlineExceeded, PeerError
 from paceline.observe.resources import SAMPLE_INTERVAL_S, ProcessSamples, ResourceUsage
 from paceline.observe.row_counts import RowCounts
@@ -35,7 +36,10 @@ from paceline.wire.messages import (
     PushPiece,
     RowPushFrame,
     StepFrame,
+    check_caller,
+    check_said,
     check_server,
+    decode,
     encode,
 )
 from paceline.wire.send_queue import SendHold, SendQueue
@@ -52,6 +56,19 @@ class Incoming:
     connection: Connection
     frame: Frame | None
     problem: str = ""
+
+
+def said_by(item: object, num_servers: int) -> tuple[Life, object] | None:
+    """Return who says what in an item of the queue, if that is a message that its sender may say."""
+    if not isinstance(item, Incoming) or item.frame is None:
+        return None
+    try:
+        hello = check_caller(decode(item.connection.identity), item.connection)
+        message = decode(item.frame.header)
+        check_said(hello, message, num_servers)
+    except PeerError:
+        return None
+    return (hello.rank, hello.incarnation), message
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +325,7 @@ class Connections:
     """Connections by peer.
 
     A message to a peer that is not connected is dropped: the process that needs an answer repeats its message.
-    `may_send`, if there is one, is called before each, and may block; False drops it.
+    `may_send`, if there is one, is called with each before it leaves, and may block; False drops it.
     """
 
     server: int
@@ -316,7 +333,7 @@ class Connections:
     transport: Transport
     addresses: Callable[[], tuple[str, ...]]
     drop: Callable[[Connection], None]
-    may_send: Callable[[], bool] | None = None
+    may_send: Callable[[object], bool] | None = None
     hold: SendHold = field(default_factory=SendHold)  # gathers small frames that are sent while it is entered
     sent_bytes: int = 0  # in bodies, to workers
     traffic: Traffic = field(default_factory=Traffic)  # the same, by worker and table
@@ -369,7 +386,7 @@ class Connections:
         the transport maps may not.
         """
         _, queue = self._workers.get((worker, incarnation), (0, None))
-        if queue is not None and (self.may_send is None or self.may_send()):
+        if queue is not None and (self.may_send is None or self.may_send(message)):
             if body:
                 self.sent_bytes += len(body)
                 self.traffic.sent_to[worker] += len(body)
@@ -379,7 +396,7 @@ class Connections:
 
     def send_server(self, server: int, message: object) -> None:
         """Queue a message for another server; connects when first needed. Dropped if the server cannot be reached."""
-        if self.may_send is not None and not self.may_send():
+        if self.may_send is not None and not self.may_send(message):
             return
         queue = self._servers.get(server)
         if queue is None or queue.is_over:

@@ -33,6 +33,7 @@ from paceline.core.messages import (
     Push,
     PushId,
     PushRefused,
+    Replicated,
     Taken,
     WorkerRefused,
 )
@@ -42,7 +43,8 @@ from paceline.core.work_queue import Life
 from paceline.errors import PeerError, UsageError
 from paceline.observe.trace import Trace
 from paceline.server.buffers import BodyLimits, ReceiveBuffers
-from paceline.server.connections import Acceptor, Connections, Expel, Incoming, LoadMeter, Stop
+from paceline.server.catch_up import CatchUp
+from paceline.server.connections import Acceptor, Connections, Expel, Incoming, LoadMeter, Stop, said_by
 from paceline.server.journal import Asked, Began, Journal, JournalFull, OtherFormat, Written
 from paceline.server.preload import RulePreload
 from paceline.server.readers import Published, ReaderService
@@ -50,6 +52,7 @@ from paceline.server.record import digest
 from paceline.server.records import ServerRecords
 from paceline.server.recovery import CannotGoOn, Declarations, JournalReplay, Recovery, ServerParts
 from paceline.server.replica import Follower, RecordFollower, Replay, ReplicaLink
+from paceline.server.replica_lag import may_lag
 from paceline.server.requests import RequestHandler, WaitReports
 from paceline.server.served_table import ACCEPTED, TableHost
 from paceline.server.table_rpc import TableRpc
@@ -159,6 +162,8 @@ class ServerNode:
         settings, transport = self.settings, self.transport
         self._is_replicated = self.follows is not None or self.replica.is_wanted
         self._core = ServerCore(settings, started=time.monotonic())
+        if self.replica.lag is not None:
+            self.replica.lag.tables = lambda: self._core.tables
         self._receive_buffers = ReceiveBuffers(self.checks_memory)
         self._tables = ServedTables(
             TableHost(
@@ -201,7 +206,7 @@ class ServerNode:
                 items = self.follows.follow(replay, self._acceptor.get)
                 if items is None:
                     return
-                recovery, self.follows = Recovery(postponed=items), None
+                recovery, self.follows = Recovery(postponed=items, lagged=self.replica.lag is not None), None
             self.replica.open(self._parts().dump())
             self._acceptor.open()
             self._deadline = self._core.next_deadline()
@@ -251,6 +256,8 @@ class ServerNode:
         if self._is_replicated:
             self.replica.look()
             self.replica.repair(self._parts(), self._tables)
+            for life, seqs in self.replica.take_replicated().items():
+                self._peers.send_worker(*life, Replicated(tuple(seqs)))
         return True
 
     def _is_due(self) -> bool:
@@ -289,8 +296,14 @@ class ServerNode:
         """Report that a worker's process has ended; from any thread."""
         self._acceptor.put(Died(worker, incarnation, reason))
 
-    def _may_send(self) -> bool:
-        return self.follows is None and self.replica.wait_received()
+    def _may_send(self, message: object) -> bool:
+        if self.follows is not None:
+            return False
+        is_early = self.replica.lag is not None and may_lag(message)
+        if self.replica.lag is None or self.replica.has_received(may_lag=is_early):
+            return self.replica.wait_received(may_lag=is_early)
+        with self._peers.hold.suspended():  # what may be ahead of the replica does not wait for it
+            return self.replica.wait_received(may_lag=is_early)
 
     def _close(self) -> None:
         self.replica.close()
@@ -719,6 +732,8 @@ class ServerNode:
         """Wait for what workers repeat, then go on where the process before ended; False if told to stop meanwhile."""
         self._handle(Resumed())
         watch, patience_s = Stopwatch(), self.settings.lease_s
+        if recovery.lagged and not self._catch_up(recovery):
+            return False
         while recovery.wanted and watch.elapsed_s() < patience_s:
             item = self._acceptor.get(_LOOK_S)
             if isinstance(item, Stop):
@@ -737,16 +752,26 @@ class ServerNode:
             self._handle(Timeout())
         return all(map(self._handle_item, recovery.postponed))
 
+    def _catch_up(self, recovery: Recovery) -> bool:
+        """Wait until workers have said again what this process has not seen; False if told to stop meanwhile."""
+        lag, settings = 0 if self.replica.lag is None else self.replica.lag.clocks, self.settings
+        catch_up = CatchUp(settings.server, settings.num_servers, self._core, lag, recovery.postponed)
+        if not catch_up.run(self._acceptor.get, self._handle_item, settings.lease_s):
+            return False
+        losses = catch_up.losses()
+        for text in losses:
+            self.tell(text)
+        for table in list(self._tables) if losses else ():
+            for _ in range(lag * len(losses)):  # values that lack what others have read are newer, not older
+                self._handle(Changed(table))
+        return True
+
     def _take_again(self, item: Incoming, recovery: Recovery) -> bool:
         """Let a worker come back, or take in the tensor of a push that is known; False for all else."""
-        if item.frame is None:
+        found = said_by(item, self.settings.num_servers)
+        if found is None or item.frame is None:
             return False
-        try:
-            hello = check_caller(decode(item.connection.identity), item.connection)
-            said = decode(item.frame.header)
-            check_said(hello, said, self.settings.num_servers)
-        except PeerError:
-            return False
+        _, said = found
         match said:
             case Join(sender) if not self._core.lives.objection(sender):
                 self._on_incoming(item)

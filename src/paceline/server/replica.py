@@ -2,8 +2,9 @@
 
 The process that serves, the head, sends in order what it is told: each event of its core with its time, the tensors of
 pushes, and requests that change tables. No answer leaves before the replica has received all that it rests on, so what
-a worker was told is never lost with the head. Which of the two goes on when their connection breaks is decided by the
-first of them to write the next view (`job/views.py`); the other one ends.
+a worker was told is never lost with the head; or, where the replica lags, workers say it again (`replica_lag.py`).
+Which of the two goes on when their connection breaks is decided by the first of them to write the next view
+(`job/views.py`); the other one ends.
 """
 
 from __future__ import annotations
@@ -24,29 +25,30 @@ from paceline.errors import DeadlineExceeded, PacelineError, PeerError
 from paceline.server.buffers import BodyLimits, ReceiveBuffers
 from paceline.server.connections import Stop
 from paceline.server.journal import Asked, Began, Entry, Written, decode_written, encode_written
+from paceline.server.line_watch import LOOK_S, SILENCE_S, LineWatch
 from paceline.server.memory_check import require_memory
 from paceline.server.record import RecordFile, UnreadableRecord, read_frames
 from paceline.server.recovery import ServerParts
+from paceline.server.replica_lag import ReplicaLag
 from paceline.server.tables import ServedTables
 from paceline.stopwatch import Stopwatch
-from paceline.transport.base import EMPTY, Connection, Frame, Listener, MeasuresSilence, Transport
+from paceline.transport.base import EMPTY, Connection, Frame, Listener, Transport
 from paceline.transport.buffer_pool import Buffer
 from paceline.update.rules import Hyper
 from paceline.wire.messages import Hello, MessageCodec, PushFrame, RowPushFrame, check_server, decode, encode
 from paceline.wire.requests import MAX_HEARD_BYTES, Declare, DeclareRows, Request, WholeTable
+from paceline.wire.send_queue import SendQueue
 
 ROLE: Final = "head"  # of the process that serves, towards its replica
-_LOOK_S: Final = 0.25
 _CONNECT_TIMEOUT_S: Final = 5.0
 _IDLE_LOOK_S: Final = 1.0  # between two looks of the head at its replica, or for one
 _FOLDER: Final = "paceline-replica-"
-_SILENCE_S: Final = 1.0  # of a machine that is spoken to all the while
 _MOST_BEATS: Final = 3600  # in a row, as the head reads them with its next answer
 _END_TIMEOUT_S: Final = 10.0
 _ANSWER_TIMEOUT_S: Final = 30.0  # the connection itself says sooner that a machine is gone
 _LEAST_BYTES_PER_S: Final = 1e6
 _RECORD_BEHIND: Final = 4096  # frames at the end of a record, among which are those of a journal
-_SILENT: Final = f"its machine has confirmed nothing for {_SILENCE_S:g} s"
+_SILENT: Final = f"its machine has confirmed nothing for {SILENCE_S:g} s"
 
 
 class Superseded(PacelineError):
@@ -141,33 +143,6 @@ _CODEC: Final = MessageCodec[Told](Attached, Restored, Pushed, Happened, Idled, 
 _ANSWERS: Final = MessageCodec[Received](Received)
 
 
-@final
-@dataclass(slots=True)
-class LineWatch:
-    """Tells when the machine at the other end is gone: it confirms nothing, while this end keeps saying something.
-
-    What a machine confirms is said by its kernel, so a process there may be busy or stopped for as long as it likes.
-    """
-
-    connection: Connection
-    now: Callable[[], float] = time.monotonic
-    num_looks: int = 0  # in a row that have brought nothing
-    _looked_s: float = 0.0
-
-    def note_heard(self) -> None:
-        """Note that a frame has come."""
-        self.num_looks = 0
-
-    def is_silent(self) -> bool:
-        """Return whether the other machine is gone; called after each look that has brought nothing."""
-        looked_s, self._looked_s = self._looked_s, self.now()
-        is_late = self._looked_s - looked_s > 3 * _LOOK_S  # this process was stopped, or has done something else
-        self.num_looks = 1 if is_late else self.num_looks + 1
-        if self.num_looks * _LOOK_S < _SILENCE_S or not isinstance(self.connection, MeasuresSilence):
-            return False
-        return self.connection.silent_s() >= _SILENCE_S
-
-
 @dataclass(frozen=True, slots=True)
 class ReplicaPlace:
     """What it takes to reach the replica of a server, and to go on without it.
@@ -204,14 +179,17 @@ class ReplicaLink:
         place: of the replica that there is from the start.
         find: returns the places of processes that have come to be the replica, while there is none.
         record: gets all that a replica is told, or would be.
+        lag: how far the replica may be behind answers to workers; by default not at all.
     """
 
     place: ReplicaPlace | None = None
     find: Callable[[], list[ReplicaPlace]] | None = None
     record: RecordFile | None = None
+    lag: ReplicaLag | None = None
     _look_s: float = 0.0  # when to look next, for one or at the one that there is
     _tried: set[str] = field(default_factory=set[str])  # addresses of those that were not to be reached
     _connection: Connection | None = None
+    _queue: SendQueue | None = None  # of a replica that lags
     _num_sent: int = 0
     _num_received: int = 0  # of these, by the replica
     _superseded: str = ""
@@ -225,6 +203,7 @@ class ReplicaLink:
             self._connection = self._connect(self.place)
             self._send(Attached(self.place.view), memoryview(state))
             self.wait_received()
+            self._let_lag()
 
     def patience_s(self, patience_s: float | None) -> float | None:
         """Return for how long to wait for the next item at most, if it is so long otherwise (None: for ever)."""
@@ -244,6 +223,21 @@ class ReplicaLink:
             return
         self._look_s = time.monotonic() + _IDLE_LOOK_S
         self.check()  # what is sent is what shows that a machine confirms nothing
+        self._hear_all()
+
+    def take_replicated(self) -> dict[Life, list[int]]:
+        """Return by worker the pushes that the replica has received since the last call; all, where there is none.
+
+        Nothing where replicas do not lag: there workers know it from answers. Does not block; raises as `look`.
+        """
+        if self.lag is None:
+            return {}
+        if self._num_received < self._num_sent:
+            self._hear_all()
+        return self.lag.take_received(self._num_received if self.is_connected else None)
+
+    def _hear_all(self) -> None:
+        """Note what the replica has received, as far as it has said so by now; raises Superseded."""
         try:
             while self.is_connected:
                 self._hear(timeout_s=0.0)
@@ -281,6 +275,7 @@ class ReplicaLink:
             place.tell(f"server {place.rank} has no replica yet: {error}")
             return
         self.place, self._connection = place, connection
+        self._let_lag()
         try:
             is_replica = place.promotion.enlist(place.view - 1, place.process)
         except OSError as error:  # it may be in the view, and serve once this process is silent
@@ -309,13 +304,19 @@ class ReplicaLink:
         for message, body in told:
             timeout_s = _ANSWER_TIMEOUT_S + len(body) / _LEAST_BYTES_PER_S
             connection.send(_CODEC.encode(message), memoryview(body), timeout_s=timeout_s)
-        self._num_sent, watch = len(told), Stopwatch(2 * _LOOK_S)
+        self._num_sent, watch = len(told), Stopwatch(2 * LOOK_S)
         while self._num_received < self._num_sent:
             try:
-                self._num_received = _ANSWERS.decode(connection.receive(timeout_s=_LOOK_S).header).num_frames
+                self._num_received = _ANSWERS.decode(connection.receive(timeout_s=LOOK_S).header).num_frames
             except DeadlineExceeded:
                 if watch.elapsed_s() > _ANSWER_TIMEOUT_S:
                     raise
+
+    def _let_lag(self) -> None:
+        """Send from now on without waiting for the replica to receive, if it may lag."""
+        if self.lag is not None and self._connection is not None:
+            self._queue = SendQueue(self._connection, self._connection.close, copies=True)
+            self.lag.restart()
 
     @property
     def is_connected(self) -> bool:
@@ -341,6 +342,8 @@ class ReplicaLink:
         """Tell what is about to have an effect."""
         if self.is_there:
             self._send(Happened(now, encode_written(written)))
+        if self.lag is not None:
+            self.lag.note_told(written, self._num_sent)
 
     def note_request(self, life: Life, request: Request | WholeTable, body: memoryview) -> None:
         """Tell of a request that is about to change a table by what is beside it, or runs once."""
@@ -371,21 +374,25 @@ class ReplicaLink:
         if self.record is not None:
             self.record.append(_CODEC.encode(Proved(digests())))
 
-    def wait_received(self) -> bool:
+    def wait_received(self, *, may_lag: bool = False) -> bool:
         """Block until the replica has all that it was told; called before an answer leaves, and returns True.
+
+        `may_lag`: or until it has what must not be behind an answer, where it lags.
 
         Raises:
             Superseded: the replica serves in the place of this process.
         """
         if self._superseded:
             raise Superseded(self._superseded)
-        watch = Stopwatch(2 * _LOOK_S)
+        watch = Stopwatch(2 * LOOK_S)
         line = None if self._connection is None else LineWatch(self._connection)
-        while self._connection is not None and self._num_received < self._num_sent:
+        while self._connection is not None and not self.has_received(may_lag=may_lag):
             try:
-                self._hear(_LOOK_S)
+                self._hear(LOOK_S)
             except DeadlineExceeded:
                 self.check()
+                if self._queue is not None and self._queue.num_waiting:  # which has deadlines of its own
+                    watch = Stopwatch(2 * LOOK_S)
                 if watch.elapsed_s() > _ANSWER_TIMEOUT_S:
                     self._go_on_alone(f"it has not answered for {_ANSWER_TIMEOUT_S:g} s")
                 elif line is not None and line.is_silent():
@@ -393,6 +400,11 @@ class ReplicaLink:
             except PeerError as error:
                 self._go_on_alone(str(error))
         return True
+
+    def has_received(self, *, may_lag: bool) -> bool:
+        """Return whether the replica has received what `wait_received` waits for, as far as it has said so."""
+        needed = self._num_sent if self.lag is None or not may_lag else self.lag.num_needed
+        return self._num_received >= needed or self._connection is None
 
     def _hear(self, timeout_s: float) -> None:
         """Note what the replica, which is there, has by now; raises as `Connection.receive`."""
@@ -414,6 +426,8 @@ class ReplicaLink:
         self.find = None
         if self.record is not None:
             self.record.end(reason)
+        if self._queue is not None:
+            self.wait_received()  # first: the rest of a frame may be on its way
         if self._connection is not None:
             self._send(Ended(reason))
             self._go_on_alone(reason)
@@ -422,6 +436,9 @@ class ReplicaLink:
         """Let go of the connection: a replica that was not told to end takes over."""
         if self.record is not None:
             self.record.close()
+        if self._queue is not None:
+            self._queue.close()
+            self._queue = None
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -433,6 +450,10 @@ class ReplicaLink:
         if connection is None:
             return
         self._num_sent += 1
+        if self._queue is not None and not isinstance(message, Ended):
+            # By number: what is told twice, in the same words, counts twice.
+            self._queue.send(header, body, last_of=b"%d" % self._num_sent)
+            return
         try:
             timeout_s = _ANSWER_TIMEOUT_S + body.nbytes / _LEAST_BYTES_PER_S
             connection.send(header, body, timeout_s=timeout_s)
@@ -644,10 +665,10 @@ class Follower:
         return items
 
     def _accept_head(self, is_stopped: Callable[[], bool]) -> Connection | None:
-        watch = Stopwatch(2 * _LOOK_S)
+        watch = Stopwatch(2 * LOOK_S)
         while not is_stopped():
             try:
-                connection = self.listener.accept(timeout_s=_LOOK_S)
+                connection = self.listener.accept(timeout_s=LOOK_S)
             except DeadlineExceeded:
                 if watch.elapsed_s() > self.patience_s:
                     raise DeadlineExceeded(
@@ -672,11 +693,11 @@ class Follower:
         num_frames, since_stop, line = 0, None, LineWatch(connection)
         while since_stop is None or since_stop.elapsed_s() < _END_TIMEOUT_S:
             try:
-                frame = connection.receive(timeout_s=_LOOK_S, place=replay.place)
+                frame = connection.receive(timeout_s=LOOK_S, place=replay.place)
                 message = _CODEC.decode(frame.header)
             except DeadlineExceeded:
                 if since_stop is None and is_stopped():
-                    since_stop = Stopwatch(2 * _LOOK_S)  # the head is told the same, and says that it ends
+                    since_stop = Stopwatch(2 * LOOK_S)  # the head is told the same, and says that it ends
                 if line.is_silent():
                     return _SILENT
                 if line.num_looks < _MOST_BEATS:

@@ -7,6 +7,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from paceline.core.effects import (
+    Drop,
     Fail,
     Forget,
     Install,
@@ -214,6 +215,8 @@ class SimulatedWorker:
                 self._fail(effect.reason)
             case Release():
                 self._note_answer(effect)
+            case Drop():
+                pass  # simulated servers have no replicas
 
     def _install(self, effect: Install) -> None:
         """Store the values in a message; rows that were not requested only while they are cached."""

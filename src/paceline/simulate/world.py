@@ -20,6 +20,7 @@ from paceline.core.messages import (
     Push,
     PushId,
     PushRefused,
+    Repeated,
     WholeStep,
 )
 from paceline.core.server import ServerCore, ServerEvent
@@ -257,18 +258,20 @@ class World:
 
         self._carry(f"worker {actor.worker}.{actor.incarnation}", f"server {server}", arrive)
 
-    def _maybe_invalid(self, message: FromWorker) -> list[FromWorker | InvalidPush]:
+    def _maybe_invalid(self, message: FromWorker) -> list[ServerEvent]:
         """Return the events of a message; a step whose tensor is spoiled comes apart, as in the node."""
         spoiled = [push for push in _pushes_in(message) if self.rng.random() < self.scenario.network.spoil]
         for push in spoiled:
             self.histories[push.table].invalid.add(push.id)
-        events: list[FromWorker | InvalidPush] = [InvalidPush(push, "spoiled by the scenario") for push in spoiled]
+        events: list[ServerEvent] = [InvalidPush(push, "spoiled by the scenario") for push in spoiled]
         if isinstance(message, WholeStep):
             rest = tuple(push for push in message.pushes if push not in spoiled)
             return [
                 *events,
                 *([replace(message, pushes=rest)] if rest or message.pulls else filter(None, [message.tick])),
             ]
+        if isinstance(message, Repeated):  # for a server whose replica lags, and there are none here
+            return []
         return events or [message]
 
     def hang_up(self, actor: SimulatedWorker) -> None:

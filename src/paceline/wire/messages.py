@@ -357,6 +357,8 @@ _CODEC: Final = MessageCodec[object](
     requests.ReadCut,
     requests.EndCut,
     requests.PublishTable,
+    messages.Repeated,
+    messages.Replicated,
 )
 _PUSHES: Final = tuple(map(_CODEC.kind_byte, (PushFrame, StepFrame, PushPiece)))
 _JOINED: Final = _CODEC.kind_byte(messages.Joined)
@@ -401,6 +403,7 @@ SPEAKERS: Final[dict[type, Role | None]] = {
     messages.Leave: "worker",
     messages.Clock: "worker",
     messages.Taken: "worker",
+    messages.Repeated: "worker",
     messages.Joined: None,
     messages.Left: None,
     messages.Held: None,
@@ -411,6 +414,7 @@ SPEAKERS: Final[dict[type, Role | None]] = {
     messages.Delivered: None,
     messages.PullRefused: None,
     messages.WorkerRefused: None,
+    messages.Replicated: None,
     messages.Follow: "server",
     messages.Closed: "server",
     requests.Declare: "worker",
@@ -458,7 +462,7 @@ def check_said(hello: Hello, message: object, num_servers: int) -> None:
         _check_worker(hello, message.pull.sender)
     elif isinstance(
         message,
-        messages.Join | messages.Leave | messages.Clock | messages.Taken | Unsubscribe | RowsUsed,
+        messages.Join | messages.Leave | messages.Clock | messages.Taken | messages.Repeated | Unsubscribe | RowsUsed,
     ):
         _check_worker(hello, message.sender)
     elif isinstance(message, messages.Follow | messages.Closed):

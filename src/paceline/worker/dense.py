@@ -15,7 +15,7 @@ from typing import Final, Self
 from torch import Tensor
 
 from paceline.core.consistency import Consistency
-from paceline.core.effects import Forget, Install, ReadDone, Release
+from paceline.core.effects import Drop, Forget, Install, ReadDone, Release
 from paceline.core.events import Opened, Timeout, WantPush, WantRead
 from paceline.core.messages import Fetched, Pull, Push, value_class
 from paceline.core.table_reads import TableReads
@@ -28,6 +28,7 @@ from paceline.update.table import Hyper, TableSpec
 from paceline.wire.messages import EarlyValues, FetchedRest, KeysWanted, PullFrame, PushFrame, PushPiece
 from paceline.wire.requests import Declare
 from paceline.worker.cache import TableCache, can_replay
+from paceline.worker.kept_pushes import KeptPushes
 from paceline.worker.pushes import (
     Outgoing,
     PendingPush,
@@ -182,6 +183,7 @@ class DenseClient:
     _screens: bool = field(init=False)  # gradients that are not finite are not sent
     _received: dict[int, int] = field(default_factory=dict[int, int])  # by server: the last request that it answered
     _early: dict[int, EarlyPart] = field(default_factory=dict[int, EarlyPart])  # by server
+    _kept: KeptPushes | None = None  # what replicas may lack, where these lag
 
     def __post_init__(self) -> None:
         """Open the table in the core."""
@@ -190,6 +192,8 @@ class DenseClient:
         self._screens = spec.nonfinite not in ("zero", "ignore")
         self.context.handle(Opened(spec.name, self.cache.consistency, self.cache.servers))
         self._core_reads = self.context.core.reads(spec.name)
+        if self.context.core.settings.keeps_pushes:
+            self._kept = KeptPushes()
 
     @classmethod
     def open(
@@ -403,7 +407,14 @@ class DenseClient:
             may_wait = self.pushes.held and size_bytes <= _MOST_WAITING_BYTES and not in_pieces
             ends_clock = ends_clock and size_bytes <= _MOST_STEP_BYTES and not in_pieces
             context.handle(WantPush(self.name, may_wait=may_wait, ends_clock=ends_clock))
+            if self._kept is not None:  # while it is on its way
+                self._keep(self._kept, frame, buffer)
         return pending
+
+    def _keep(self, kept: KeptPushes, frame: PushFrame, buffer: PushBuffer) -> None:
+        item, spans = buffer.gradient.itemsize, self.cache.spans
+        parts = {server: slice(spans[server].start * item, spans[server].stop * item) for server in buffer.parts}
+        kept.keep(frame, buffer.memory, parts)
 
     def _split(self, buffer: PushBuffer) -> dict[int, memoryview]:
         """Note, beside a buffer that is used for the first time, the part of each server that holds one."""
@@ -423,7 +434,10 @@ class DenseClient:
     def send_push(self, server: int, push: Push, *, bare: bool) -> None:
         """Send a server its part of a push, unless it has answered; in pieces only once, as repetitions mix."""
         outgoing = self.pushes.outgoing(push)
-        if outgoing is None:
+        if outgoing is None or server not in outgoing.bodies:
+            part = None if self._kept is None else self._kept.part(server, push.id)
+            if part is not None:
+                self.context.send(server, *part)
             return
         if server in outgoing.in_pieces:
             outgoing.in_pieces.discard(server)
@@ -461,12 +475,19 @@ class DenseClient:
 
     def release(self, effect: Release) -> None:
         """Note the answer to one part of a push; end the push when all parts are answered."""
+        if self._kept is not None and effect.refused:
+            self._kept.drop(effect.server, effect.id)
         outgoing = self.pushes.release(effect, partial(objection, self.cache.spec, is_sent=True))
         if outgoing is None:
             return
         if outgoing.answers.refused:
             self.cache.forget_own(effect.id.seq)
         outgoing.pending.end(outgoing.answers.outcome())
+
+    def drop(self, effect: Drop) -> None:
+        """Forget the copy of one part of a push."""
+        if self._kept is not None:
+            self._kept.drop(effect.server, effect.id)
 
     def finish_read(self, done: ReadDone) -> None:
         """End the futures of a read and of earlier ones."""
@@ -534,6 +555,8 @@ class DenseClient:
         """End all futures with an error."""
         self.pushes.abandon(error)
         self._reads.abandon(error)
+        if self._kept is not None:
+            self._kept.clear()
 
     def close(self) -> None:
         """Release the memory of cache and pushes, except what the user still uses, which no longer changes."""

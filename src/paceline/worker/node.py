@@ -10,7 +10,18 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from paceline.core.consistency import Consistency
-from paceline.core.effects import Fail, Forget, Install, JoinDone, LeaveDone, ReadDone, Release, Send, WorkerEffect
+from paceline.core.effects import (
+    Drop,
+    Fail,
+    Forget,
+    Install,
+    JoinDone,
+    LeaveDone,
+    ReadDone,
+    Release,
+    Send,
+    WorkerEffect,
+)
 from paceline.core.events import Arrived, Connected, Timeout, WantClock, WantJoin, WantLeave
 from paceline.core.messages import Clock, Delivered, Fetched, Pull, Push, Ticked, WholeStep
 from paceline.core.settings import WorkerSettings
@@ -454,6 +465,8 @@ class WorkerNode:
                 self._tables[effect.table].forget(effect)
             case Release():
                 self._tables[effect.table].release(effect)
+            case Drop():
+                self._tables[effect.table].drop(effect)
             case ReadDone():
                 self._tables[effect.table].finish_read(effect)
             case JoinDone():

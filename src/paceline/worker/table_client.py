@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from paceline.core.consistency import Consistency
-from paceline.core.effects import Forget, Install, ReadDone, Release
+from paceline.core.effects import Drop, Forget, Install, ReadDone, Release
 from paceline.core.messages import Fetched, Pull, Push
 from paceline.core.worker import WorkerCore, WorkerEvent
 from paceline.errors import PacelineError
@@ -106,6 +106,10 @@ class TableClient(Protocol):
 
     def release(self, effect: Release) -> None:
         """Note the answer of a server to its part of a push; the last one frees its memory and ends its future."""
+        ...
+
+    def drop(self, effect: Drop) -> None:
+        """Forget a server's part of a push that is applied, and was kept for the case that the server is lost."""
         ...
 
     def finish_read(self, done: ReadDone) -> None:

@@ -51,6 +51,7 @@ with paceline.connect() as ps:
     for clock in range(NUM_CLOCKS):
         if clock % CLOCKS_ALONE == 0:
             wait_repaired()
+            ps.barrier()  # no replica is made while a push waits for the clock of a worker that waits for the replica
         began_s = time.monotonic()
         mark, row = torch.zeros(ps.size, NUM_CLOCKS, 8), torch.zeros(1, ps.size)
         mark[ps.rank, clock] = row[0, ps.rank] = 1.0

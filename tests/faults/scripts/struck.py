@@ -4,6 +4,8 @@ Each call that changes what outlives the server is a place where it may die, bef
 snapshots, numbers of tables, chunks and rows of updates, also as a successor goes on with them. Of a server and its
 replica one may die at a time, in the middle of what one tells the other, and of what a new replica is given. `STRUCK`
 names a file for each server, with a letter for each death, how many there are to be, and the seed of their places.
+To a replica that lags, frames leave when its head waits for them, else by chance or never, and those that have not left
+die with the head.
 """
 
 import fcntl
@@ -11,6 +13,7 @@ import os
 import random
 import signal
 import sys
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,13 +23,16 @@ import torch
 from torch import Tensor
 
 from paceline.job.views import Views
+from paceline.server import replica
 from paceline.server.connections import Connections
 from paceline.server.journal import Journal
 from paceline.server.node import ServerNode
-from paceline.server.replica import Replay, ReplicaLink
+from paceline.server.replica import Pushed, Replay, ReplicaLink
+from paceline.transport.base import EMPTY
 from paceline.update.lasting import Record, RowsMemory, SavedTensors, UpdateProgress
 from paceline.update.rows.memory import RowMemory
 
+SEND_TIMEOUT_S = 30.0
 EARLY, LATE = (1, 40), (200, 500)  # places that a life passes: it dies as it comes up, or has done more than that
 PLACES: tuple[tuple[type, str], ...] = (
     (Journal, "append"),
@@ -124,6 +130,50 @@ def be_struck(fate: Fate, places: tuple[tuple[type, str], ...]) -> None:
         setattr(owner, name, around(getattr(owner, name)))
 
 
+class SlowLine:
+    """In the place of the send queue to a replica that lags: one frame of 20 lets most of those before it leave."""
+
+    chance = random.Random(os.getpid())
+
+    def __init__(self, connection: Any, *_: Any, **__: Any) -> None:
+        self.connection = connection
+        self.frames: deque[tuple[bytes, bytes]] = deque()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.frames)
+
+    def send(self, header: bytes, body: memoryview = EMPTY, *, last_of: bytes) -> None:
+        self.frames.append((header, bytes(body)))
+        while self.frames and self.chance.random() < 0.05 * len(self.frames) / 20:
+            self.send_next()
+
+    def send_next(self) -> None:
+        """Send frames up to the first that is answered."""
+        while self.frames:
+            header, body = self.frames.popleft()
+            self.connection.send(header, memoryview(body), timeout_s=SEND_TIMEOUT_S)
+            if not isinstance(replica._CODEC.decode(header), Pushed):
+                return
+
+    def close(self) -> None:
+        self.frames.clear()
+        self.connection.close()
+
+
+def make_slow() -> None:
+    """Have replicas that may lag do so."""
+    hear = ReplicaLink._hear
+
+    def wrapped(link: ReplicaLink, timeout_s: float) -> None:
+        if timeout_s and isinstance(link._queue, SlowLine):
+            link._queue.send_next()
+        hear(link, timeout_s)
+
+    setattr(replica, "SendQueue", SlowLine)  # noqa: B010 - it is another class
+    setattr(ReplicaLink, "_hear", wrapped)  # noqa: B010 - it is final
+
+
 def watch_repair(fate: SharedFate) -> None:
     """Have the fate of a pair know when there are two copies again."""
     repair = ReplicaLink.repair
@@ -170,6 +220,7 @@ def begin() -> None:
             views = Views(Path(run_dir), int(rank))
             fate = SharedFate(Path(f"{file}-{rank}"), int(num_deaths), int(seed), views, int(process))
             watch_repair(fate)
+            make_slow()
             be_struck(fate, REPLICATED)
         case _:
             pass

@@ -125,6 +125,7 @@ def settle(
         trace_bytes=UNNAMED_TRACE_BYTES if asked_folder() is None else 0,
         join_timeout_s=2 * start_timeout_s(START_TIMEOUT_S),  # from the start of a server on: first all have to come
         has_replicas=assignment.has_replicas,
+        replica_lag=assignment.replica_lag,
     )
     spec = with_snapshots(spec, options_of_environment())
     if spec.resume:

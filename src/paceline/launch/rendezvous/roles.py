@@ -1,5 +1,6 @@
 """Which process of a job is what: how many servers there are, and which processes start them or become one."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
@@ -12,6 +13,7 @@ from paceline.launch.rendezvous.detect import Detected, Role
 Home = Literal["first", "node"]
 DEFAULT: Final = "first:1"
 REPLICAS: Final = "+replicas:1"
+LAG: Final = re.compile(r"\+lag:([1-9][0-9]{0,3})$")  # clocks by which replicas may lag
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +27,21 @@ class Servers:
     num_sidecars: int  # of one worker
     num_ranks: int
     has_replicas: bool = False
+    replica_lag: int = 0
 
     @staticmethod
     def parse(text: str) -> "Servers":
         """Read "first:2", "node:1", "ranks:2", or two of these as "node:1+ranks:2"; raises UsageError for other text.
 
-        "node:1+replicas:1" has a replica of each server, too.
+        "node:1+replicas:1" has a replica of each server, too, which with "+lag:2" may lag by two clocks.
 
         >>> Servers.parse("node:1+ranks:2")
-        Servers(home='node', num_sidecars=1, num_ranks=2, has_replicas=False)
+        Servers(home='node', num_sidecars=1, num_ranks=2, has_replicas=False, replica_lag=0)
         """
         counts: dict[str, int] = {}
-        body = text.removesuffix(REPLICAS)
+        lag = LAG.search(text)
+        without_lag = text if lag is None else text[: lag.start()]
+        body = without_lag.removesuffix(REPLICAS)
         for part in body.split("+"):
             home, _, count = part.partition(":")
             counts[home] = int(count) if count.isdecimal() else 0
@@ -47,13 +52,19 @@ class Servers:
                 "every node) or ranks:M (the last M ranks are servers), with M of at least 1, or one of the first two "
                 "with the last, such as node:1+ranks:2"
             )
-        if body != text and not (homes == {"node"} and "ranks" not in counts):
+        has_replicas = body != without_lag
+        if lag is not None and not has_replicas:
+            raise UsageError(
+                f"servers is {text!r}: replicas may lag, and there are none. Take node:M{REPLICAS}{lag.group()}, with "
+                "M of at least 1, or leave out what follows M"
+            )
+        if has_replicas and not (homes == {"node"} and "ranks" not in counts):
             raise UsageError(
                 f"servers is {text!r}: replicas are for servers on every node. Take node:M{REPLICAS}, with M of at "
                 "least 1"
             )
         home = "node" if "node" in homes else "first"
-        return Servers(home, counts.get(home, 0), counts.get("ranks", 0), body != text)
+        return Servers(home, counts.get(home, 0), counts.get("ranks", 0), has_replicas, int(lag[1]) if lag else 0)
 
     @property
     def has_both(self) -> bool:
@@ -79,6 +90,8 @@ class RoleAssignment:
         num_serving: how many of the servers are ranks of the launcher, and not sidecars of a worker.
         sidecars: the numbers of the servers that it starts; none before it is known on which node it is.
         replicas: the numbers of the servers of which it starts the replicas.
+        has_replicas: whether servers have replicas at all.
+        replica_lag: clocks by which these may lag.
         is_founder: whether it is the one that sets the job up, and tells the others where they meet.
         summary: the job in half a line.
     """
@@ -93,6 +106,7 @@ class RoleAssignment:
     summary: str
     replicas: range = range(0)
     has_replicas: bool = False
+    replica_lag: int = 0
 
 
 def requested_servers(detected: Detected, asked: str | None) -> Servers:
@@ -147,6 +161,7 @@ def assign_role(detected: Detected, asked: str | None) -> RoleAssignment:
         summary=_summary(detected, num_workers, _where(servers, num_workers)),
         replicas=range(behind, behind + servers.num_sidecars) if starts and servers.has_replicas else range(0),
         has_replicas=servers.has_replicas,
+        replica_lag=servers.replica_lag,
     )
 
 
@@ -186,7 +201,8 @@ def _where(servers: Servers, num_workers: int) -> str:
         home = everywhere if servers.home == "node" else "beside rank 0"
         told.append(f"{_counted(servers.num_sidecars, 'server')} {home}")
         if servers.has_replicas:
-            told.append("each with a replica on the next")
+            lag = f" that may lag by {_counted(servers.replica_lag, 'clock')}" if servers.replica_lag else ""
+            told.append(f"each with a replica on the next{lag}")
     if servers.num_ranks:
         last = num_workers + servers.num_ranks - 1
         ranks = f"rank {last}" if servers.num_ranks == 1 else f"ranks {num_workers} to {last}"

@@ -11,7 +11,7 @@ from typing import Self, final
 import torch
 from torch import Tensor
 
-from paceline.core.effects import Forget, Install, ReadDone, Release
+from paceline.core.effects import Drop, Forget, Install, ReadDone, Release
 from paceline.core.events import Opened, Timeout, WantPush
 from paceline.core.messages import Fetched, Pull, Push
 from paceline.core.table_reads import TableReads
@@ -112,7 +112,10 @@ class RowClient:
         state = self.state
         self.name, self.sharding, self.ops = state.spec.name, self.context.row_sharding, self.context.row_sharding.ops
         self.distinct = DistinctIds(self.ops.unique)
-        self._reads, self._pushes = RowReadsInFlight(self.sharding), RowPushes(state.is_held)
+        self._reads, self._pushes = (
+            RowReadsInFlight(self.sharding),
+            RowPushes(state.is_held, self.context.core.settings.keeps_pushes),
+        )
         if self.budget is not None:
             self._budgeted = self._make_budgeted(self.budget)
             self.context.throttle.add(self._budgeted)
@@ -281,6 +284,10 @@ class RowClient:
         ended.future.set_result(ended.answers.outcome())
         if self._budgeted is not None:
             self.context.throttle.wake()
+
+    def drop(self, effect: Drop) -> None:
+        """Forget a part that was kept."""
+        self._pushes.drop(effect)
 
     def finish_read(self, done: ReadDone) -> None:
         """End the future of a read."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from paceline.core.effects import Install, ReadDone, Release
+from paceline.core.effects import Drop, Install, ReadDone, Release
 from paceline.core.events import WantRows
 from paceline.core.messages import Push, PushId
 from paceline.errors import PacelineError
@@ -181,7 +181,10 @@ class RowPushPart:
 
 @dataclass(slots=True)
 class RowPush:
-    """One push from the user's call to the last server's answer."""
+    """One push from the user's call to the last server's answer.
+
+    `kept` are parts that are applied, and that servers would lack which go on in the place of those that have them.
+    """
 
     state: RowTableState
     parts: dict[int, RowPushPart]  # by server. Invariant: exactly those that have not answered
@@ -192,10 +195,11 @@ class RowPush:
     change: KeptChange | None = None  # how it changed what filters keep back
     future: Future[PushOutcome] = field(default_factory=lambda: pending_future(PushOutcome))
     answers: Answers = field(default_factory=Answers)
+    kept: dict[int, RowPushPart] = field(default_factory=dict[int, RowPushPart])
 
     def frame(self, server: int, *, bare: bool, with_ids: bool = False) -> tuple[RowPushFrame, memoryview]:
         """Return a server's part and its body; `bare` without rows, `with_ids` with ids even if it should know them."""
-        part = self.parts[server]
+        part = self.parts[server] if server in self.parts else self.kept[server]
         if bare:
             keys = Keys(len(part.ids), b"", sent=False)
             return RowPushFrame(self.push, self.count, part.hyper, keys, self.expected), EMPTY
@@ -210,11 +214,13 @@ class RowPush:
 class RowPushes:
     """The pushes of a row table in flight. Used under the lock of the worker node.
 
-    `held`: servers hold pushes until their clock is complete.
+    `held`: servers hold pushes until their clock is complete. `keeps`: parts that are applied are kept until `drop`.
     """
 
     held: bool
+    keeps: bool = False
     _under_way: dict[PushId, RowPush] = field(default_factory=dict[PushId, RowPush])
+    _kept: dict[PushId, RowPush] = field(default_factory=dict[PushId, RowPush])  # those with parts that are kept
     _counts: ClockCounts = field(default_factory=ClockCounts)
 
     def __len__(self) -> int:
@@ -233,29 +239,45 @@ class RowPushes:
     def part(self, server: int, push: Push, *, bare: bool) -> tuple[RowPushFrame, memoryview] | None:
         """Return a server's part of a push and its body, None if the server has answered already."""
         found = self._under_way.get(push.id)
-        return None if found is None or server not in found.parts else found.frame(server, bare=bare)
+        if found is None or server not in found.parts:
+            found = self._kept.get(push.id)
+            return None if found is None or server not in found.kept else found.frame(server, bare=False, with_ids=True)
+        return found.frame(server, bare=bare)
 
     def resend_with_ids(self, server: int, seq: int, send: SendFrame) -> None:
         """Send a server its part again with its ids, which it does not keep any more."""
-        for push_id, push in self._under_way.items():
-            if push_id.seq == seq and server in push.parts:
+        for push_id, push in [*self._under_way.items(), *self._kept.items()]:
+            if push_id.seq == seq and (server in push.parts or server in push.kept):
                 send(server, *push.frame(server, bare=False, with_ids=True))
+                return
 
     def release(self, effect: Release) -> RowPush | None:
         """Note the answer of a server; return the push once all have answered."""
         push = self._under_way.get(effect.id)
         if push is None:
             return None
-        push.parts.pop(effect.server, None)
+        part = push.parts.pop(effect.server, None)
+        if self.keeps and not effect.refused and part is not None:
+            push.kept[effect.server] = part
+            self._kept[effect.id] = push
         push.answers.note(effect)
         if push.parts:
             return None
         self._counts.remove(push.push)
         return self._under_way.pop(effect.id)
 
+    def drop(self, effect: Drop) -> None:
+        """Forget a part that was kept."""
+        push = self._kept.get(effect.id)
+        if push is not None:
+            push.kept.pop(effect.server, None)
+            if not push.kept:
+                del self._kept[effect.id]
+
     def abandon(self, error: PacelineError) -> None:
         """End all pushes with an error: whether they were applied is unknown."""
         while self._under_way:
             _, push = self._under_way.popitem()
             push.future.set_exception(error)
+        self._kept.clear()
         self._counts = ClockCounts()

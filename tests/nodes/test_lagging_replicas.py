@@ -1,0 +1,174 @@
+"""A server is killed while its replica lags: workers say again what that lacks, and nothing is lost or doubled."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.nodes.cluster import open_table, read_values, run_threads, table
+from tests.nodes.test_faults import NUM_CLOCKS, NUM_WORKERS, Ledger
+from tests.nodes.test_replicas import WithKeyCache, check, replicated, undisturbed
+from tests.nodes.test_successors import MOMENTUM, POLICIES, SIZES, Trained, make_distant, push_to_read
+
+from paceline.server import replica
+from paceline.server.replica import Pushed, ReplicaLink
+from paceline.transport.base import EMPTY, Connection
+from paceline.worker.dense import DenseClient
+from paceline.worker.node import WorkerNode
+
+PATIENCE_S = 60.0
+
+
+class SlowLine:
+    """In the place of the send queue to a replica: frames leave when the head waits for them, else by chance or never.
+
+    What has not left when the head is killed is lost with it.
+    """
+
+    num_lost = 0  # frames, over all lines
+    chance = random.Random(7)
+    share = 0.02  # of frames with which others leave
+
+    def __init__(self, connection: Connection, *_: Any, **__: Any) -> None:
+        self.connection = connection
+        self.frames: deque[tuple[bytes, bytes]] = deque()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.frames)
+
+    def send(self, header: bytes, body: memoryview = EMPTY, *, last_of: bytes) -> None:
+        self.frames.append((header, bytes(body)))
+        if self.chance.random() < self.share:
+            while self.frames and self.chance.random() < 0.9:
+                self.send_next()
+
+    def send_next(self) -> None:
+        """Send frames up to the first that is answered."""
+        while self.frames:
+            header, body = self.frames.popleft()
+            self.connection.send(header, memoryview(body), timeout_s=PATIENCE_S)
+            if not isinstance(replica._CODEC.decode(header), Pushed):
+                return
+
+    def close(self) -> None:
+        SlowLine.num_lost += len(self.frames)
+        self.frames.clear()
+        self.connection.close()
+
+
+@pytest.fixture(autouse=True)
+def slow_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    hear: Callable[..., None] = ReplicaLink._hear
+
+    def wrapped(link: ReplicaLink, timeout_s: float) -> None:
+        if timeout_s and isinstance(link._queue, SlowLine):
+            link._queue.send_next()
+        hear(link, timeout_s)
+
+    monkeypatch.setattr(ReplicaLink, "_hear", wrapped)
+    monkeypatch.setattr(replica, "SendQueue", SlowLine)
+    monkeypatch.setattr(SlowLine, "num_lost", 0)
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the undisturbed runs are made, once for all tests."""
+    return tmp_path_factory.mktemp("calm")
+
+
+@pytest.mark.parametrize("lag", [1, 3])
+@pytest.mark.parametrize("point", [20, 61, 203, 271, 401])
+def test_under_bsp_the_bytes_are_those_of_an_undisturbed_run_wherever_the_server_is_killed(
+    point: int, lag: int, tmp_path: Path, calm: Path
+) -> None:
+    check(tmp_path, calm, "bsp", (point,), lag=lag)
+    assert SlowLine.num_lost > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES[1:])
+@pytest.mark.parametrize("point", [150, pytest.param(203, marks=pytest.mark.campaign)])
+def test_nothing_is_lost_or_doubled_under_any_policy(policy: str, point: int, tmp_path: Path, calm: Path) -> None:
+    check(tmp_path, calm, policy, (point, point + 33), lag=2)
+    assert SlowLine.num_lost > 0
+
+
+def test_both_servers_of_a_job_may_be_killed(tmp_path: Path, calm: Path) -> None:
+    check(tmp_path, calm, "bsp", (101, 57), kind="tls", lag=2)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("lag", [1, 2, 5])
+@pytest.mark.parametrize("point", range(4, 240, 11))
+def test_nothing_is_lost_or_doubled_at_any_point(policy: str, lag: int, point: int, tmp_path: Path, calm: Path) -> None:
+    check(tmp_path, calm, policy, (point,), lag=lag)
+
+
+@pytest.mark.parametrize("kind", [Trained, WithKeyCache])
+def test_a_server_that_is_killed_again_and_again_has_a_new_replica_each_time(
+    kind: type[Trained], tmp_path: Path, calm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "_IDLE_LOOK_S", 0.0)
+    job = kind(Ledger("bsp"), MOMENTUM)
+    with replicated(tmp_path / "job", (89,), repeats=True, lag=2) as (servers, [pair]):
+        servers.run(NUM_WORKERS, job.work)
+        assert job.ledger.expected().sum() == NUM_WORKERS * NUM_CLOCKS
+        assert sorted(job.claimed) == [(home, index) for home, size in enumerate(SIZES) for index in range(size)]
+    assert pair.fate.num_kills > 1
+    assert SlowLine.num_lost > 0
+    assert pair.lost == []
+    for rank, values in undisturbed(calm / "1", 1).items():
+        assert torch.equal(job.values[rank], values)
+
+
+def test_values_that_leave_ahead_of_their_clock_count_once_it_is_complete(
+    tmp_path: Path, calm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_distant(monkeypatch)
+    monkeypatch.setattr(DenseClient, "push", push_to_read)
+    check(tmp_path, calm, "bsp", (97, 149), lag=2)
+
+
+def test_what_is_lost_with_a_worker_and_its_server_at_once_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SlowLine, "share", 0.0)
+    last, lag = 5, 2  # the clock in which both die, and how far the replica may be behind
+    spec, values = table("sums", NUM_WORKERS, "bsp"), torch.empty(NUM_WORKERS)
+    at_last = threading.Barrier(NUM_WORKERS)
+    with replicated(tmp_path / "job", (0,), lag=lag) as (servers, [pair]):
+
+        def work(node: WorkerNode) -> None:
+            rank = node.settings.sender.worker
+            open_table(node, spec)
+            for clock in range(2 * last):
+                if clock == last:
+                    at_last.wait(PATIENCE_S)
+                    if rank == 1:
+                        pair.fate.stride = 1
+                        return
+                node.client("sums").push(torch.eye(NUM_WORKERS)[rank], count=1.0)
+                node.tick()
+                read_values(node, "sums", values if rank == 0 else torch.empty(NUM_WORKERS))
+            node.leave()
+
+        def live(rank: int) -> None:
+            with servers.joined(rank) as node:
+                work(node)
+            if rank == 1:
+                pair.nodes[1].report_death(rank, 0, "it was killed")
+
+        run_threads([partial(live, rank) for rank in range(NUM_WORKERS)])
+    [line] = pair.lost
+    assert line.startswith("worker 1 (incarnation 0) did not come back to server 0, whose replica serves: ")
+    assert f"from clock {last - lag} on, of {lag} clocks" in line
+    assert line.endswith(f"others have read values with its clocks {last - lag} to {last - 1}")
+    assert values.tolist() == [2 * last, last - lag, 2 * last]
