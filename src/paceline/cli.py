@@ -173,5 +173,5 @@ def switches() -> frozenset[str]:
     defaults = {parameter.name: parameter.default for parameter in inspect.signature(run).parameters.values()}
     for group in [default for default in defaults.values() if is_dataclass(default)]:
         defaults |= {field.name: getattr(group, field.name) for field in fields(group)}
-    names = [name for name, default in defaults.items() if isinstance(default, bool)]
+    names = [name.replace("_", "-") for name, default in defaults.items() if isinstance(default, bool)]
     return frozenset({"--help", "-h", TRACEBACK_FLAG, *(f"{no}{name}" for name in names for no in ("--", "--no-"))})

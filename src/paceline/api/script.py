@@ -438,6 +438,7 @@ def distributed(
     strategy: Policy | Mapping[str, Policy] | None = None,
     consistency: Consistency | str | None = None,
     scale: Scale | None = None,
+    divide_lr: bool | None = None,
     fetch_every: int | None = 1,
     nonfinite: NonFinite = "reject",
     views: bool | None = None,
@@ -463,6 +464,10 @@ def distributed(
         scale: how one update combines the workers' gradients: the mean weighted by "samples" (default; the counts
             come from `shard`, or from `step(samples=...)`), the plain "mean", or the "sum". Under ssp and asynchronous
             each push is an update of its own and is applied in full with the given learning rate.
+        divide_lr: under ssp, essp, asynchronous and downpour, apply each push with the learning rate divided by the
+            number of workers (with slices: times its share of the clock's samples), so that all pushes of a clock step
+            as far as their mean does under bsp and all-reduce, where this changes nothing. Default: the launcher's
+            --divide-lr, else False.
         fetch_every: pull values every n-th step; in between, and always with None, use the cached values until the
             staleness bound forces a pull.
         nonfinite: a gradient with NaN or infinity is dropped and counted ("reject"), zeroed there ("zero"), or ends
@@ -507,5 +512,8 @@ def distributed(
     if consistency is not None and chosen != ParameterServer():
         raise UsageError(f"'{name}' is told both {chosen} and consistency={consistency!r}, which is for servers.")
     policy = session.policy(consistency)
-    settings = Settings(policy, session.scale_of(scale), fetch_every, nonfinite, name, views, overlap)
+    divide_lr = session.divide_lr if divide_lr is None else divide_lr
+    settings = Settings(
+        policy, session.scale_of(scale), fetch_every, nonfinite, name, views, overlap, divide_lr=divide_lr
+    )
     return session.distributed(optimizer, model=model, settings=settings, strategy=chosen)

@@ -27,6 +27,7 @@ from paceline.training.state import (
 )
 from paceline.training.strategy import Distributed, Settings, TrainingJob, open_flat, require_fresh
 from paceline.update.named_rules import Add
+from paceline.update.rates import require_rate, with_share_of_rate
 from paceline.update.summing import num_nonfinite
 from paceline.update.table import NonFinite, Segment, TableSpec
 from paceline.update.torch_rule import from_optimizer, pushed_hyper
@@ -209,6 +210,9 @@ class DownpourOptimizer(Distributed):
         require_fresh(optimizer)
         super().__init__(optimizer, "downpour", settings, job)
         self._how = how
+        self._rate_share = 1.0 / settings.num_replicas(job) if settings.divide_lr else 1.0
+        if settings.divide_lr:
+            require_rate(rule, settings.name)
         self._num_steps = 0
         named, segments = segments_of(optimizer, model)
         self._flat = FlatParameters.over(named)
@@ -360,7 +364,7 @@ class DownpourOptimizer(Distributed):
 
     def _push(self) -> None:
         accrual = self._accrual
-        hyper = pushed_hyper(self.param_groups, self._spec.rule)
+        hyper = with_share_of_rate(pushed_hyper(self.param_groups, self._spec.rule), self._rate_share)
         pushed = self._table.push(accrual.total, samples=accrual.num_samples, absent=accrual.absent(), hyper=hyper)
         pushed.add_done_callback(self._count_refusal)
         accrual.clear()
@@ -369,7 +373,7 @@ class DownpourOptimizer(Distributed):
         """Return the rate of each parameter for steps on the local copy; negative where the optimizer maximizes."""
         rates: list[float] = []
         for group in self.param_groups:
-            rate = float(group["lr"]) if self._how.local_lr is None else self._how.local_lr
+            rate = float(group["lr"]) * self._rate_share if self._how.local_lr is None else self._how.local_lr
             rates += [-rate if group.get("maximize") else rate] * len(group["params"])
         return rates
 

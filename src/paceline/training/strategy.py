@@ -111,6 +111,7 @@ class Settings:
     name: str
     views: bool | None = None
     overlap: bool = False
+    divide_lr: bool = False  # among the pushes of a clock, where each is an update of its own
     average_buffers: bool = True  # of the model; False where another part of the same model averages them
     part: ModelPart | None = None  # of a model that several workers hold; None for a whole one
 
@@ -492,6 +493,10 @@ class Distributed(torch.optim.Optimizer, ABC):
     def _count_refusal(self, pushed: Future[PushOutcome]) -> None:
         if pushed.exception() is None:  # a failed worker raises in its next call
             self.num_refused += not pushed.result().applied
+
+    def _share_of_rate(self, weight: float) -> float:
+        """Return which part of the learning rate a push has, of those that a clock applies one by one."""
+        return weight / self.expected if self.expected else 1.0 / self._settings.num_replicas(self._job)
 
     def _weight_of_step(self, samples: float | None) -> float:
         """Return the weight of a step: what the script says, else the samples since the last step, else 1."""
