@@ -58,7 +58,7 @@ see their worker's part of it.
 | Adafactor, Muon | fsdp | they look at whole tensors, of which a worker has a slice |
 | Rprop | fsdp | torch cannot run it on slices |
 | several backwards without `accumulate()` | overlap | the first one has sent its gradients |
-| a parameter that is unused | all-reduce, groups of it | take `paceline.all_reduce(unused=True)` |
+| a parameter that is unused | all-reduce, groups of it | take `paceline.strategies.all_reduce(unused=True)` |
 
 Some changes are refused where they meet. A worker without a batch takes part in one backward a step, and in one
 forward. So batches that do not divide do not go with several backwards without `accumulate()` under all-reduce and

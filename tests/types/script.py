@@ -62,3 +62,10 @@ def embed(words: Tensor) -> Tensor:
     found = layer(words)
     assert isinstance(found, Tensor)
     return found
+
+
+def fifty(model: nn.Module) -> paceline.Distributed:
+    strategy = paceline.strategies.diloco(50)
+    plain: paceline.strategies.Strategy = paceline.strategies.all_reduce(unused=True)
+    assert strategy != plain
+    return paceline.distributed(torch.optim.SGD(model.parameters()), model=model, strategy=strategy)

@@ -457,9 +457,9 @@ def distributed(
         optimizer: any `torch.optim` optimizer that steps without a closure; the servers run its class with its
             hyperparameters.
         strategy: how workers share the update. Default: the launcher's --strategy, "ssp:3" for example, else
-            "parameter-server". `paceline.all_reduce` requires `model` and supports `scale`, `nonfinite` and `name`. A
-            mapping gives a policy per pattern of parameter names, {"embedding.*": "ssp:3", "*": "all-reduce"}; the
-            first match counts.
+            "parameter-server". A name, or one of `paceline.strategies`; `all_reduce` requires `model` and supports
+            `scale`, `nonfinite` and `name`. A mapping gives a policy per pattern of parameter names,
+            {"embedding.*": "ssp:3", "*": "all-reduce"}; the first match counts.
         consistency: when reads wait. Default: the launcher's --consistency, else bsp().
         scale: how one update combines the workers' gradients: the mean weighted by "samples" (default; the counts
             come from `shard`, or from `step(samples=...)`), the plain "mean", or the "sum". Under ssp and asynchronous

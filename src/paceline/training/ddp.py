@@ -48,7 +48,7 @@ _IGNORED: Final = "_ddp_params_and_buffers_to_ignore"  # torch's attribute for t
 
 @dataclass(frozen=True, slots=True)
 class DDPSettings:
-    """Settings of gradient combination; see `paceline.distributed` and `paceline.all_reduce`."""
+    """Settings of gradient combination; see `paceline.distributed` and `paceline.strategies.all_reduce`."""
 
     name: str
     scale: Scale
@@ -128,8 +128,9 @@ class DDPReplica:
             raise UsageError(
                 f"{where}: no backward has combined the gradients since the last step; "
                 f"{self._without_gradient()}Call the model itself (not a part of it, not its .forward), run the last "
-                "backward of a step outside of `accumulate`, and give strategy=paceline.all_reduce(unused=True) if "
-                "some parameters do not take part in every forward."
+                "backward of a step outside of `accumulate`, and give "
+                "strategy=paceline.strategies.all_reduce(unused=True) if some parameters do not take part in every "
+                "forward."
             )
         named = enumerate(self.named.items())
         alone = [name for index, (name, tensor) in named if index in self._alone and tensor.grad is not None]
@@ -326,7 +327,8 @@ class DDPReplica:
                 raise self._lost(where, error) from error
             raise UsageError(
                 f"worker {self._job.rank}, {where}: {self._without_gradient()}The backward before is not over: give "
-                "strategy=paceline.all_reduce(unused=True) if some parameters do not take part in every forward."
+                "strategy=paceline.strategies.all_reduce(unused=True) if some parameters do not take part in every "
+                "forward."
             ) from error
 
     def _after(self, output: object) -> Any:  # noqa: ANN401 - whatever the module returns
@@ -395,7 +397,8 @@ class DDPReplica:
         if not round_.is_whole:
             raise UsageError(
                 f"worker {self._job.rank}, {what}: {self._without_gradient()}give "
-                "strategy=paceline.all_reduce(unused=True) if some parameters do not take part in every forward."
+                "strategy=paceline.strategies.all_reduce(unused=True) if some parameters do not take part in every "
+                "forward."
             )
         with self._job.metrics.communicating():
             metrics, began_s = self._job.metrics, self._job.metrics.now()

@@ -125,7 +125,7 @@ _POLICY: Final = asynchronous()
 
 @dataclass(frozen=True, slots=True)
 class Downpour:
-    """Downpour SGD strategy; see `paceline.downpour`.
+    """Downpour SGD strategy; see `paceline.strategies.downpour`.
 
     Args:
         push_every: number of steps whose gradients make one push.
@@ -184,7 +184,7 @@ def downpour(
         >>> _ = paceline.init()
         >>> model = torch.nn.Linear(2, 1)
         >>> adagrad = torch.optim.Adagrad(model.parameters(), lr=0.1)
-        >>> optimizer = paceline.distributed(adagrad, strategy=paceline.downpour(push_every=2), name="pour")
+        >>> optimizer = paceline.distributed(adagrad, strategy=paceline.strategies.downpour(push_every=2), name="pour")
         >>> model(torch.ones(2)).sum().backward()
         >>> optimizer.step()
     """
