@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
 from paceline.api.join import open_session, start, thread_session
 from paceline.api.session import Session
@@ -20,9 +20,11 @@ from paceline.worker.validation import as_number, brief
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.utils.data import DataLoader
 
     from paceline.core.consistency import Consistency
     from paceline.data.partition import Key, Partition
+    from paceline.data.sharding import PositionedLoader
     from paceline.model_parallel.layers import Placement
     from paceline.model_parallel.losses import Loss, Reduction
     from paceline.model_parallel.parallelize import Parallel
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from paceline.update.table import NonFinite, Scale
 
 _Source = TypeVar("_Source")
+_Sample = TypeVar("_Sample")
 _LONGEST_NAME: Final = 100  # of a reported value
 
 
@@ -248,6 +251,30 @@ def _checked_name(name: str) -> str:
     return name
 
 
+@overload
+def shard(
+    source: DataLoader[_Sample],
+    *,
+    seed: int = 0,
+    slices: int = 1,
+    partition: Partition | None = None,
+    shuffle: bool = False,
+    key: Callable[[Any], Key] | None = None,
+) -> PositionedLoader[_Sample]: ...
+
+
+@overload
+def shard(
+    source: _Source,
+    *,
+    seed: int = 0,
+    slices: int = 1,
+    partition: Partition | None = None,
+    shuffle: bool = False,
+    key: Callable[[Any], Key] | None = None,
+) -> _Source: ...
+
+
 @checked
 def shard(
     source: _Source,
@@ -257,7 +284,7 @@ def shard(
     partition: Partition | None = None,
     shuffle: bool = False,
     key: Callable[[Any], Key] | None = None,
-) -> _Source:
+) -> _Source | PositionedLoader[Any]:
     """Return this worker's shard of a data source: a `DataLoader`, a dataset, a sequence, a tensor, files, an iterable.
 
     All workers together see every sample once per epoch. A loader is split by batches and shuffled by `seed` and epoch,
@@ -273,6 +300,8 @@ def shard(
     as long as the combined speed of all workers allows, and each sample still counts once, on whichever worker it was
     computed. Requires an optimizer from `distributed` (not under all-reduce) and a `DataLoader` with num_workers=0;
     `no_grad` loops get whole batches.
+
+    A sharded loader is a `DataLoader` that frameworks leave as it is, with `set_epoch`, too.
 
     Where workers come and go (`paceline run --workers 2:8`), the workers that are there share the batches of all places
     in that way, with whole batches as slices, and only a `DataLoader` can be sharded; `no_grad` loops get all batches.

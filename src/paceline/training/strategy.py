@@ -591,10 +591,12 @@ def distribute(
     """Distribute the optimizer of a whole model among all workers; that of a part among the workers that hold it.
 
     Raises:
-        UsageError: `overlap`, as each micro-batch adds to the gradients; or an optimizer that needs whole tensors, for
-            layers that are split.
+        UsageError: a `SyncBatchNorm` that would not combine batches; for a part, `overlap`, as each micro-batch adds to
+            the gradients, or an optimizer that needs whole tensors, for layers that are split.
     """
     part = settings.part
+    if model is not None and settings.num_replicas(job) > 1:
+        _require_no_own_exchange(model, settings.name)
     if part is None:
         return strategy.distribute(optimizer, model, settings, job)
     if settings.overlap:
@@ -609,6 +611,24 @@ def distribute(
     made.no_slices = "a model that several workers hold, as all of them need the same slices: leave them out."
     made.no_scaling = "a model that several workers hold, as they do not see the same gradients: train in bfloat16."
     return made
+
+
+def _require_no_own_exchange(model: nn.Module, name: str) -> None:
+    """Refuse layers that exchange statistics in their forward by a process group of torch that is not there."""
+    for own, layer in model.named_modules():
+        if isinstance(layer, nn.SyncBatchNorm) and not _can_exchange(layer):
+            raise UsageError(
+                f"'{name}': layer '{own}' is a SyncBatchNorm, which combines the batches of all workers in its forward "
+                "by torch.distributed, on GPUs only; here each would use its own batch without a word. Take BatchNorm, "
+                "whose statistics Paceline averages over the workers after each step, or a layer that looks at no batch "
+                "(GroupNorm, LayerNorm)."
+            )
+
+
+def _can_exchange(layer: nn.SyncBatchNorm) -> bool:
+    """Return whether torch combines batches in this layer; without a group it silently does not."""
+    on_host = any(each.device.type == "cpu" for each in (*layer.parameters(), *layer.buffers()))
+    return not on_host and torch.distributed.is_initialized()
 
 
 def _require_elements(optimizer: torch.optim.Optimizer, model: nn.Module, name: str) -> None:
