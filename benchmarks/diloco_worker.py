@@ -167,11 +167,11 @@ def strategies() -> dict[str, Strategy | str]:
     """Return what is compared: first what takes every step together."""
     return {
         "bsp": "bsp",
-        "local-sgd:1": paceline.local_sgd(1),
-        "local-sgd:10": paceline.local_sgd(10),
-        "local-sgd:50": paceline.local_sgd(50),
-        "diloco:10": paceline.diloco(10),
-        "diloco:50": paceline.diloco(50),
+        "local-sgd:1": paceline.strategies.local_sgd(1),
+        "local-sgd:10": paceline.strategies.local_sgd(10),
+        "local-sgd:50": paceline.strategies.local_sgd(50),
+        "diloco:10": paceline.strategies.diloco(10),
+        "diloco:50": paceline.strategies.diloco(50),
     }
 
 

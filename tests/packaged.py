@@ -6,11 +6,18 @@ import os
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import metadata
+from importlib.metadata import distribution, metadata
 from pathlib import Path
 
 COMMAND = Path(sys.executable).with_name("paceline")
 EXAMPLE = Path(__file__).parents[1] / "examples" / "one_line.py"
+
+
+def licences() -> set[str]:
+    """Return the names of the licences that the metadata declares, each of which was installed."""
+    installed = distribution("paceline")
+    declared = installed.metadata.get_all("License-File") or []
+    return {Path(name).name for name in declared if installed.read_text(f"licenses/{name}")}
 
 
 def main() -> int:
@@ -34,6 +41,8 @@ def main() -> int:
         assert "site-packages" in package.parts, package
         assert (package / "py.typed").is_file()
         assert row_ops().name == "native", "the wheel comes without its C library"
+        assert (package / "observe" / "dashboard" / "page" / "uPlot.iife.min.js").is_file()
+        assert licences() == {"LICENSE", "uPlot.LICENSE"}, f"the licences that come with the package: {licences()}"
         assert "](docs/" not in (metadata("paceline").get_payload() or ""), "a link leads nowhere"
         assert run("--version").strip() == paceline.__version__
         assert "pip install 'paceline[demo]'" in run("demo", code=2)

@@ -13,7 +13,7 @@ from paceline.collective.torch_backend import register as _register_backend
 from paceline.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from paceline import errors, ray
+    from paceline import errors, ray, strategies
     from paceline.api.collectives import all_gather, all_reduce, broadcast, pull, push, receive, reduce, send, wait
     from paceline.api.connect import connect
     from paceline.api.embedding import Embedding, EmbeddingBag
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from paceline.data.prefetching import prefetch
     from paceline.data.sources import declared as sources
     from paceline.tools.tune.api import tune
-    from paceline.training.downpour import downpour
-    from paceline.training.fsdp import fsdp
-    from paceline.training.local_sgd import diloco, local_sgd
     from paceline.training.strategy import Distributed
     from paceline.update import filters, functions
     from paceline.update import named_rules as update
@@ -71,21 +68,17 @@ __all__ = [
     "broadcast",
     "bsp",
     "connect",
-    "diloco",
     "distributed",
-    "downpour",
     "errors",
     "essp",
     "feed",
     "files",
     "filters",
     "first",
-    "fsdp",
     "functions",
     "gate",
     "init",
     "local_rank",
-    "local_sgd",
     "managed",
     "parallelize",
     "preempted",
@@ -105,6 +98,7 @@ __all__ = [
     "snapshot",
     "sources",
     "ssp",
+    "strategies",
     "subscribe",
     "tune",
     "update",
@@ -115,7 +109,6 @@ __all__ = [
 _HOMES = {
     **dict.fromkeys(("Consistency", "asynchronous", "backup", "bsp", "essp", "ssp"), "paceline.core.consistency"),
     **dict.fromkeys(("Embedding", "EmbeddingBag"), "paceline.api.embedding"),
-    **dict.fromkeys(("diloco", "local_sgd"), "paceline.training.local_sgd"),
     **dict.fromkeys(
         ("all_gather", "all_reduce", "broadcast", "pull", "push", "receive", "reduce", "send", "wait"),
         "paceline.api.collectives",
@@ -126,10 +119,8 @@ _HOMES = {
     "Session": "paceline.api.session",
     "Table": "paceline.worker.table",
     "connect": "paceline.api.connect",
-    "downpour": "paceline.training.downpour",
     "feed": "paceline.api.feed",
     "files": "paceline.data.files",
-    "fsdp": "paceline.training.fsdp",
     "gate": "paceline.versions.gate",
     "managed": "paceline.worker.rows.managed",
     "prefetch": "paceline.data.prefetching",
@@ -144,6 +135,7 @@ _MODULES = {
     "functions": "paceline.update.functions",
     "ray": "paceline.ray",
     "sources": "paceline.data.sources.declared",
+    "strategies": "paceline.strategies",
     "update": "paceline.update.named_rules",
 }
 

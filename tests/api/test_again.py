@@ -46,7 +46,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("settings", [{}, {"overlap": True}, {"strategy": paceline.all_reduce()}])
+@pytest.mark.parametrize("settings", [{}, {"overlap": True}, {"strategy": paceline.strategies.all_reduce()}])
 def test_a_cell_is_run_again(tmp_path: Path, settings: dict[str, Any]) -> None:
     def work(_: Session) -> bool:
         names: dict[str, Any] = {"settings": settings}
@@ -58,7 +58,7 @@ def test_a_cell_is_run_again(tmp_path: Path, settings: dict[str, Any]) -> None:
     assert run_job(tmp_path, work, workers=2) == [True, True]
 
 
-@pytest.mark.parametrize("settings", [{}, {"overlap": True}, {"strategy": paceline.all_reduce()}])
+@pytest.mark.parametrize("settings", [{}, {"overlap": True}, {"strategy": paceline.strategies.all_reduce()}])
 def test_a_model_goes_on_under_the_optimizer_of_the_second_call(tmp_path: Path, settings: dict[str, Any]) -> None:
     def work(_: Session) -> tuple[list[Tensor], str]:
         model = small()

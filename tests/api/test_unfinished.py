@@ -108,7 +108,12 @@ def test_a_clock_that_goes_on_and_on_is_told_once(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "every"), [(paceline.downpour(push_every=4), 4), (paceline.local_sgd(3), 3), (paceline.diloco(4), 4)]
+    ("strategy", "every"),
+    [
+        (paceline.strategies.downpour(push_every=4), 4),
+        (paceline.strategies.local_sgd(3), 3),
+        (paceline.strategies.diloco(4), 4),
+    ],
 )
 @pytest.mark.parametrize("num_steps", [1, 5, 12])
 def test_steps_that_were_never_pushed_are_told(

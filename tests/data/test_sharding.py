@@ -12,6 +12,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -132,6 +133,31 @@ def test_another_seed_is_another_order_and_each_epoch_has_its_own() -> None:
     (other,) = epochs(loader, Recorder(0, 1, seed=1), 1)
     assert first != second
     assert first != other
+
+
+@given(num_samples=lengths, batch_size=st.integers(1, 9), size=sizes, shuffle=st.booleans())
+def test_its_samplers_give_the_batches_of_the_next_pass(
+    num_samples: int, batch_size: int, size: int, shuffle: bool
+) -> None:
+    loader = loader_of(num_samples, batch_size, shuffle=shuffle)
+    for rank in range(size):
+        mine = shard_source(loader, Recorder(rank, size).sharding)
+        assert isinstance(mine, DataLoader)
+        assert isinstance(mine.sampler, DistributedSampler)
+        for epoch in range(2):
+            mine.sampler.set_epoch(epoch)
+            announced, num_samples_announced = list(mine.batch_sampler or ()), len(mine.sampler)
+            assert [batch.tolist() for (batch,) in mine] == announced
+            assert sum(map(len, announced)) == num_samples_announced
+
+
+def test_it_keeps_the_settings_of_the_loader_and_is_not_sharded_twice() -> None:
+    loader = loader_of(9, 2, drop_last=True, num_workers=1, timeout=5.0, persistent_workers=True)
+    mine = shard_source(loader, Recorder(1, 2).sharding)
+    for name in ("dataset", "batch_size", "num_workers", "timeout", "collate_fn", "prefetch_factor", "drop_last"):
+        assert getattr(mine, name) == getattr(loader, name), name
+    with pytest.raises(UsageError, match=r"sharded already: ShardedLoader\(4 batches of 2, worker 1 of 2\)"):
+        shard_source(mine, Recorder(1, 2).sharding)
 
 
 def test_a_restarted_worker_can_continue_with_a_later_epoch() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -68,6 +69,24 @@ def test_scripts_of_the_page_run_as_one_job(tmp_path: Path) -> None:
     saved = sorted(str(path.relative_to(tmp_path / "job")) for path in (tmp_path / "job" / "runs").rglob("*.ckpt"))
     assert saved == ["runs/fabric.ckpt", "runs/lightning/checkpoints/epoch=1-step=8.ckpt"]
     assert {path.name for path in (tmp_path / "job" / "runs" / "trainer").iterdir()} == {"checkpoint-4", "checkpoint-8"}
+
+
+def test_a_loader_that_is_sharded_is_left_as_it_is_by_each_framework(tmp_path: Path) -> None:
+    script = Path(__file__).parent / "scripts" / "sharded_loaders.py"
+    words = [sys.executable, "-m", "paceline", "run", "--workers", "2", "--quiet", str(script)]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-5000:]
+    told = [json.loads(line.partition("] ")[2]) for line in done.stdout.splitlines() if '"seen"' in line]
+    for name in NAMES:
+        ranks = sorted((line for line in told if line["name"] == name), key=lambda line: line["rank"])
+        assert [line["rank"] for line in ranks] == [0, 1]
+        assert [line["batches"] for line in ranks] == [16, 16]
+        half = len(ranks[0]["seen"]) // 2
+        first, second = (
+            [seen for line in ranks for seen in line["seen"][part]] for part in (slice(half), slice(half, None))
+        )
+        assert sorted(first) == sorted(second) == list(range(24)), name
+        assert first != second, f"{name}: the second epoch has the order of the first"
 
 
 @pytest.mark.campaign

@@ -29,8 +29,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[LocalRun]:
 def test_every_option_reaches_the_run(runs: list[LocalRun]) -> None:
     line = (
         "run -n 4 -m 3 --data-servers 2 --consistency ssp:3 --strategy all-reduce --transport tcp --scale sum "
-        "--on-crash restart --on-error continue --max-restarts 9 --run-dir runs/a --trace full --quiet --no-progress "
-        "train.py"
+        "--divide-lr --on-crash restart --on-error continue --max-restarts 9 --run-dir runs/a --trace full --quiet "
+        "--no-progress train.py"
     )
 
     assert cli.answer(line.split()) == 7
@@ -44,6 +44,7 @@ def test_every_option_reaches_the_run(runs: list[LocalRun]) -> None:
             strategy="all-reduce",
             transport="tcp",
             scale="sum",
+            divide_lr=True,
             policy=Policy(on_crash="restart", on_error="continue", max_restarts=9),
             run_dir=Path("runs/a"),
             trace="full",

@@ -32,7 +32,7 @@ def test_workers_that_are_threads_are_refused(tmp_path: Path) -> None:
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(UsageError, match="run with `paceline run --transport shm` or tcp") as refused:
-            paceline.distributed(optimizer, strategy=paceline.fsdp(), model=model)
+            paceline.distributed(optimizer, strategy=paceline.strategies.fsdp(), model=model)
         return str(refused.value)
 
     assert "fsdp" in run_job(tmp_path, work)[0]

@@ -29,7 +29,7 @@ def samples(num_samples: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def attach(model: nn.Module, optimizer: torch.optim.Optimizer, **options: object) -> Distributed:
-    return paceline.distributed(optimizer, strategy=paceline.all_reduce(**options), model=model)
+    return paceline.distributed(optimizer, strategy=paceline.strategies.all_reduce(**options), model=model)
 
 
 def train_on_shard(data: Tensor, make: Callable[[nn.Module], torch.optim.Optimizer], num_epochs: int) -> Tensor:

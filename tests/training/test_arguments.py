@@ -26,7 +26,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
         ({"model": nn.Linear}, "model is the class Linear, expected the torch.nn.Module"),
         ({"model": 3}, "model is 3"),
         ({"strategy": 3}, "strategy is 3, expected a name such as 'ssp:3'"),
-        ({"strategy": paceline.all_reduce}, "strategy is <function all_reduce"),
+        ({"strategy": paceline.strategies.all_reduce}, "strategy is <function all_reduce"),
         ({"strategy": {"*": 3}}, "strategy is 3"),
         ({"consistency": 3}, "consistency is 3, expected 'ssp:3'"),
         ({"fetch_every": 1.5}, "fetch_every is 1.5"),

@@ -31,6 +31,24 @@ def means_of_batches(model: nn.Module, ranks: range, number: int) -> Tensor:
         return torch.stack([model[0](micro_batch(rank, number)).mean(0) for rank in ranks]).mean(0)
 
 
+@pytest.mark.parametrize("strategy", ["bsp", "ssp:2", "all-reduce"])
+def test_batches_that_torch_would_not_combine_are_refused(tmp_path: Path, strategy: str) -> None:
+    def work(worker: Session) -> None:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(normalised())
+        paceline.distributed(sgd(model), model=model, strategy=strategy)
+
+    with pytest.raises(UsageError, match=r"layer '1' is a SyncBatchNorm.*GPUs only.*Take BatchNorm"):
+        run_job(tmp_path, work, workers=2)
+
+
+def test_a_worker_alone_has_nothing_to_combine(tmp_path: Path) -> None:
+    def work(worker: Session) -> None:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(normalised())
+        step(model, paceline.distributed(sgd(model), model=model), worker.rank, 0)
+
+    run_job(tmp_path, work)
+
+
 def test_under_bsp_the_statistics_move_by_the_mean_of_the_workers_moves(tmp_path: Path) -> None:
     def work(worker: Session) -> tuple[Tensor, Tensor, int]:
         model = normalised()

@@ -32,7 +32,7 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def pour(model: nn.Module, make: Make, *, with_model: bool = False, **cadence: float) -> DownpourOptimizer:
-    strategy = paceline.downpour(**cadence)
+    strategy = paceline.strategies.downpour(**cadence)
     optimizer = paceline.distributed(make(model), strategy=strategy, model=model if with_model else None)
     assert isinstance(optimizer, DownpourOptimizer)
     return optimizer
@@ -234,14 +234,14 @@ def test_statistics_of_the_model_are_averaged(tmp_path: Path) -> None:
 
 
 def test_numbers_that_make_no_sense_are_refused() -> None:
-    assert choose_strategy("downpour:3", Distribution()) == paceline.downpour(push_every=3, fetch_every=3)
-    assert choose_strategy(None, Distribution.parse("downpour")) == paceline.downpour()
+    assert choose_strategy("downpour:3", Distribution()) == paceline.strategies.downpour(push_every=3, fetch_every=3)
+    assert choose_strategy(None, Distribution.parse("downpour")) == paceline.strategies.downpour()
     with pytest.raises(UsageError, match=r"^push_every of downpour is 0, expected 1 or more steps\.$"):
-        paceline.downpour(push_every=0)
+        paceline.strategies.downpour(push_every=0)
     with pytest.raises(UsageError, match=r"^warm_start_steps of downpour is -1, expected 0 or more steps\.$"):
-        paceline.downpour(warm_start_steps=-1)
+        paceline.strategies.downpour(warm_start_steps=-1)
     with pytest.raises(UsageError, match=r"^local_lr of downpour is nan, expected 0 or a number above\.$"):
-        paceline.downpour(local_lr=float("nan"))
+        paceline.strategies.downpour(local_lr=float("nan"))
 
 
 def test_sparse_gradients_are_refused(tmp_path: Path) -> None:

@@ -125,9 +125,9 @@ def test_each_group_does_what_its_policy_does_alone(tmp_path: Path) -> None:
     """Means of the workers' gradients in lockstep, their sums where each push is an update of its own."""
     num_workers, num_steps = 3, 4
     policies = {
-        "dense.*": paceline.all_reduce(),
+        "dense.*": paceline.strategies.all_reduce(),
         "embedding.*": "ssp:3",
-        "head.*": paceline.downpour(push_every=2, fetch_every=2),
+        "head.*": paceline.strategies.downpour(push_every=2, fetch_every=2),
         "*": "bsp",
     }
 
@@ -203,7 +203,7 @@ def test_statistics_are_averaged_once_and_weights_hold_in_all_groups(tmp_path: P
         model = nn.Sequential(nn.BatchNorm1d(1, momentum=1.0), nn.Linear(1, 1)).double()
         nn.init.zeros_(model[1].weight)
         nn.init.zeros_(model[1].bias)
-        policies = {"0.*": "all-reduce", "1.weight": paceline.all_reduce(bucket_mb=1), "1.bias": "bsp"}
+        policies = {"0.*": "all-reduce", "1.weight": paceline.strategies.all_reduce(bucket_mb=1), "1.bias": "bsp"}
         optimizer = paceline.distributed(torch.optim.SGD(model.parameters(), lr=1.0), strategy=policies, model=model)
         assert isinstance(optimizer, GroupedOptimizer)
         assert set(worker.tables._opened) == {"model.1.bias", "model.1.bias.buffers"}
@@ -269,7 +269,7 @@ def test_patterns_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:
         assert refused(model, {}) == 'strategy={} maps no pattern to a policy: give {"*": "bsp"}, for example.'
         assert "'ring' is not known" in refused(model, {"*": "ring"})
         assert "both Groups(" in refused(model, {"*": "bsp"}, consistency="ssp:3")
-        assert refused(model, {"0.*": paceline.downpour(warm_start_steps=2), "*": "bsp"}).startswith(
+        assert refused(model, {"0.*": paceline.strategies.downpour(warm_start_steps=2), "*": "bsp"}).startswith(
             "strategy: '0.*' has a warm start, in which worker 0 would wait"
         )
         assert refused(model, {"*": "fsdp"}).startswith("strategy: '*' is told fsdp, which shards a model as a whole")

@@ -125,10 +125,10 @@ def check_against_plain(tmp_path: Path, strategy: LocalSGD, make: Make, num_step
 
 
 STRATEGIES = {
-    "local": paceline.local_sgd(steps=3),
-    "diloco": paceline.diloco(steps=4),
-    "fragments": paceline.diloco(steps=4, fragments=2, outer_lr=0.5),
-    "overlap": paceline.diloco(steps=4, fragments=3, overlap_steps=2, merge=0.5),
+    "local": paceline.strategies.local_sgd(steps=3),
+    "diloco": paceline.strategies.diloco(steps=4),
+    "fragments": paceline.strategies.diloco(steps=4, fragments=2, outer_lr=0.5),
+    "overlap": paceline.strategies.diloco(steps=4, fragments=3, overlap_steps=2, merge=0.5),
 }
 
 
@@ -167,7 +167,7 @@ def test_a_mistake_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, m
 def test_with_an_exchange_after_every_step_of_sgd_it_is_bsp(tmp_path: Path) -> None:
     def work(worker: Session) -> tuple[Tensor, Tensor]:
         found: list[Tensor] = []
-        for name, strategy in (("bsp", "bsp"), ("local", paceline.local_sgd(steps=1))):
+        for name, strategy in (("bsp", "bsp"), ("local", paceline.strategies.local_sgd(steps=1))):
             model = model_of()
             optimizer = paceline.distributed(sgd(model), strategy=strategy, model=model, name=name)
             for step in range(8):
@@ -211,7 +211,7 @@ def test_bytes_fall_by_the_steps_of_a_round(tmp_path: Path, monkeypatch: pytest.
 
     bsp = count("bsp")
     for steps, fragments in ((4, 1), (6, 1)):
-        local = count(paceline.diloco(steps=steps, fragments=fragments))
+        local = count(paceline.strategies.diloco(steps=steps, fragments=fragments))
         assert local["body"] * steps == bsp["body"] == 2 * 2 * num_steps * num_parameters * 4  # there and back
         assert local.total() / bsp.total() == pytest.approx(1 / steps, rel=0.02)
 
@@ -225,7 +225,7 @@ def test_every_fragment_is_exchanged_once_a_round(tmp_path: Path, monkeypatch: p
         return plain_push(fragment)
 
     monkeypatch.setattr(Fragment, "push", push)
-    strategy = paceline.diloco(steps=6, fragments=3)
+    strategy = paceline.strategies.diloco(steps=6, fragments=3)
     run_job(tmp_path, lambda w: train_in_job(w, strategy, sgd, 12, (1.0,)), workers=1)
     turns = [("model.0", 2), ("model.1", 4), ("model.2", 6)]
     assert found == turns + [(name, step + 6) for name, step in turns]
@@ -243,7 +243,7 @@ def test_a_saved_job_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
 
     def work(worker: Session) -> None:
         model, other = model_of(), model_of()
-        optimizer = paceline.distributed(adam(model), strategy=paceline.diloco(steps=3), model=model)
+        optimizer = paceline.distributed(adam(model), strategy=paceline.strategies.diloco(steps=3), model=model)
         train(worker, model, optimizer, range(6))
         paceline.barrier()
         state = deepcopy(optimizer.state_dict())
@@ -251,7 +251,9 @@ def test_a_saved_job_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
             values = {name: value.clone() for name, value in model.state_dict().items()}
         paceline.barrier()
         train(worker, model, optimizer, range(6, 12))
-        again = paceline.distributed(adam(other), strategy=paceline.diloco(steps=3), model=other, name="again")
+        again = paceline.distributed(
+            adam(other), strategy=paceline.strategies.diloco(steps=3), model=other, name="again"
+        )
         other.load_state_dict(values)
         renamed = {**state, "outer": {"again": state["outer"]["model"]}}
         again.load_state_dict(renamed)
@@ -261,7 +263,7 @@ def test_a_saved_job_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"has the tables model, and 'again' again: it is of another model"):
             again.load_state_dict(state)
         with pytest.raises(UsageError, match="4 parameters, which do not make 5 fragments"):
-            paceline.distributed(sgd(model), strategy=paceline.diloco(steps=5, fragments=5), name="five")
+            paceline.distributed(sgd(model), strategy=paceline.strategies.diloco(steps=5, fragments=5), name="five")
         with pytest.raises(UsageError, match="leave out overlap=True"):
             paceline.distributed(sgd(model), strategy="diloco", name="six", overlap=True)
         with pytest.raises(UsageError, match="has all its parameters"):
@@ -275,8 +277,8 @@ def with_norm() -> nn.Module:
     return nn.Sequential(*mlp(), nn.BatchNorm1d(3)).double()
 
 
-IN_PARTS = paceline.diloco(steps=4, fragments=2)
-UNDER_WAY = paceline.diloco(steps=4, fragments=3, overlap_steps=2, merge=0.5)
+IN_PARTS = paceline.strategies.diloco(steps=4, fragments=2)
+UNDER_WAY = paceline.strategies.diloco(steps=4, fragments=3, overlap_steps=2, merge=0.5)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +292,7 @@ UNDER_WAY = paceline.diloco(steps=4, fragments=3, overlap_steps=2, merge=0.5)
         (UNDER_WAY, "own", 3),
         (UNDER_WAY, "snapshot", 5),
         (UNDER_WAY, "all in a snapshot", 5),
-        (paceline.local_sgd(steps=5), "own", 3),
+        (paceline.strategies.local_sgd(steps=5), "own", 3),
     ],
 )
 def test_a_job_saved_in_any_step_of_a_round_goes_on_as_if_nothing_had_happened(
@@ -340,7 +342,7 @@ def test_a_job_saved_in_any_step_of_a_round_goes_on_as_if_nothing_had_happened(
 def test_a_state_beside_another_model_starts_from_that(tmp_path: Path) -> None:
     def work(worker: Session) -> None:
         model = model_of()
-        optimizer = paceline.distributed(sgd(model), strategy=paceline.diloco(steps=4), model=model)
+        optimizer = paceline.distributed(sgd(model), strategy=paceline.strategies.diloco(steps=4), model=model)
         loss_of(model, batch_of(worker.rank, 0)).backward()
         optimizer.step()
         paceline.barrier()
@@ -362,16 +364,16 @@ def test_a_state_beside_another_model_starts_from_that(tmp_path: Path) -> None:
 
 
 def test_a_line_of_text_names_it() -> None:
-    assert choose_strategy(None, Distribution.parse("diloco:7")) == paceline.diloco(7)
-    assert choose_strategy("local-sgd:4", Distribution()) == paceline.local_sgd(4)
-    assert choose_strategy("local-sgd", Distribution()) == paceline.local_sgd()
+    assert choose_strategy(None, Distribution.parse("diloco:7")) == paceline.strategies.diloco(7)
+    assert choose_strategy("local-sgd:4", Distribution()) == paceline.strategies.local_sgd(4)
+    assert choose_strategy("local-sgd", Distribution()) == paceline.strategies.local_sgd()
 
 
 def test_momentum_of_stale_pushes_is_not_that_of_a_round() -> None:
-    assert paceline.diloco().rounds.outer_lr == 0.7
-    assert paceline.diloco(asynchronous=True).rounds.outer_lr == 0.07
-    assert paceline.diloco(asynchronous=True, outer_momentum=0.0).rounds.outer_lr == 0.7
-    assert paceline.diloco(asynchronous=True, delayed=4).rounds.outer_lr == 0.7
+    assert paceline.strategies.diloco().rounds.outer_lr == 0.7
+    assert paceline.strategies.diloco(asynchronous=True).rounds.outer_lr == 0.07
+    assert paceline.strategies.diloco(asynchronous=True, outer_momentum=0.0).rounds.outer_lr == 0.7
+    assert paceline.strategies.diloco(asynchronous=True, delayed=4).rounds.outer_lr == 0.7
 
 
 @pytest.mark.parametrize(
@@ -391,5 +393,5 @@ def test_momentum_of_stale_pushes_is_not_that_of_a_round() -> None:
 )
 def test_numbers_that_make_no_sense_are_refused(numbers: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        paceline.diloco(**numbers)
-    assert replace(paceline.diloco().rounds, steps=7).steps == 7
+        paceline.strategies.diloco(**numbers)
+    assert replace(paceline.strategies.diloco().rounds, steps=7).steps == 7

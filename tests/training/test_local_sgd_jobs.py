@@ -57,7 +57,7 @@ def version(started: Job, table: str = "model") -> int:
 def test_a_worker_that_joins_late_starts_from_what_is_there(tmp_path: Path) -> None:
     """Worker 1 dies in the middle of a round; its next life exchanges when worker 0 does."""
     has_died, has_joined, results = Event(), Event(), dict[int, tuple[float, float]]()
-    strategy = paceline.local_sgd(steps=4)
+    strategy = paceline.strategies.local_sgd(steps=4)
 
     def live(started: Job, rank: int) -> None:
         with started.join(rank) as worker:
@@ -97,7 +97,7 @@ def test_a_worker_that_joins_late_starts_from_what_is_there(tmp_path: Path) -> N
 def test_one_that_leaves_stops_no_other(tmp_path: Path) -> None:
     def work(worker: Session) -> float:
         model = slope()
-        optimizer = attach(model, paceline.local_sgd(steps=4), lr=1.0 + worker.rank)
+        optimizer = attach(model, paceline.strategies.local_sgd(steps=4), lr=1.0 + worker.rank)
         go(model, optimizer, 5 if worker.rank else 12)
         if worker.rank:
             worker.close()
@@ -112,7 +112,7 @@ def test_a_worker_without_a_batch_keeps_its_steps_for_the_next_exchange(tmp_path
 
     def work(worker: Session) -> tuple[float, float]:
         model = slope()
-        optimizer = attach(model, paceline.local_sgd(steps=2))
+        optimizer = attach(model, paceline.strategies.local_sgd(steps=2))
         for _ in range(2):
             for (batch,) in paceline.shard(DataLoader(TensorDataset(torch.ones(10, 1).double()), batch_size=2)):
                 optimizer.zero_grad()
@@ -147,7 +147,7 @@ class Alone:
 
 
 def test_each_arrival_is_an_outer_step(tmp_path: Path) -> None:
-    strategy = paceline.diloco(steps=2, outer_momentum=0.0, outer_lr=0.5, asynchronous=True)
+    strategy = paceline.strategies.diloco(steps=2, outer_momentum=0.0, outer_lr=0.5, asynchronous=True)
     with job(tmp_path, workers=2) as started:
         fast, slow = Alone(started, 0, strategy), Alone(started, 1, strategy)
         fast.go(4)
@@ -162,7 +162,7 @@ def test_each_arrival_is_an_outer_step(tmp_path: Path) -> None:
 
 
 def test_a_quorum_makes_one_step_of_several_arrivals(tmp_path: Path) -> None:
-    strategy = paceline.diloco(steps=2, outer_lr=1.0, asynchronous=True, quorum=2, grace_s=10.0, delayed=2)
+    strategy = paceline.strategies.diloco(steps=2, outer_lr=1.0, asynchronous=True, quorum=2, grace_s=10.0, delayed=2)
     now_s = [0.0]
     with job(tmp_path, workers=3) as started:
         workers = [Alone(started, rank, strategy, lr=1.0 + rank) for rank in range(3)]
@@ -188,7 +188,7 @@ def test_a_quorum_makes_one_step_of_several_arrivals(tmp_path: Path) -> None:
 def test_buffers_are_averaged_and_schedules_are_followed(tmp_path: Path) -> None:
     def work(worker: Session) -> tuple[float, float]:
         model = seeded(lambda: nn.Sequential(nn.BatchNorm1d(1, affine=False, momentum=1.0), slope())).double()
-        optimizer = attach(model, paceline.local_sgd(steps=2))
+        optimizer = attach(model, paceline.strategies.local_sgd(steps=2))
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         for _ in range(2):
             optimizer.zero_grad()
@@ -204,19 +204,19 @@ def test_buffers_are_averaged_and_schedules_are_followed(tmp_path: Path) -> None
 def test_what_is_not_finite_is_not_learned(tmp_path: Path) -> None:
     def work(worker: Session) -> tuple[float, int]:
         model = slope()
-        optimizer = attach(model, paceline.local_sgd(steps=3))
+        optimizer = attach(model, paceline.strategies.local_sgd(steps=3))
         for step in range(3):
             optimizer.zero_grad()
             model(torch.ones(1, 1).double()).sum().backward()
             if (worker.rank, step) == (1, 1):
                 model.weight.grad.fill_(float("nan"))
             optimizer.step()
-        halting = attach(model, paceline.local_sgd(steps=3), name="halting", nonfinite="halt")
+        halting = attach(model, paceline.strategies.local_sgd(steps=3), name="halting", nonfinite="halt")
         model.weight.grad.fill_(float("inf"))
         with pytest.raises(UsageError, match=f"worker {worker.rank}, step .* not finite"):
             halting.step()
         before = weight(model)
-        zeroing = attach(model, paceline.local_sgd(steps=3), name="zeroing", nonfinite="zero")
+        zeroing = attach(model, paceline.strategies.local_sgd(steps=3), name="zeroing", nonfinite="zero")
         zeroing.step()
         assert weight(model) == before
         return before, optimizer.num_refused

@@ -164,7 +164,9 @@ def spoiling_in_backward(worker: Session) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("strategy", ["all-reduce", paceline.local_sgd(steps=2), paceline.downpour()])
+@pytest.mark.parametrize(
+    "strategy", ["all-reduce", paceline.strategies.local_sgd(steps=2), paceline.strategies.downpour()]
+)
 def test_steps_that_are_left_out_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], strategy: Any) -> None:
     def work(worker: Session) -> None:
         model = mlp()

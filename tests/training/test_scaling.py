@@ -93,7 +93,8 @@ def test_workers_finish_the_same_clocks_under_every_policy(tmp_path: Path, polic
 
 
 @pytest.mark.parametrize(
-    "strategy", [paceline.downpour(push_every=2), paceline.diloco(2), {"0.*": "ssp:1", "*": "bsp"}]
+    "strategy",
+    [paceline.strategies.downpour(push_every=2), paceline.strategies.diloco(2), {"0.*": "ssp:1", "*": "bsp"}],
 )
 def test_no_strategy_takes_a_step_that_overflows(tmp_path: Path, strategy: Any) -> None:
     for found, clock, _, num_refused in run_job(tmp_path, lambda ps: train(ps, strategy=strategy), workers=2):
@@ -103,7 +104,7 @@ def test_no_strategy_takes_a_step_that_overflows(tmp_path: Path, strategy: Any) 
 
 
 def test_under_all_reduce_all_workers_skip_the_same_steps_and_have_the_same_scale(tmp_path: Path) -> None:
-    results = run_job(tmp_path, lambda ps: train(ps, strategy=paceline.all_reduce()), workers=2)
+    results = run_job(tmp_path, lambda ps: train(ps, strategy=paceline.strategies.all_reduce()), workers=2)
     assert torch.equal(results[0][0], results[1][0])
     assert results[0][1:] == results[1][1:]
     assert results[0][3] == len(BAD)

@@ -62,3 +62,20 @@ def embed(words: Tensor) -> Tensor:
     found = layer(words)
     assert isinstance(found, Tensor)
     return found
+
+
+def fifty(model: nn.Module) -> paceline.Distributed:
+    strategy = paceline.strategies.diloco(50)
+    plain: paceline.strategies.Strategy = paceline.strategies.all_reduce(unused=True)
+    assert strategy != plain
+    return paceline.distributed(torch.optim.SGD(model.parameters()), model=model, strategy=strategy)
+
+
+def resume(examples: TensorDataset, state: dict[str, int]) -> dict[str, int]:
+    loader = paceline.shard(DataLoader(examples, batch_size=8, shuffle=True), seed=7)
+    plain: DataLoader[tuple[Tensor, ...]] = loader
+    loader.load_state_dict(state)
+    loader.set_epoch(loader.epoch + 1)
+    assert_type(paceline.shard([1, 2]), list[int])
+    assert len(plain) == len(loader)
+    return loader.state_dict()

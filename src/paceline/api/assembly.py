@@ -39,6 +39,7 @@ class SessionConfig:
         local_rank: number of this worker on its machine.
         consistency: what the launcher was told, if anything.
         scale: what the launcher was told, if anything.
+        divide_lr: whether the launcher was told to divide learning rates.
         distribution: how workers share the work, as the launcher was told.
         run_dir: the folder of the job, where there is one.
         trace_path: where this worker writes its trace; None for no trace.
@@ -60,6 +61,7 @@ class SessionConfig:
     local_rank: int = 0
     consistency: Consistency | None = None
     scale: Scale | None = None
+    divide_lr: bool = False
     distribution: Distribution = field(default_factory=Distribution)
     run_dir: Path | None = None
     trace_path: Path | None = None
@@ -112,6 +114,7 @@ def assemble_session(config: SessionConfig, notice: PreemptionNotice | None = No
             Collectives(workers),
             Arrangement(rank, size, config.distribution),
             notice=notice or PreemptionNotice(),
+            divide_lr=config.divide_lr,
             is_elastic=config.is_elastic,
             publish_every=config.publish_every,
             snapshot_plan=config.snapshots,

@@ -10,7 +10,6 @@ from paceline.api.script import current
 from paceline.collective.signature import Op
 from paceline.core.calls import checked_late
 from paceline.errors import DeadlineExceeded, UsageError
-from paceline.training.all_reduce import AllReduce
 from paceline.worker.validation import brief
 
 if TYPE_CHECKING:
@@ -107,10 +106,6 @@ def reduce(
 
 
 @overload
-def all_reduce(*, unused: bool = False, bucket_mb: float = 25.0) -> AllReduce: ...
-
-
-@overload
 def all_reduce(
     tensor: Tensor, *, op: Op = "sum", later: Literal[False] = False, timeout_s: float | None = None
 ) -> Tensor: ...
@@ -124,32 +119,21 @@ def all_reduce(
 
 @checked_late
 def all_reduce(
-    tensor: Tensor | None = None,
-    *,
-    op: Op = "sum",
-    later: bool = False,
-    timeout_s: float | None = None,
-    unused: bool = False,
-    bucket_mb: float = 25.0,
-) -> Tensor | Future[Tensor] | AllReduce:
-    """Return the sum of all workers' tensors on every worker; without a tensor, return the all-reduce strategy.
+    tensor: Tensor, *, op: Op = "sum", later: bool = False, timeout_s: float | None = None
+) -> Tensor | Future[Tensor]:
+    """Return the sum of all workers' tensors on every worker.
 
     The argument is not changed. Blocks until this worker has the sum. Every worker gets the same bits, and sends and
     receives 2(n-1)/n times the bytes of the tensor. Half-precision numbers are added as float32 and rounded once.
     Sparse tensors are gathered by all workers and summed.
 
-    As a strategy: with `paceline.distributed(optimizer, strategy=paceline.all_reduce(), model=model)` every worker
-    keeps and steps the whole model, with the mean of all workers' gradients, which are sent while backward runs
-    (built on DistributedDataParallel). One process with the whole batch computes the same.
+    The strategy of that name, for a training loop, is `paceline.strategies.all_reduce`.
 
     Args:
         tensor: of the same shape and dtype on all workers; sparse ones may have values elsewhere.
         op: "sum", "mean", "min", "max" or "product"; only the first two for sparse and complex tensors.
         later: return a future at once, for `paceline.wait`; leave the tensor as it is until then.
         timeout_s: how long to wait for the other workers. Default: the limit of all waits of the job.
-        unused: strategy only: allow parameters that are not used in every forward, which costs a walk through the
-            graph each time.
-        bucket_mb: strategy only: size of a bucket of gradients.
 
     Raises:
         UsageError: workers make different calls; the message says which.
@@ -161,14 +145,7 @@ def all_reduce(
         >>> _ = paceline.init()
         >>> paceline.all_reduce(torch.tensor([1.0, 2.0]))  # of one worker
         tensor([1., 2.])
-        >>> model = torch.nn.Linear(2, 1)
-        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> optimizer = paceline.distributed(sgd, strategy=paceline.all_reduce(), model=model, name="all")
-        >>> model(torch.ones(2)).sum().backward()
-        >>> optimizer.step()
     """
-    if tensor is None:
-        return AllReduce(unused, bucket_mb)
     exchange = current().exchange
     future = exchange.all_reduce(tensor, op, timeout_s)
     return future if later else exchange.finish(future, "all_reduce", timeout_s)

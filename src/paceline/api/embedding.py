@@ -18,6 +18,7 @@ from paceline.core.calls import checked_late
 from paceline.core.consistency import Consistency
 from paceline.errors import NoWeight, UsageError
 from paceline.training.embedding_gradients import EmbeddingLookup
+from paceline.update.rates import divided
 from paceline.update.rows.spec import FilterSpec, First, Lifecycle
 from paceline.update.rules import RuleSpec
 from paceline.update.table import DType, NonFinite, Scale
@@ -74,6 +75,10 @@ class _RowLayer(nn.Module):
         padding_idx = _padding(name, num_embeddings, padding_idx, max_norm)
         # Without `init` the values of torch, which differ from table to table.
         first = First("normal", 1.0, zlib.crc32(name.encode())) if init is None else init
+        rule = settings["update"]
+        is_rule = isinstance(rule, RuleSpec)  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+        if is_rule and ps.divide_lr and ps.policy(settings["consistency"]).visible == "on_arrival":
+            settings["update"] = divided(rule, ps.size)
         table = ps.table(name, rows=embedding_dim, init=first, dtype=_dtype(dtype), **settings)
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
         self.max_norm = max_norm

@@ -202,6 +202,7 @@ def join(spec: ClusterSpec, place: Place, transport: Transport, notice: Preempti
         local_rank=place.local_rank,
         consistency=Consistency.parse(spec.consistency) if spec.consistency else None,
         scale=spec.scale,
+        divide_lr=spec.divide_lr,
         distribution=Distribution.parse(spec.strategy) if spec.strategy else Distribution(),
         run_dir=run_dir,
         trace_path=trace_path(run_dir, "worker", place.rank),

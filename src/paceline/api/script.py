@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
 from paceline.api.join import open_session, start, thread_session
 from paceline.api.session import Session
@@ -20,9 +20,11 @@ from paceline.worker.validation import as_number, brief
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.utils.data import DataLoader
 
     from paceline.core.consistency import Consistency
     from paceline.data.partition import Key, Partition
+    from paceline.data.sharding import PositionedLoader
     from paceline.model_parallel.layers import Placement
     from paceline.model_parallel.losses import Loss, Reduction
     from paceline.model_parallel.parallelize import Parallel
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from paceline.update.table import NonFinite, Scale
 
 _Source = TypeVar("_Source")
+_Sample = TypeVar("_Sample")
 _LONGEST_NAME: Final = 100  # of a reported value
 
 
@@ -248,6 +251,30 @@ def _checked_name(name: str) -> str:
     return name
 
 
+@overload
+def shard(
+    source: DataLoader[_Sample],
+    *,
+    seed: int = 0,
+    slices: int = 1,
+    partition: Partition | None = None,
+    shuffle: bool = False,
+    key: Callable[[Any], Key] | None = None,
+) -> PositionedLoader[_Sample]: ...
+
+
+@overload
+def shard(
+    source: _Source,
+    *,
+    seed: int = 0,
+    slices: int = 1,
+    partition: Partition | None = None,
+    shuffle: bool = False,
+    key: Callable[[Any], Key] | None = None,
+) -> _Source: ...
+
+
 @checked
 def shard(
     source: _Source,
@@ -257,7 +284,7 @@ def shard(
     partition: Partition | None = None,
     shuffle: bool = False,
     key: Callable[[Any], Key] | None = None,
-) -> _Source:
+) -> _Source | PositionedLoader[Any]:
     """Return this worker's shard of a data source: a `DataLoader`, a dataset, a sequence, a tensor, files, an iterable.
 
     All workers together see every sample once per epoch. A loader is split by batches and shuffled by `seed` and epoch,
@@ -273,6 +300,8 @@ def shard(
     as long as the combined speed of all workers allows, and each sample still counts once, on whichever worker it was
     computed. Requires an optimizer from `distributed` (not under all-reduce) and a `DataLoader` with num_workers=0;
     `no_grad` loops get whole batches.
+
+    A sharded loader is a `DataLoader` that frameworks leave as it is, with `set_epoch`, too.
 
     Where workers come and go (`paceline run --workers 2:8`), the workers that are there share the batches of all places
     in that way, with whole batches as slices, and only a `DataLoader` can be sharded; `no_grad` loops get all batches.
@@ -438,6 +467,7 @@ def distributed(
     strategy: Policy | Mapping[str, Policy] | None = None,
     consistency: Consistency | str | None = None,
     scale: Scale | None = None,
+    divide_lr: bool | None = None,
     fetch_every: int | None = 1,
     nonfinite: NonFinite = "reject",
     views: bool | None = None,
@@ -456,13 +486,17 @@ def distributed(
         optimizer: any `torch.optim` optimizer that steps without a closure; the servers run its class with its
             hyperparameters.
         strategy: how workers share the update. Default: the launcher's --strategy, "ssp:3" for example, else
-            "parameter-server". `paceline.all_reduce` requires `model` and supports `scale`, `nonfinite` and `name`. A
-            mapping gives a policy per pattern of parameter names, {"embedding.*": "ssp:3", "*": "all-reduce"}; the
-            first match counts.
+            "parameter-server". A name, or one of `paceline.strategies`; `all_reduce` requires `model` and supports
+            `scale`, `nonfinite` and `name`. A mapping gives a policy per pattern of parameter names,
+            {"embedding.*": "ssp:3", "*": "all-reduce"}; the first match counts.
         consistency: when reads wait. Default: the launcher's --consistency, else bsp().
         scale: how one update combines the workers' gradients: the mean weighted by "samples" (default; the counts
             come from `shard`, or from `step(samples=...)`), the plain "mean", or the "sum". Under ssp and asynchronous
             each push is an update of its own and is applied in full with the given learning rate.
+        divide_lr: under ssp, essp, asynchronous and downpour, apply each push with the learning rate divided by the
+            number of workers (with slices: times its share of the clock's samples), so that all pushes of a clock step
+            as far as their mean does under bsp and all-reduce, where this changes nothing. Default: the launcher's
+            --divide-lr, else False.
         fetch_every: pull values every n-th step; in between, and always with None, use the cached values until the
             staleness bound forces a pull.
         nonfinite: a gradient with NaN or infinity is dropped and counted ("reject"), zeroed there ("zero"), or ends
@@ -507,5 +541,8 @@ def distributed(
     if consistency is not None and chosen != ParameterServer():
         raise UsageError(f"'{name}' is told both {chosen} and consistency={consistency!r}, which is for servers.")
     policy = session.policy(consistency)
-    settings = Settings(policy, session.scale_of(scale), fetch_every, nonfinite, name, views, overlap)
+    divide_lr = session.divide_lr if divide_lr is None else divide_lr
+    settings = Settings(
+        policy, session.scale_of(scale), fetch_every, nonfinite, name, views, overlap, divide_lr=divide_lr
+    )
     return session.distributed(optimizer, model=model, settings=settings, strategy=chosen)

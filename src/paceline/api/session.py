@@ -102,6 +102,7 @@ class Session:
     unpushed_steps: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])  # by optimizer
     slicing: Slicing = field(init=False)
     readers: SessionReaders = field(default_factory=SessionReaders)
+    divide_lr: bool = False  # among the pushes of a clock, where each is an update of its own
     is_elastic: bool = False  # workers come and go while the job runs
     publish_every: int = 0  # clocks, after which worker 0 publishes the models; 0 for never
     notice: PreemptionNotice = field(default_factory=PreemptionNotice)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
@@ -10,6 +11,7 @@ import torch
 from torch.utils.data import (
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -22,8 +24,91 @@ from paceline.data.order import Batches, EpochOrder, PositionTracker, terms_of
 from paceline.data.partition import DataCut, Key, Sharding, is_hashed_to, run
 from paceline.errors import UsageError
 
+_Sample = TypeVar("_Sample", covariant=True)
 
-class ShardedLoader:
+
+class WorkerSampler(DistributedSampler[int]):
+    """Indices of this worker's samples in the next pass of a loader, or in the rest of one that is under way.
+
+    Its class tells frameworks that the data are shared out already, and how they set the epoch.
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], order: EpochOrder, sharding: Sharding, tracker: PositionTracker, *, strided: bool
+    ) -> None:
+        super().__init__(dataset, sharding.size, sharding.rank, shuffle=order.shuffled, seed=sharding.seed)
+        self._order, self._sharding, self._tracker, self._is_strided = order, sharding, tracker, strided
+
+    def __len__(self) -> int:
+        """Return the number of these samples."""
+        own = self.own(self._order.unshuffled(), self._tracker.next.num_done, self._sharding)
+        return sum(own.size(index) for index in range(len(own)))
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the indices; the position stays as it is."""
+        batches, place = self._order.batches(self._sharding.seed, self._tracker.next.epoch), self._tracker.next
+        for batch in self.own(batches, place.num_done, self._sharding):
+            yield from batch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle by this epoch from the next pass on; see `PositionedLoader.set_epoch`."""
+        super().set_epoch(epoch)
+        self._tracker.set_epoch(epoch)
+
+    def own(self, batches: Batches, num_done: int, sharding: Sharding) -> Batches:
+        """Return the batches of a share of an epoch, after the workers together have been given `num_done`."""
+        if self._is_strided:
+            return batches[num_done + sharding.rank :: sharding.size]
+        return batches[run(len(batches), sharding)][-(-num_done // sharding.size) :]
+
+
+class PositionedLoader(DataLoader[_Sample], ABC):
+    """A `DataLoader` over one worker's share, which knows how far all workers are; `paceline.shard` returns one.
+
+    It has the dataset and the settings of the loader that was sharded; `sampler` and `batch_sampler` give this worker's
+    samples of the next pass. A framework that is given it leaves it as it is, and may set its epoch by the sampler.
+    """
+
+    def __init__(self, loader: DataLoader[_Sample], sampler: WorkerSampler) -> None:
+        super().__init__(
+            loader.dataset,
+            batch_size=loader.batch_size,
+            sampler=sampler,
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            drop_last=loader.drop_last,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=loader.generator,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+        )
+
+    @property
+    @abstractmethod
+    def epoch(self) -> int:
+        """Epoch of the next pass."""
+
+    @abstractmethod
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle by this epoch from the next pass on, from its start unless it is under way. Default: count passes."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, int]:
+        """Return the position of all workers, as plain numbers; another number of workers may continue there."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at this position with the next pass; all workers need the same state.
+
+        Raises:
+            UsageError: the state is of another source, seed or partition; the message names the values.
+        """
+
+
+class ShardedLoader(PositionedLoader[_Sample]):
     """This worker's batches of a loader, used in its place. Iterating it reads one epoch, or the rest of one.
 
     A pass while gradients are off is for evaluation: it always reads a whole epoch and leaves the position unchanged.
@@ -31,11 +116,10 @@ class ShardedLoader:
     another number of workers may continue it; where it is contiguous, a run of the whole, and the number is fixed.
     """
 
-    def __init__(self, loader: DataLoader[Any], sharding: Sharding, cut: DataCut | None = None) -> None:
+    def __init__(self, loader: DataLoader[_Sample], sharding: Sharding, cut: DataCut | None = None) -> None:
         _require_shardable(loader, cut or DataCut())
-        self._loader = loader
+        is_strided = cut is None or cut.partition != "contiguous"
         self._sharding = sharding
-        self._is_strided = cut is None or cut.partition != "contiguous"
         self._order = EpochOrder(
             num_samples=_size(loader),
             batch_size=cast("int", loader.batch_size),
@@ -45,22 +129,14 @@ class ShardedLoader:
         sharding.note_size(self._order.num_batches, f"batches of a DataLoader over {self._order.num_samples} samples")
         terms = terms_of(self._order, sharding.seed)
         self.tracker = PositionTracker(
-            terms if self._is_strided else {**terms, "num_workers_of_runs": sharding.size}, self._order.num_batches
+            terms if is_strided else {**terms, "num_workers_of_runs": sharding.size}, self._order.num_batches
         )
+        self.own_sampler = WorkerSampler(loader.dataset, self._order, sharding, self.tracker, strided=is_strided)
+        super().__init__(loader, self.own_sampler)
 
     def __repr__(self) -> str:
         here, order = self._sharding, self._order
         return f"ShardedLoader({order.num_batches} batches of {order.batch_size}, worker {here.rank} of {here.size})"
-
-    @property
-    def dataset(self) -> Dataset[Any]:
-        """The whole dataset, of all workers."""
-        return self._loader.dataset
-
-    @property
-    def batch_size(self) -> int:
-        """Number of samples of a batch; the last one of an epoch may be smaller."""
-        return self._order.batch_size
 
     @property
     def epoch(self) -> int:
@@ -74,11 +150,11 @@ class ShardedLoader:
 
     def __len__(self) -> int:
         """Return the number of this worker's batches in the next pass."""
-        return len(self._own(self._order.unshuffled(), self.tracker.next.num_done, self._sharding))
+        return len(self.own_sampler.own(self._order.unshuffled(), self.tracker.next.num_done, self._sharding))
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle by this epoch from the next pass on, from its start unless it is under way. Default: count passes."""
-        self.tracker.set_epoch(epoch)
+        self.own_sampler.set_epoch(epoch)
 
     def batches(self) -> Batches:
         """Return the batches of all workers in the whole next epoch, in their global order."""
@@ -100,7 +176,7 @@ class ShardedLoader:
         """
         self.tracker.load_state_dict(state)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch names its class
         """Yield this worker's batches of one epoch, or of the rest of one."""
         return self.through(lambda batches: batches)
 
@@ -108,7 +184,7 @@ class ShardedLoader:
         """Yield the batches of one epoch through a stage that may read ahead; a batch counts when it is yielded."""
         sharding, batches, is_training = self._sharding, self.batches(), torch.is_grad_enabled()
         start = self.tracker.start_pass().num_done if is_training else 0
-        own = self._own(batches, start, sharding if is_training else sharding.evaluation())
+        own = self.own_sampler.own(batches, start, sharding if is_training else sharding.evaluation())
         for number, (indices, batch) in enumerate(sharding.timed(zip(own, stage(self.load(own)), strict=True)), 1):
             if is_training:
                 self.tracker.reach(start + number * sharding.size)
@@ -121,33 +197,28 @@ class ShardedLoader:
 
     def load(self, batches: Iterable[list[int]]) -> Iterator[Any]:
         """Yield the batches with these sample indices, as the loader makes them."""
-        loader = self._loader
         return iter(
             DataLoader(
-                loader.dataset,
+                self.dataset,
                 batch_sampler=batches,
-                num_workers=loader.num_workers,
-                collate_fn=loader.collate_fn,
-                pin_memory=loader.pin_memory,
-                timeout=loader.timeout,
-                worker_init_fn=loader.worker_init_fn,
-                multiprocessing_context=loader.multiprocessing_context,
-                generator=loader.generator,
-                prefetch_factor=loader.prefetch_factor,
+                num_workers=self.num_workers,
+                collate_fn=self.collate_fn,
+                pin_memory=self.pin_memory,
+                timeout=self.timeout,
+                worker_init_fn=self.worker_init_fn,
+                multiprocessing_context=self.multiprocessing_context,
+                generator=self.generator,
+                prefetch_factor=self.prefetch_factor,
             )
         )
-
-    def _own(self, batches: Batches, num_done: int, sharding: Sharding) -> Batches:
-        """Return the batches of a share of an epoch, after the workers together have been given `num_done`."""
-        if self._is_strided:
-            return batches[num_done + sharding.rank :: sharding.size]
-        return batches[run(len(batches), sharding)][-(-num_done // sharding.size) :]
 
 
 def _require_shardable(loader: DataLoader[Any], cut: DataCut) -> None:
     if isinstance(loader.dataset, IterableDataset):
         raise UsageError("cannot shard a DataLoader over an iterable dataset: shard the dataset, then make the loader.")
     sampler = loader.sampler
+    if isinstance(sampler, WorkerSampler):
+        raise UsageError(f"this loader is sharded already: {loader!r}. Shard the one that it was made from.")
     if not isinstance(sampler, RandomSampler | SequentialSampler) or loader.batch_size is None:
         raise UsageError(
             f"cannot shard a DataLoader with {type(sampler).__name__} and batch size {loader.batch_size}: "

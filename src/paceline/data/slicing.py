@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from paceline.core.work_queue import WorkAnswer, WorkRound
 from paceline.data.order import EpochOrder, EpochRounds, num_slices, terms_of
 from paceline.data.partition import DataCut, Sharding
-from paceline.data.sharding import ShardedLoader
+from paceline.data.sharding import PositionedLoader, ShardedLoader
 from paceline.errors import UsageError
 from paceline.server.work_queue import WorkQueueEntry, read_answer
 from paceline.wire.malformed import read_answer_of
@@ -21,6 +21,7 @@ from paceline.wire.requests import ClaimWork
 from paceline.worker.rpc import Rpc
 
 _Source = TypeVar("_Source")
+_Sample = TypeVar("_Sample", covariant=True)
 
 _WORK_HOST = 0  # the server with the queue of slices
 # Slices left for each worker from which on none is requested ahead: a worker at half the speed of the others finishes
@@ -253,13 +254,17 @@ class SliceWalk:
         self._number, self._has_stepped = self._number + 1, False
 
 
-class SlicedLoader:
-    """Sharded loader whose batches are slices, shared out while workers run. Iterating it is one epoch."""
+class SlicedLoader(PositionedLoader[_Sample]):
+    """Sharded loader whose batches are slices, shared out while workers run. Iterating it is one epoch.
+
+    `batch_size` is the number of samples in all slices of a worker's share of a clock.
+    """
 
     def __init__(
-        self, loader: DataLoader[Any], sharding: Sharding, slices: int, slicing: Slicing, cut: DataCut | None = None
+        self, loader: DataLoader[_Sample], sharding: Sharding, slices: int, slicing: Slicing, cut: DataCut | None = None
     ) -> None:
         self._whole = ShardedLoader(loader, sharding, cut)
+        super().__init__(loader, self._whole.own_sampler)
         _check(loader, sharding, slices, slicing)
         self._sharding = sharding
         self._slices = slices
@@ -270,16 +275,6 @@ class SlicedLoader:
 
     def __repr__(self) -> str:
         return f"SlicedLoader({self._slices} slices a worker of {self._whole!r})"
-
-    @property
-    def dataset(self) -> Dataset[Any]:
-        """The whole dataset, of all workers."""
-        return self._whole.dataset
-
-    @property
-    def batch_size(self) -> int:
-        """Number of samples in all slices of a worker's share of a clock."""
-        return self._whole.batch_size
 
     @property
     def epoch(self) -> int:
@@ -295,7 +290,7 @@ class SlicedLoader:
         """Shuffle by this epoch from the next pass on, from its start unless under way; call it on all workers."""
         self._whole.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch names its class
         """Yield the slices of one epoch; while gradients are off, this worker's own batches, whole."""
         if not torch.is_grad_enabled():
             yield from self._whole

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from paceline.data.sharding import PositionedLoader
 from paceline.integrations.ranks import clip_by_norm, distribute, join_with_ranks, require
 from paceline.training.strategy import Distributed
 
@@ -19,7 +21,8 @@ from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 class Accelerator(accelerate.Accelerator):
     """Accelerate's `Accelerator`, which knows the ranks of the job and prepares optimizers that step by Paceline.
 
-    Prepare models together with their optimizers. Loaders are sharded by Accelerate, as with its other launchers.
+    Prepare models together with their optimizers. Loaders are sharded by Accelerate, as with its other launchers; one
+    from `paceline.shard` is sharded already and stays as it is.
 
     Example:
         >>> import torch
@@ -54,6 +57,17 @@ class Accelerator(accelerate.Accelerator):
         """Prepare a model; it is not wrapped, as the optimizer combines the gradients of all workers."""
         del evaluation_mode
         return super().prepare_model(model, device_placement, evaluation_mode=True)
+
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Any = None,  # noqa: ANN401 - accelerate's own
+    ) -> DataLoader[Any]:
+        """Prepare a loader, unless `paceline.shard` returned it; its batches come from where the dataset has them."""
+        if isinstance(data_loader, PositionedLoader):
+            return data_loader
+        return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:  # noqa: ANN401
         """Clip the gradients of the step by their norm; return that of this worker's own gradients."""

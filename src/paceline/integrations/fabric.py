@@ -1,10 +1,10 @@
-"""Fabric: `Fabric(strategy="paceline")` once this module is imported."""
+"""Fabric: `Fabric(strategy="paceline")` once this module is imported; and what its strategy and the Trainer's share."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
-from typing import Any, Final
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY  # noqa: E402
 from lightning.fabric.strategies.ddp import DDPStrategy  # noqa: E402
 
 NAME: Final = "paceline"
+DESCRIPTION: Final = "Parameter server and other strategies of Paceline"
 
 
 class PacelineEnvironment(ClusterEnvironment):
@@ -71,7 +72,35 @@ class PacelineEnvironment(ClusterEnvironment):
         """Leave the rank as it is."""
 
 
-class PacelineFabricStrategy(DDPStrategy):
+class _OnWorkers(Protocol):
+    """What both of Lightning's classes of parallel strategies have, which share no base."""
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None: ...
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def global_rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+
+
+class WorkerPlacement:
+    """The device and the share of the data of one worker; a base of the strategies of Fabric and of the Trainer."""
+
+    @property
+    def root_device(self: _OnWorkers) -> torch.device:
+        """The device of this worker; on the CPU Lightning lists as many as `devices` says, not one a worker."""
+        found = self.parallel_devices or [torch.device("cpu")]
+        return found[self.local_rank % len(found)]
+
+    @property
+    def distributed_sampler_kwargs(self: _OnWorkers) -> dict[str, Any]:
+        """How a sampler takes this worker's share."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+
+class PacelineFabricStrategy(WorkerPlacement, DDPStrategy):
     """Strategy of `Fabric` in which optimizers step by Paceline; modules are not wrapped.
 
     Args:
@@ -86,21 +115,9 @@ class PacelineFabricStrategy(DDPStrategy):
         self._optimizers: list[Distributed] = []
         self._backward_sync_control = _Accumulation(self._optimizers)  # pyright: ignore[reportAttributeAccessIssue]
 
-    @property
-    def root_device(self) -> torch.device:
-        """The device of this worker."""
-        return own_device(self.parallel_devices, self.local_rank)
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """How a sampler takes this worker's share."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
     def all_reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:  # noqa: ANN401
         """Return the reduction of a tensor over all workers."""
-        if not is_mean(reduce_op):
-            return super().all_reduce(tensor, group, reduce_op)
-        return super().all_reduce(tensor, group, "sum") / self.world_size
+        return reduce_by_sum(super().all_reduce, tensor, group, reduce_op, self.world_size)
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the module as it is: optimizers combine the gradients of all workers."""
@@ -134,24 +151,25 @@ class _Accumulation:
     def __init__(self, optimizers: list[Distributed]) -> None:
         self._optimizers = optimizers
 
-    @contextmanager
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Generator[None]:
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         del module
-        with ExitStack() as held:
-            for optimizer in self._optimizers if enabled else ():
-                held.enter_context(optimizer.accumulate())
-            yield
+        return accumulating(self._optimizers if enabled else ())
 
 
-def is_mean(reduce_op: object) -> bool:
-    """Return whether a reduction is a mean, which Paceline's process group computes as a sum."""
-    return reduce_op in (None, "mean", "avg", torch.distributed.ReduceOp.AVG)
+def reduce_by_sum(reduce: Callable[..., Tensor], tensor: Tensor, group: Any, reduce_op: Any, size: int) -> Tensor:  # noqa: ANN401
+    """Reduce a tensor over all workers by `reduce` of Lightning; a mean as a sum, which the process group computes."""
+    if reduce_op in (None, "mean", "avg", torch.distributed.ReduceOp.AVG):
+        return reduce(tensor, group, "sum") / size
+    return reduce(tensor, group, reduce_op)
 
 
-def own_device(devices: list[torch.device] | None, local_rank: int) -> torch.device:
-    """Return the device of a worker; on the CPU Lightning lists as many as `devices` says, not one a worker."""
-    found = devices or [torch.device("cpu")]
-    return found[local_rank % len(found)]
+@contextmanager
+def accumulating(optimizers: Iterable[Distributed]) -> Generator[None]:
+    """Keep the gradients of the backward passes in the block local, because more are added before the step."""
+    with ExitStack() as held:
+        for optimizer in optimizers:
+            held.enter_context(optimizer.accumulate())
+        yield
 
 
-STRATEGY_REGISTRY.register(NAME, PacelineFabricStrategy, description="Parameter server and others of Paceline")
+STRATEGY_REGISTRY.register(NAME, PacelineFabricStrategy, description=DESCRIPTION)

@@ -6,7 +6,6 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from paceline.integrations.ranks import distribute, require
@@ -17,10 +16,17 @@ require("lightning", "lightning")
 from lightning.pytorch import Trainer  # noqa: E402 - after the message for a missing one
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry  # noqa: E402
 
-from paceline.integrations.fabric import NAME, PacelineEnvironment, is_mean, own_device  # noqa: E402
+from paceline.integrations.fabric import (  # noqa: E402
+    DESCRIPTION,
+    NAME,
+    PacelineEnvironment,
+    WorkerPlacement,
+    accumulating,
+    reduce_by_sum,
+)
 
 
-class PacelineStrategy(DDPStrategy):
+class PacelineStrategy(WorkerPlacement, DDPStrategy):
     """Strategy of Lightning's `Trainer` in which optimizers step by Paceline; the model is not wrapped.
 
     Args:
@@ -40,21 +46,9 @@ class PacelineStrategy(DDPStrategy):
         self._options = options
         self._snapshots = ExitStack()
 
-    @property
-    def root_device(self) -> torch.device:
-        """The device of this worker."""
-        return own_device(self.parallel_devices, self.local_rank)
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """How a sampler takes this worker's share."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:  # noqa: ANN401
         """Return the reduction of a tensor over all workers."""
-        if not is_mean(reduce_op):
-            return super().reduce(tensor, group, reduce_op)
-        return super().reduce(tensor, group, "sum") / self.world_size
+        return reduce_by_sum(super().reduce, tensor, group, reduce_op, self.world_size)
 
     def configure_ddp(self) -> None:
         """Leave the model as it is: optimizers combine the gradients of all workers."""
@@ -73,9 +67,7 @@ class PacelineStrategy(DDPStrategy):
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:
         """Keep the gradients of a backward local, because more are added before the step."""
-        with ExitStack() as held:
-            for optimizer in self._distributed():
-                held.enter_context(optimizer.accumulate())
+        with accumulating(self._distributed()):
             yield
 
     def on_validation_start(self) -> None:
@@ -94,4 +86,4 @@ class PacelineStrategy(DDPStrategy):
         return [each for each in self.optimizers if isinstance(each, Distributed)]
 
 
-StrategyRegistry.register(NAME, PacelineStrategy, description="Parameter server and other strategies of Paceline")
+StrategyRegistry.register(NAME, PacelineStrategy, description=DESCRIPTION)

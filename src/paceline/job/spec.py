@@ -45,6 +45,7 @@ class ClusterSpec:
     run_dir: str
     consistency: str | None = None
     scale: ScaleName | None = None
+    divide_lr: bool = False  # among the pushes of a clock, where each is an update of its own
     strategy: str | None = None
     addresses: tuple[str, ...] = ()
     trace: TraceLevel = "steps"

@@ -237,6 +237,7 @@ def make_spec(run: LocalRun, run_dir: Path) -> ClusterSpec:
         run_dir=str(run_dir),
         consistency=run.consistency,
         scale=run.scale,
+        divide_lr=run.divide_lr,
         strategy=run.strategy,
         trace=run.trace,
         join_timeout_s=max(LEAST_JOIN_TIMEOUT_S, timeout_s),

@@ -65,6 +65,7 @@ class LocalRun:
     transport: TransportName = "shm"
     consistency: str | None = None
     scale: ScaleName | None = None
+    divide_lr: bool = False  # among the pushes of a clock, where each is an update of its own
     strategy: str | None = None
     trace: TraceLevel = "steps"
     run_dir: Path | None = None

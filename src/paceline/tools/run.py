@@ -42,6 +42,7 @@ def run(
     strategy: str | None = None,
     transport: TransportName = "shm",
     scale: ScaleName | None = None,
+    divide_lr: Annotated[bool, Parameter(negative="")] = False,
     policy: Annotated[Policy, Parameter(name="*")] = Policy(),  # noqa: B008 - it is frozen
     timeout: float | None = None,
     grace_s: float = 5.0,
@@ -99,6 +100,9 @@ def run(
         How workers and servers talk: shared memory, TCP, or as threads of one process (memory).
     scale
         How the gradients of several workers become one: their sum, mean, or mean weighted by samples.
+    divide_lr
+        Divide learning rates by the number of workers where each push is an update of its own (ssp, essp, asynchronous,
+        downpour), so that all of a clock step as far as their mean does under bsp and all-reduce.
     policy
         What to do when a process crashes.
     timeout
@@ -140,6 +144,7 @@ def run(
         consistency=check_policy(consistency, strategy, workers),
         strategy=strategy,
         scale=scale,
+        divide_lr=divide_lr,
         trace=trace,
         run_dir=run_dir,
         record=record,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.core.calls import shown
+from paceline.core.calls import checked, shown
 from paceline.errors import UsageError
 from paceline.model_parallel.parallelize import Parallel
 from paceline.notices import tell
@@ -38,7 +38,7 @@ _MOST_MB: Final = 1e6
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """All-reduce strategy: workers combine gradients while backward runs; see `paceline.all_reduce`.
+    """All-reduce strategy: workers combine gradients while backward runs; see `paceline.strategies.all_reduce`.
 
     Args:
         unused: whether parameters may be left out of a forward; finding them costs a walk through the graph each time.
@@ -67,6 +67,32 @@ class AllReduce:
                 "model=... to paceline.distributed."
             )
         return ReplicatedOptimizer(optimizer, model, settings, self, job)
+
+
+@checked
+def all_reduce(*, unused: bool = False, bucket_mb: float = 25.0) -> AllReduce:
+    """Return all-reduce for `paceline.distributed(strategy=...)`: every worker keeps and steps the whole model.
+
+    The gradient of a step is the mean of all workers', which are sent while backward runs (built on
+    DistributedDataParallel). One process with the whole batch computes the same. `paceline.distributed` needs `model`.
+
+    Args:
+        unused: allow parameters that are not used in every forward, which costs a walk through the graph each time.
+        bucket_mb: size of a bucket of gradients in megabytes.
+
+    Raises:
+        UsageError: `bucket_mb` is not more than 0.
+
+    Example:
+        >>> import torch, paceline
+        >>> _ = paceline.init()
+        >>> model = torch.nn.Linear(2, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> optimizer = paceline.distributed(sgd, strategy=paceline.strategies.all_reduce(), model=model, name="all")
+        >>> model(torch.ones(2)).sum().backward()
+        >>> optimizer.step()
+    """
+    return AllReduce(unused, bucket_mb)
 
 
 class ReplicatedOptimizer(CollectiveOptimizer):

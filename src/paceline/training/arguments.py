@@ -40,8 +40,8 @@ def check_distributed(
         is_made = not isinstance(policy, type) and callable(getattr(policy, "distribute", None))
         if not (is_made or isinstance(policy, str | None)):
             raise UsageError(
-                f"{here}: strategy is {brief(policy)}, expected a name such as 'ssp:3', what paceline.all_reduce() or "
-                "paceline.local_sgd(8) returns, or one of these for each pattern of names."
+                f"{here}: strategy is {brief(policy)}, expected a name such as 'ssp:3', what a function of "
+                "paceline.strategies returns (all_reduce(), local_sgd(8)), or one of these for each pattern of names."
             )
     if not isinstance(consistency, Consistency | str | None):
         raise UsageError(

@@ -48,7 +48,7 @@ _IGNORED: Final = "_ddp_params_and_buffers_to_ignore"  # torch's attribute for t
 
 @dataclass(frozen=True, slots=True)
 class DDPSettings:
-    """Settings of gradient combination; see `paceline.distributed` and `paceline.all_reduce`."""
+    """Settings of gradient combination; see `paceline.distributed` and `paceline.strategies.all_reduce`."""
 
     name: str
     scale: Scale
@@ -109,9 +109,10 @@ class DDPReplica:
         self._ddp = self._attached(first=True)
         self._copy_buffers()
         before, after = WeakMethod(self._before), WeakMethod(self._after)
+        call = torch.compiler.disable(_call)  # a compiled model runs its hooks as they are
         self._handles = [
-            model.register_forward_pre_hook(lambda _, args, kwargs: _call(before, args, kwargs), with_kwargs=True),
-            model.register_forward_hook(lambda _, args, output: _call(after, output)),
+            model.register_forward_pre_hook(lambda _, args, kwargs: call(before, args, kwargs), with_kwargs=True),
+            model.register_forward_hook(lambda _, args, output: call(after, output)),
         ]
 
     # -- what the optimizer asks for ---------------------------------------------------------------------------------
@@ -128,8 +129,9 @@ class DDPReplica:
             raise UsageError(
                 f"{where}: no backward has combined the gradients since the last step; "
                 f"{self._without_gradient()}Call the model itself (not a part of it, not its .forward), run the last "
-                "backward of a step outside of `accumulate`, and give strategy=paceline.all_reduce(unused=True) if "
-                "some parameters do not take part in every forward."
+                "backward of a step outside of `accumulate`, and give "
+                "strategy=paceline.strategies.all_reduce(unused=True) if some parameters do not take part in every "
+                "forward."
             )
         named = enumerate(self.named.items())
         alone = [name for index, (name, tensor) in named if index in self._alone and tensor.grad is not None]
@@ -326,7 +328,8 @@ class DDPReplica:
                 raise self._lost(where, error) from error
             raise UsageError(
                 f"worker {self._job.rank}, {where}: {self._without_gradient()}The backward before is not over: give "
-                "strategy=paceline.all_reduce(unused=True) if some parameters do not take part in every forward."
+                "strategy=paceline.strategies.all_reduce(unused=True) if some parameters do not take part in every "
+                "forward."
             ) from error
 
     def _after(self, output: object) -> Any:  # noqa: ANN401 - whatever the module returns
@@ -395,7 +398,8 @@ class DDPReplica:
         if not round_.is_whole:
             raise UsageError(
                 f"worker {self._job.rank}, {what}: {self._without_gradient()}give "
-                "strategy=paceline.all_reduce(unused=True) if some parameters do not take part in every forward."
+                "strategy=paceline.strategies.all_reduce(unused=True) if some parameters do not take part in every "
+                "forward."
             )
         with self._job.metrics.communicating():
             metrics, began_s = self._job.metrics, self._job.metrics.now()

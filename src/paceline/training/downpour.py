@@ -28,6 +28,7 @@ from paceline.training.state import (
 )
 from paceline.training.strategy import Distributed, Settings, TrainingJob, open_flat, require_fresh
 from paceline.update.named_rules import Add
+from paceline.update.rates import require_rate, with_share_of_rate
 from paceline.update.summing import num_nonfinite
 from paceline.update.table import NonFinite, Segment, TableSpec
 from paceline.update.torch_rule import from_optimizer, pushed_hyper
@@ -125,7 +126,7 @@ _POLICY: Final = asynchronous()
 
 @dataclass(frozen=True, slots=True)
 class Downpour:
-    """Downpour SGD strategy; see `paceline.downpour`.
+    """Downpour SGD strategy; see `paceline.strategies.downpour`.
 
     Args:
         push_every: number of steps whose gradients make one push.
@@ -184,7 +185,7 @@ def downpour(
         >>> _ = paceline.init()
         >>> model = torch.nn.Linear(2, 1)
         >>> adagrad = torch.optim.Adagrad(model.parameters(), lr=0.1)
-        >>> optimizer = paceline.distributed(adagrad, strategy=paceline.downpour(push_every=2), name="pour")
+        >>> optimizer = paceline.distributed(adagrad, strategy=paceline.strategies.downpour(push_every=2), name="pour")
         >>> model(torch.ones(2)).sum().backward()
         >>> optimizer.step()
     """
@@ -210,6 +211,9 @@ class DownpourOptimizer(Distributed):
         require_fresh(optimizer)
         super().__init__(optimizer, "downpour", settings, job)
         self._how = how
+        self._rate_share = 1.0 / settings.num_replicas(job) if settings.divide_lr else 1.0
+        if settings.divide_lr:
+            require_rate(rule, settings.name)
         self._num_steps = 0
         named, segments = segments_of(optimizer, model)
         self._flat = FlatParameters.over(named)
@@ -361,7 +365,7 @@ class DownpourOptimizer(Distributed):
 
     def _push(self) -> None:
         accrual = self._accrual
-        hyper = pushed_hyper(self.param_groups, self._spec.rule)
+        hyper = with_share_of_rate(pushed_hyper(self.param_groups, self._spec.rule), self._rate_share)
         pushed = self._table.push(accrual.total, samples=accrual.num_samples, absent=accrual.absent(), hyper=hyper)
         pushed.add_done_callback(self._count_done)
         accrual.clear()
@@ -374,7 +378,7 @@ class DownpourOptimizer(Distributed):
         """Return the rate of each parameter for steps on the local copy; negative where the optimizer maximizes."""
         rates: list[float] = []
         for group in self.param_groups:
-            rate = float(group["lr"]) if self._how.local_lr is None else self._how.local_lr
+            rate = float(group["lr"]) * self._rate_share if self._how.local_lr is None else self._how.local_lr
             rates += [-rate if group.get("maximize") else rate] * len(group["params"])
         return rates
 

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 def fsdp() -> FullySharded:
     """Return fully sharded data parallelism for `paceline.distributed(strategy=...)`, on torch's FSDP2.
 
-    `paceline.distributed(optimizer, strategy=paceline.fsdp(), model=model)` leaves each worker a slice of every
-    parameter, gradient and state of the optimizer, and gathers a layer while it runs. Learning is that of one process
-    with the whole batch. A step sends and receives 3 (n-1)/n times the bytes of the model, all-reduce 2 (n-1)/n.
+    Each worker keeps a slice of every parameter, gradient and state of the optimizer, and gathers a layer while it
+    runs; `paceline.distributed` needs `model`. Learning is that of one process with the whole
+    batch. A step sends and receives 3 (n-1)/n times the bytes of the model, all-reduce 2 (n-1)/n.
 
     Needs torch 2.9 or later, and workers that are processes, on the CPU: `paceline run --transport shm` or tcp.
 
     Example:
         >>> import paceline
-        >>> paceline.fsdp()
+        >>> paceline.strategies.fsdp()
         FullySharded()
     """
     return FullySharded()
@@ -40,7 +40,7 @@ _NOT_ON_SLICES: Final = ("Rprop",)  # it writes to elements by a mask
 
 @dataclass(frozen=True, slots=True)
 class FullySharded:
-    """Strategy in which each worker keeps a slice of the model; see `paceline.fsdp`."""
+    """Strategy in which each worker keeps a slice of the model; see `paceline.strategies.fsdp`."""
 
     def distribute(
         self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: TrainingJob

@@ -30,7 +30,7 @@ from paceline.worker.table import PendingRead, Table
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRounds:
-    """Rounds of inner steps with an exchange each; see `paceline.diloco`.
+    """Rounds of inner steps with an exchange each; see `paceline.strategies.diloco`.
 
     Raises:
         UsageError: a number is out of its range, or has no effect together with the others.
@@ -514,7 +514,7 @@ def _require_fit(named: dict[str, Tensor], settings: Settings, rounds: ExchangeR
     if settings.overlap:
         raise UsageError(
             f"'{settings.name}' exchanges every {rounds.steps} steps, so backward has nothing to send: leave out "
-            "overlap=True, and take overlap_steps=... of paceline.diloco to compute while values are under way."
+            "overlap=True, and take overlap_steps=... of diloco to compute while values are under way."
         )
 
 
@@ -524,7 +524,7 @@ _CAUTIOUS_LR = 0.07  # where momentum acts on each stale push
 
 @dataclass(frozen=True, slots=True)
 class LocalSGD:
-    """Strategy in which every worker steps its own model and servers merge them; see `paceline.diloco`."""
+    """Strategy in which every worker steps its own model and servers merge them; see `paceline.strategies.diloco`."""
 
     rounds: ExchangeRounds
 
@@ -549,12 +549,12 @@ def local_sgd(
 ) -> LocalSGD:
     """Return local SGD for `paceline.distributed(strategy=...)`: every `steps` steps all continue from their mean.
 
-    The same as `paceline.diloco` with an outer optimizer that only takes the mean.
+    The same as `paceline.strategies.diloco` with an outer optimizer that only takes the mean.
 
     Args:
         steps: between two exchanges; traffic falls by this factor. 1 exchanges after every step.
         outer_lr: fraction of the way to the mean; asynchronous, how far each push moves the values.
-        fragments: as in `paceline.diloco`, like all that follow.
+        fragments: as in `paceline.strategies.diloco`, like all that follow.
         overlap_steps: number of steps taken while values are under way.
         merge: weight of the servers' values when they arrive.
         asynchronous: never wait for another worker.
@@ -569,7 +569,8 @@ def local_sgd(
         >>> _ = paceline.init()
         >>> model = torch.nn.Linear(2, 1)
         >>> inner = torch.optim.Adam(model.parameters())
-        >>> optimizer = paceline.distributed(inner, strategy=paceline.local_sgd(steps=2), model=model, name="local")
+        >>> strategy = paceline.strategies.local_sgd(steps=2)
+        >>> optimizer = paceline.distributed(inner, strategy=strategy, model=model, name="local")
         >>> for _ in range(4):
         ...     model(torch.ones(2)).sum().backward()
         ...     optimizer.step()
@@ -623,7 +624,8 @@ def diloco(
         >>> _ = paceline.init()
         >>> model = torch.nn.Linear(2, 1)
         >>> inner = torch.optim.AdamW(model.parameters())
-        >>> optimizer = paceline.distributed(inner, strategy=paceline.diloco(steps=2), model=model, name="diloco")
+        >>> strategy = paceline.strategies.diloco(steps=2)
+        >>> optimizer = paceline.distributed(inner, strategy=strategy, model=model, name="diloco")
         >>> for _ in range(4):
         ...     model(torch.ones(2)).sum().backward()
         ...     optimizer.step()

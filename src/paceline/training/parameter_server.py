@@ -34,6 +34,7 @@ from paceline.training.state import (
 )
 from paceline.training.strategy import Distributed, HeldTensor, Settings, TrainingJob, held_by, open_flat, require_fresh
 from paceline.update.clipping import with_clip
+from paceline.update.rates import require_rate, with_share_of_rate
 from paceline.update.rules import RuleSpec
 from paceline.update.table import Hyper, TableSpec
 from paceline.update.torch_rule import from_optimizer, pushed_hyper
@@ -361,6 +362,9 @@ class DistributedOptimizer(Distributed):
         self._max_norm: float | None = None  # of the update that the next push is for
         self._has_told_of_clipping = False
         self._lockstep = settings.consistency.lockstep
+        self._divides_rate = settings.divide_lr and settings.consistency.visible == "on_arrival"
+        if self._divides_rate:
+            require_rate(rule, settings.name)
         # Each how many steps servers are asked for values that this worker has not been sent; 0 for never.
         self._fetch_every = (settings.fetch_every or 0) if settings.consistency.deliver == "on_pull" else 0
         named, segments = segments_of(optimizer, model)
@@ -385,6 +389,8 @@ class DistributedOptimizer(Distributed):
         with self._job.metrics.communication:
             weight = self._weight_of_step(samples)
             hyper = self._hyper.of(self.param_groups)  # without what schedulers keep beside them
+            if self._divides_rate:
+                hyper = with_share_of_rate(hyper, self._share_of_rate(weight))
             if self._max_norm is not None:
                 hyper, self._max_norm = with_clip(hyper, self._max_norm), None
             expected = self.expected if self._lockstep else 0.0
@@ -572,7 +578,10 @@ class DistributedOptimizer(Distributed):
         """Send a bucket while backward runs; samples and hyperparameters of the step must be final."""
         with self._job.metrics.communicating():
             weight = self._job.num_samples - self._num_samples or 1
-            bucket.push_in_backward(weight, self._hyper.of(self.param_groups))
+            hyper = self._hyper.of(self.param_groups)
+            if self._divides_rate:
+                hyper = with_share_of_rate(hyper, self._share_of_rate(weight))
+            bucket.push_in_backward(weight, hyper)
 
     def _fetch(self, *, refresh: bool) -> None:
         for bucket in self._buckets:

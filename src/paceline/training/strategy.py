@@ -116,6 +116,7 @@ class Settings:
     name: str
     views: bool | None = None
     overlap: bool = False
+    divide_lr: bool = False  # among the pushes of a clock, where each is an update of its own
     average_buffers: bool = True  # of the model; False where another part of the same model averages them
     part: ModelPart | None = None  # of a model that several workers hold; None for a whole one
 
@@ -529,6 +530,10 @@ class Distributed(torch.optim.Optimizer, ABC):
     def _count_refusal(self, _: PushOutcome) -> None:
         self.num_refused += 1
 
+    def _share_of_rate(self, weight: float) -> float:
+        """Return which part of the learning rate a push has, of those that a clock applies one by one."""
+        return weight / self.expected if self.expected else 1.0 / self._settings.num_replicas(self._job)
+
     def _weight_of_step(self, samples: float | None) -> float:
         """Return the weight of a step: what the script says, else the samples since the last step, else 1."""
         new, self._num_samples = self._job.num_samples - self._num_samples, self._job.num_samples
@@ -622,10 +627,12 @@ def distribute(
     """Distribute the optimizer of a whole model among all workers; that of a part among the workers that hold it.
 
     Raises:
-        UsageError: `overlap`, as each micro-batch adds to the gradients; or an optimizer that needs whole tensors, for
-            layers that are split.
+        UsageError: a `SyncBatchNorm` that would not combine batches; for a part, `overlap`, as each micro-batch adds to
+            the gradients, or an optimizer that needs whole tensors, for layers that are split.
     """
     part = settings.part
+    if model is not None and settings.num_replicas(job) > 1:
+        _require_no_own_exchange(model, settings.name)
     if part is None:
         return strategy.distribute(optimizer, model, settings, job)
     if settings.overlap:
@@ -640,6 +647,24 @@ def distribute(
     made.no_slices = "a model that several workers hold, as all of them need the same slices: leave them out."
     made.no_scaling = "a model that several workers hold, as they do not see the same gradients: train in bfloat16."
     return made
+
+
+def _require_no_own_exchange(model: nn.Module, name: str) -> None:
+    """Refuse layers that exchange statistics in their forward by a process group of torch that is not there."""
+    for own, layer in model.named_modules():
+        if isinstance(layer, nn.SyncBatchNorm) and not _can_exchange(layer):
+            raise UsageError(
+                f"'{name}': layer '{own}' is a SyncBatchNorm, which combines the batches of all workers in its forward "
+                "by torch.distributed, on GPUs only; here each would use its own batch without a word. Take BatchNorm, "
+                "whose statistics Paceline averages over the workers after each step, or a layer that looks at no batch "
+                "(GroupNorm, LayerNorm)."
+            )
+
+
+def _can_exchange(layer: nn.SyncBatchNorm) -> bool:
+    """Return whether torch combines batches in this layer; without a group it silently does not."""
+    on_host = any(each.device.type == "cpu" for each in (*layer.parameters(), *layer.buffers()))
+    return not on_host and torch.distributed.is_initialized()
 
 
 def _require_elements(optimizer: torch.optim.Optimizer, model: nn.Module, name: str) -> None:

@@ -45,6 +45,7 @@ def compare(
     servers: Annotated[int, Parameter(alias="-m")] = 1,
     out: Path = Path("comparison"),
     transport: ProcessTransport = "tcp",
+    divide_lr: Annotated[bool, Parameter(negative="")] = False,
     title: str = "",
 ) -> int:
     """Run a script under several strategies, one after another, and compare loss, time, bytes and memory.
@@ -72,6 +73,8 @@ def compare(
         of every run.
     transport
         Transport between workers and servers. Bytes are counted over tcp only, which also takes Gloo between workers.
+    divide_lr
+        As for `paceline run`: divide learning rates by the number of workers where each push is an update of its own.
     title
         Title of the picture.
     """
@@ -86,7 +89,7 @@ def compare(
     check_script(path)
     if find_spec("matplotlib") is None:
         raise UsageError("paceline compare draws with matplotlib, not installed here: pip install 'paceline[plots]'.")
-    plan = RunPlan(path, args, servers, transport, prepare_run_dir(out), module)
+    plan = RunPlan(path, args, servers, transport, prepare_run_dir(out), module, divide_lr)
     outcomes = _run_all(plan, entries)
     results = [outcome for outcome in outcomes if isinstance(outcome, Result)]
     note = _MEASURED if transport == "tcp" else f"{_MEASURED}\n{_SHARED}"

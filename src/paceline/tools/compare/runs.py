@@ -117,6 +117,7 @@ class RunPlan:
     carrier: ProcessTransport
     folder: Path
     module: str | None = None  # under whose name the script runs
+    divide_lr: bool = False
 
     def run_dir(self, entry: ComparedEntry) -> Path:
         """Folder of the traces of a run."""
@@ -138,6 +139,7 @@ class RunPlan:
             transport="memory" if alone else self.carrier,
             consistency=None if entry.strategy is None else entry.strategy.consistency,
             strategy=None if entry.strategy is None else str(entry.strategy),
+            divide_lr=self.divide_lr,
             run_dir=self.run_dir(entry),
             copy_to=self.output(entry),
             policy=Policy(on_crash="stop"),
