@@ -6,6 +6,7 @@ import gc
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import fmean
 
 from paceline.core.consistency import Consistency
 from paceline.simulate.happenings import Happening
@@ -16,13 +17,33 @@ from paceline.simulate.scenario import Scenario
 
 @dataclass(frozen=True, slots=True)
 class WorkerOutcome:
-    """All lives of one rank: finished clocks, and seconds of computation, of waiting for values and for batches."""
+    """All lives of one rank: finished clocks, and seconds of computation, of waiting for values and for batches.
+
+    `num_refused` of the clocks do not count: their pushes came after their clock was closed.
+    """
 
     rank: int
     num_clocks: int
+    num_refused: int
     busy_s: float
     wait_s: float
     load_s: float
+
+    @property
+    def clock_s(self) -> float | None:
+        """Seconds of a clock that counts; None without one."""
+        counted = self.num_clocks - self.num_refused
+        return (self.busy_s + self.wait_s + self.load_s) / counted if counted else None
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOutcome:
+    """One server: the seconds in which its thread worked, and the bytes of its line."""
+
+    rank: int
+    busy_s: float
+    received_bytes: float
+    sent_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +64,7 @@ class Outcome:
 
     `differentials` counts the reads by clock differential: -1 is as fresh as can be, -(bound + 1) as old as allowed;
     `freshest` those of them that have the newest complete values that the servers had. `losses` are (second, clock,
-    loss) of finished clocks. `uses` are the lines by kind of process, and `server_busy` the share of the time in which
-    the busiest server worked.
+    loss) of finished clocks. `uses` are the lines by kind of process.
     """
 
     consistency: Consistency
@@ -55,8 +75,8 @@ class Outcome:
     freshest: dict[int, int]
     seconds: float
     workers: tuple[WorkerOutcome, ...]
+    servers: tuple[ServerOutcome, ...]
     load_share: float
-    server_busy: float
     uses: dict[str, LineUse]
     num_refused: int
     num_deaths: int
@@ -64,6 +84,16 @@ class Outcome:
     num_left: int
     losses: tuple[tuple[float, int, float], ...] = ()
     happenings: tuple[Happening, ...] = ()
+
+    @property
+    def clock_s(self) -> float:
+        """Return the seconds of a clock of a worker, averaged over the workers."""
+        return fmean(own.clock_s for own in self.workers if own.clock_s is not None)
+
+    @property
+    def server_busy(self) -> float:
+        """Return the share of the time in which the busiest server worked."""
+        return max(server.busy_s for server in self.servers) / self.seconds if self.seconds else 0.0
 
     @property
     def mean_lag(self) -> float:
@@ -115,8 +145,10 @@ def rehearse(scenario: Scenario, *, keeps_happenings: bool = False) -> Outcome:
         freshest=dict(sorted(tally.freshest.items())),
         seconds=job.now,
         workers=workers,
+        servers=tuple(
+            ServerOutcome(one.rank, one.busy_s, one.line.received_bytes, one.line.sent_bytes) for one in job.servers
+        ),
         load_share=sum(own.load_s for own in workers) / all_s,
-        server_busy=max(server.busy_s for server in job.servers) / (job.now or 1.0),
         uses=_uses(job),
         num_refused=sum(life.num_refused for life in job.workers),
         num_deaths=tally.num_deaths,
@@ -150,6 +182,7 @@ def _worker(rank: int, lives: list[RehearsedWorker]) -> WorkerOutcome:
     return WorkerOutcome(
         rank=rank,
         num_clocks=sum(life.num_finished for life in lives),
+        num_refused=sum(life.num_refused for life in lives),
         busy_s=sum(_busy_s(life) for life in lives),
         wait_s=sum(life.waited_s for life in lives),
         load_s=sum(life.loaded_s for life in lives),

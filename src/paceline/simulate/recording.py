@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from paceline.errors import UsageError
 from paceline.observe.trace import (
     AppliedRecord,
+    Load,
     MembershipRecord,
     MinClock,
     ReadRecord,
@@ -41,6 +42,10 @@ def write_trace(outcome: Outcome, folder: Path) -> Path:
     by_process: dict[tuple[Literal["worker", "server"], int], list[Record]] = defaultdict(list)
     for happening in outcome.happenings:
         by_process[_process(happening)].append(_record(happening))
+    for server in outcome.servers:
+        received, sent = int(server.received_bytes), int(server.sent_bytes)
+        load = Load(outcome.seconds, server.rank, outcome.seconds, server.busy_s, 0.0, received, sent)
+        by_process["server", server.rank].append(load)
     try:
         shutil.rmtree(run / "trace", ignore_errors=True)
         (run / "trace").mkdir(parents=True)

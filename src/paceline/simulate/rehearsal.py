@@ -226,7 +226,7 @@ class Rehearsal:
             rank=rank,
             incarnation=incarnation,
             core=WorkerCore(WorkerSettings(sender, s.num_servers, retry_s=s.retry_s)),
-            line=Line(s.lines.bytes_per_s),
+            line=self._line_of(rank),
             pace=Random(f"{s.seed}.{rank}.{incarnation}"),
             noise=Random(f"noise {s.seed}.{rank}.{incarnation}"),
             started_at=self.now,
@@ -240,6 +240,11 @@ class Rehearsal:
             self._request_batch(worker)
         self._tell(worker, Opened(TABLE, s.consistency, tuple(range(s.num_servers))))
         self._tell(worker, WantJoin())
+
+    def _line_of(self, rank: int) -> Line:
+        """Return the line of a new life: that of the server beside it, or one of its own."""
+        is_shared = self.scenario.lines.beside and rank < len(self.servers)
+        return self.servers[rank].line if is_shared else Line(self.scenario.lines.bytes_per_s)
 
     def _tell(self, worker: RehearsedWorker, event: WorkerEvent) -> None:
         """Have a worker's core handle an event."""

@@ -95,11 +95,14 @@ class Lines:
         bytes_per_s: what a line carries in a second in each direction; infinite in memory that processes share.
         gradient_bytes: bytes of a push, to all servers together.
         value_bytes: bytes of the values of a read, from all servers together.
+        beside: whether server k stands beside worker k, and shares its line; what these two send each other costs
+            nothing. Servers beyond the workers have lines of their own.
     """
 
     bytes_per_s: float = inf
     gradient_bytes: float = 0.0
     value_bytes: float = 0.0
+    beside: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,189 @@
+"""What a recorded run says about its computation, servers and messages, as a scenario of the simulator."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from math import inf
+from statistics import fmean
+from typing import TYPE_CHECKING, Final
+
+from paceline.core.consistency import Consistency, bsp
+from paceline.errors import UsageError
+from paceline.job.spec import ClusterSpec
+from paceline.observe.runs import Run, read_run
+from paceline.simulate.outcome import Outcome, rehearse
+from paceline.simulate.scenario import Lines, Network, Scenario
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from paceline.observe.trace import Step
+
+_SPEC: Final = "spec.json"
+_LEAST_CLOCKS: Final = 10  # fewer say nothing about delays
+_NETWORKS: Final = ("tcp",)  # carriers that cost time by the byte
+_LONG_BYTES: Final = 65536.0  # of a worker in a clock; with fewer, a line is not what it waits for
+_NET_LATENCY_S: Final = 0.0002
+_SLOWEST_LINE: Final = 1e5  # bytes a second that are looked at
+_FASTEST_LINE: Final = 1e11
+_NUM_FITS: Final = 12
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRun:
+    """A recorded run: what happened, and the scenario that rehearses it.
+
+    Args:
+        consistency: that it ran under.
+        clock_s: seconds of a clock of a worker, on average.
+        mean_lag: clocks that the values lacked that workers read, on average.
+        wait_share: share of their time that workers waited for values.
+        losses: mean losses of the first and of the last tenth of its steps; None without.
+        scenario: rehearses it, on the same delays.
+        rehearsed: outcome of that.
+    """
+
+    consistency: Consistency
+    clock_s: float
+    mean_lag: float
+    wait_share: float
+    losses: tuple[float, float] | None
+    scenario: Scenario
+    rehearsed: Outcome
+
+    @property
+    def rehearsed_clock_s(self) -> float:
+        """Seconds of a clock of a worker in the rehearsal of the run itself."""
+        return self.rehearsed.clock_s
+
+    @property
+    def error(self) -> float:
+        """By what share the rehearsal of the run itself is too slow (above 0) or too fast."""
+        return self.rehearsed_clock_s / self.clock_s - 1
+
+
+def read_recorded(folder: Path, consistency: str | None = None) -> RecordedRun:
+    """Read the trace of a run and rehearse it.
+
+    Args:
+        folder: of the run.
+        consistency: that it ran under; by default what the launcher was told, or else bsp.
+
+    Raises:
+        UsageError: there is no trace, or it is too short, or it is of a run without servers.
+    """
+    spec = ClusterSpec.read(folder / _SPEC)
+    run = read_run(folder)
+    policy = Consistency.parse(consistency or spec.consistency or str(bsp()))
+    steps = _steps_by_worker(run, folder)
+    scenario = _scenario(run, steps, spec, policy)
+    recorded_s = fmean(fmean(step.step_s for step in own) for own in steps.values())
+    if spec.transport in _NETWORKS and scenario.lines.gradient_bytes > _LONG_BYTES:
+        scenario = _with_line(scenario, recorded_s)
+    all_steps = [step for own in steps.values() for step in own]
+    lags = [read.staleness for read in run.reads]
+    return RecordedRun(
+        consistency=policy,
+        clock_s=recorded_s,
+        mean_lag=fmean(lags) if lags else 0.0,
+        wait_share=sum(step.wait_s for step in all_steps) / sum(step.step_s for step in all_steps),
+        losses=_losses(all_steps),
+        scenario=scenario,
+        rehearsed=rehearse(scenario),
+    )
+
+
+def _steps_by_worker(run: Run, folder: Path) -> dict[int, list[Step]]:
+    """Return the steps of each worker in order, without the first, which includes the start."""
+    steps: dict[int, list[Step]] = defaultdict(list)
+    for step in run.steps:
+        steps[step.worker].append(step)
+    if not run.reads:
+        raise UsageError(f"{folder}: its trace has no reads of dense tables, so there is nothing to advise on.")
+    least = min((len(own) - 1 for own in steps.values()), default=0)
+    if least < _LEAST_CLOCKS:
+        raise UsageError(
+            f"{folder}: its trace has {max(0, least)} whole clocks of some worker, expected {_LEAST_CLOCKS} or more; "
+            "let the run go on for longer."
+        )
+    return {worker: own[1:] for worker, own in sorted(steps.items())}
+
+
+def _scenario(run: Run, steps: Mapping[int, Sequence[Step]], spec: ClusterSpec, policy: Consistency) -> Scenario:
+    num_steps = sum(map(len, steps.values()))
+    num_servers = max(spec.num_servers, 1)
+    reads = [read for read in run.reads if read.clock > 0]
+    num_tables = len({read.table for read in reads}) or 1
+    fetched = [read for read in reads if read.source == "fetch"]
+    apply_s, handle_s = _server_s(run, num_steps, num_servers)
+    received, sent = _bytes(run)
+    base = Scenario(
+        policy,
+        num_workers=len(steps),
+        num_servers=num_servers,
+        num_clocks=max(map(len, steps.values())),
+        recorded=tuple(tuple(max(0.0, step.step_s - step.wait_s) for step in own) for own in steps.values()),
+        refresh=1.0 if len(fetched) == len(reads) else 0.0,
+        num_reads=max(1, round(len(reads) / num_tables / num_steps)),
+        apply_s=apply_s,
+        handle_s=handle_s,
+        lines=Lines(
+            gradient_bytes=received / num_steps, value_bytes=sent / max(1, len(fetched) // num_tables or num_steps)
+        ),
+        retry_s=1e6,
+    )
+    return replace(base, network=Network(latency_s=_latency_s(base, [read.waited_s for read in fetched])))
+
+
+def _server_s(run: Run, num_steps: int, num_servers: int) -> tuple[float, float]:
+    """Return the seconds that a server takes to apply a push, and for each of its messages beside that."""
+    applied_s = sum(record.took_s for record in run.applied) / num_servers / num_steps
+    last = {record.server: record.busy_s for record in (*run.serving, *run.loads)}
+    busy_s = fmean(last.values()) / num_steps if last else applied_s
+    num_messages = 1 if num_servers == 1 else 3  # of a step: all in one, or a push, its tick and a pull
+    return applied_s, max(0.0, busy_s - applied_s) / num_messages
+
+
+def _bytes(run: Run) -> tuple[float, float]:
+    """Return the bytes that all servers have received, and sent."""
+    last = {record.server: (record.received_bytes, record.sent_bytes) for record in (*run.serving, *run.loads)}
+    return float(sum(received for received, _ in last.values())), float(sum(sent for _, sent in last.values()))
+
+
+def _latency_s(scenario: Scenario, waited_s: Sequence[float]) -> tuple[float, float]:
+    """Return the latency of a message: half of what a fetch takes that waits for no other worker.
+
+    Without a bound none waits. In lockstep one worker in every clock is the last, and waits for none; between these, it
+    is taken that half of the fetches do not wait.
+    """
+    if not waited_s:
+        return _NET_LATENCY_S, _NET_LATENCY_S
+    policy, num_workers = scenario.consistency, scenario.num_workers
+    is_lockstep = policy.visible == "on_clock"
+    share = 1.0 if policy.bound is None else 1 / num_workers if is_lockstep else 0.5
+    typical_s = sorted(waited_s)[int(len(waited_s) * share / 2)]  # the median of those that do not wait
+    update_s = (num_workers if is_lockstep else 1) * scenario.apply_s
+    latency_s = max(0.0, typical_s - scenario.handle_s - update_s) / 2
+    return latency_s, latency_s
+
+
+def _with_line(scenario: Scenario, recorded_s: float) -> Scenario:
+    """Return the scenario with the line on which its rehearsal takes as long as the run did."""
+    slow, fast = _SLOWEST_LINE, _FASTEST_LINE
+    scenario = replace(scenario, network=Network(latency_s=(_NET_LATENCY_S, _NET_LATENCY_S)))
+    free = replace(scenario, lines=replace(scenario.lines, bytes_per_s=inf))
+    if rehearse(free).clock_s >= recorded_s:
+        return free
+    for _ in range(_NUM_FITS):
+        middle = (slow * fast) ** 0.5
+        tried = replace(scenario, lines=replace(scenario.lines, bytes_per_s=middle))
+        slow, fast = (middle, fast) if rehearse(tried).clock_s > recorded_s else (slow, middle)
+    return replace(scenario, lines=replace(scenario.lines, bytes_per_s=(slow * fast) ** 0.5))
+
+
+def _losses(steps: Sequence[Step]) -> tuple[float, float] | None:
+    losses = [step.loss for step in sorted(steps, key=lambda step: step.t) if step.loss is not None]
+    tenth = max(1, len(losses) // 10)
+    return (fmean(losses[:tenth]), fmean(losses[-tenth:])) if losses else None
