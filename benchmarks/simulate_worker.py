@@ -1,8 +1,10 @@
-"""A worker of `simulate.py`: each clock it reads, sleeps for as long as the simulator would compute, pushes and ticks."""
+"""A worker of `simulate.py`, which in each clock sleeps for as long as the simulator's worker computes."""
 
 import argparse
 import time
 from random import Random
+
+import torch
 
 import paceline
 from paceline.simulate.scenario import Stragglers
@@ -16,19 +18,20 @@ def main() -> None:
     parser.add_argument("--stragglers", default="transient:0.1:4")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--size", type=int, default=1000)
-    parser.add_argument("--lazy", action="store_true", help="read the cached copy while the bound allows it")
+    parser.add_argument("--fetch-every", type=int, help="0: only when the bound asks for it")
     options = parser.parse_args()
     compute_s, stragglers = options.compute_ms / 1000, Stragglers.parse(options.stragglers)
-    with paceline.connect() as ps:
-        pace = Random(f"{options.seed}.{ps.rank}.0")
-        table = ps.table("w", shape=(options.size,), update=paceline.update.Add(), scale="sum")
-        ps.barrier()
-        while ps.node.clock < options.clocks:
-            values = table.pull(refresh=not options.lazy)
-            time.sleep(pace.uniform(0.9 * compute_s, 1.1 * compute_s) * stragglers.slowdown(ps.rank, pace))
-            table.push(values.new_ones(options.size))
-            ps.clock()
-        ps.barrier()
+    paceline.init()
+    pace = Random(f"{options.seed}.{paceline.rank()}.0")
+    model = torch.nn.Linear(options.size, 1)
+    every = {} if options.fetch_every is None else {"fetch_every": options.fetch_every or None}
+    optimizer = paceline.distributed(torch.optim.SGD(model.parameters(), lr=1e-6), model=model, **every)
+    inputs = torch.randn(1, options.size)
+    for _ in range(options.clocks):
+        time.sleep(pace.uniform(0.9 * compute_s, 1.1 * compute_s) * stragglers.slowdown(paceline.rank(), pace))
+        optimizer.zero_grad()
+        model(inputs).sum().backward()
+        optimizer.step()
 
 
 if __name__ == "__main__":

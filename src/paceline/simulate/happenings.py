@@ -61,4 +61,13 @@ class ChangedMember:
     change: str
 
 
-Happening = ReadValues | FinishedClock | ReachedClock | Updated | ChangedMember
+@value_class
+class Refused:
+    """A worker heard that a push of its came too late, and was not applied."""
+
+    t: float
+    worker: int
+    reason: str
+
+
+Happening = ReadValues | FinishedClock | ReachedClock | Updated | ChangedMember | Refused

@@ -7,6 +7,7 @@ import shutil
 from collections import defaultdict
 from typing import TYPE_CHECKING, Literal
 
+from paceline.core.server import LEAD
 from paceline.errors import UsageError
 from paceline.observe.trace import (
     AppliedRecord,
@@ -15,11 +16,20 @@ from paceline.observe.trace import (
     MinClock,
     ReadRecord,
     Record,
+    Refusal,
     Step,
     Trace,
     trace_path,
 )
-from paceline.simulate.happenings import ChangedMember, FinishedClock, Happening, ReachedClock, ReadValues, Updated
+from paceline.simulate.happenings import (
+    ChangedMember,
+    FinishedClock,
+    Happening,
+    ReachedClock,
+    ReadValues,
+    Refused,
+    Updated,
+)
 from paceline.simulate.rehearsal import TABLE
 
 if TYPE_CHECKING:
@@ -62,6 +72,8 @@ def _process(happening: Happening) -> tuple[Literal["worker", "server"], int]:
     match happening:
         case ReadValues() | FinishedClock():
             return "worker", happening.worker
+        case Refused():
+            return "server", LEAD
         case _:
             return "server", happening.server
 
@@ -77,6 +89,8 @@ def _record(happening: Happening) -> Record:
             return MinClock(t, server, TABLE, clock)
         case Updated(t, server, workers, clock, took_s):
             return AppliedRecord(t, server, TABLE, workers, clock, took_s)
+        case Refused(t, worker, reason):
+            return Refusal(t, LEAD, worker, TABLE, reason)
         case ChangedMember(t, server, worker, incarnation, change):
             event = "joined" if change == "joined" else "left" if change == "left" else "died"
             return MembershipRecord(t, server, worker, incarnation, event)

@@ -48,7 +48,15 @@ from paceline.core.server import ServerCore, ServerEvent
 from paceline.core.settings import ServerSettings, WorkerSettings
 from paceline.core.worker import WorkerCore, WorkerEvent
 from paceline.errors import ProtocolBug, UsageError
-from paceline.simulate.happenings import ChangedMember, FinishedClock, Happening, ReachedClock, ReadValues, Updated
+from paceline.simulate.happenings import (
+    ChangedMember,
+    FinishedClock,
+    Happening,
+    ReachedClock,
+    ReadValues,
+    Refused,
+    Updated,
+)
 from paceline.simulate.lines import MESSAGE_BYTES, Line
 from paceline.simulate.quadratic import Quadratic, descend
 from paceline.simulate.scenario import Scenario
@@ -191,7 +199,7 @@ class Rehearsal:
         self._data_free += [0.0] * s.data.num_servers
         for rank in range(s.num_workers):
             self._num_running += 1
-            self._at(0.0, self._start, rank, 0)
+            self._at(s.starts[rank] if s.starts else 0.0, self._start, rank, 0)
         self._schedule_faults()
 
     def run(self) -> None:
@@ -235,7 +243,7 @@ class Rehearsal:
         )
         self.workers.append(worker)
         self._newest[rank] = worker
-        self.tally.num_joined += self.now > 0
+        self.tally.num_joined += incarnation > 0 or rank >= s.num_workers
         for _ in range(1 + s.data.ahead if s.data.num_servers else 0):
             self._request_batch(worker)
         self._tell(worker, Opened(TABLE, s.consistency, tuple(range(s.num_servers))))
@@ -259,9 +267,7 @@ class Rehearsal:
                 self._on_values(worker, effect)
             case Release():
                 if effect.refused:
-                    worker.num_refused += effect.server == 0  # all servers refuse what came too late
-                    self.servers[effect.server].pushed.pop(effect.id, None)
-                    worker.own[effect.server].pop(effect.id.seq, None)
+                    self._on_refused(worker, effect)
             case JoinDone():
                 self._read(worker)
             case LeaveDone():
@@ -272,6 +278,14 @@ class Rehearsal:
                 self._num_running -= 1
             case _:
                 pass
+
+    def _on_refused(self, worker: RehearsedWorker, effect: Release) -> None:
+        self.servers[effect.server].pushed.pop(effect.id, None)
+        worker.own[effect.server].pop(effect.id.seq, None)
+        if effect.server == 0:  # all servers refuse what came too late
+            worker.num_refused += 1
+            if self.happenings is not None:
+                self.happenings.append(Refused(self.now, worker.rank, effect.refused))
 
     def _read(self, worker: RehearsedWorker) -> None:
         refresh = self.scenario.refresh

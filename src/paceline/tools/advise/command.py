@@ -122,6 +122,11 @@ def _variants(recorded: RecordedRun, policies: Sequence[Consistency], numbers: S
     return found
 
 
+def advise_on(recorded: RecordedRun, policy: Consistency) -> Outcome:
+    """Rehearse a recorded run under another policy, with its own servers."""
+    return _variant(recorded, policy, recorded.scenario.num_servers, is_beside=False).outcome
+
+
 def _variant(recorded: RecordedRun, policy: Consistency, num_servers: int, *, is_beside: bool) -> Variant:
     scenario = recorded.scenario
     is_recorded = policy == recorded.consistency and num_servers == scenario.num_servers and not is_beside

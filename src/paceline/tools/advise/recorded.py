@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from math import inf
 from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
 from paceline.core.consistency import Consistency, bsp
+from paceline.core.server import LEAD
 from paceline.errors import UsageError
 from paceline.job.spec import ClusterSpec
 from paceline.observe.runs import Run, read_run
@@ -19,10 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from paceline.observe.trace import Step
+    from paceline.observe.trace import ReadRecord, Step
 
 _SPEC: Final = "spec.json"
 _LEAST_CLOCKS: Final = 10  # fewer say nothing about delays
+_LEAST_FREE: Final = 20  # reads that say what a fetch takes
 _NETWORKS: Final = ("tcp",)  # carriers that cost time by the byte
 _LONG_BYTES: Final = 65536.0  # of a worker in a clock; with fewer, a line is not what it waits for
 _NET_LATENCY_S: Final = 0.0002
@@ -78,8 +80,8 @@ def read_recorded(folder: Path, consistency: str | None = None) -> RecordedRun:
     run = read_run(folder)
     policy = Consistency.parse(consistency or spec.consistency or str(bsp()))
     steps = _steps_by_worker(run, folder)
-    scenario = _scenario(run, steps, spec, policy)
-    recorded_s = fmean(fmean(step.step_s for step in own) for own in steps.values())
+    scenario = replace(_scenario(run, steps, spec, policy), starts=_starts(run))
+    recorded_s = _recorded_s(run, steps)
     if spec.transport in _NETWORKS and scenario.lines.gradient_bytes > _LONG_BYTES:
         scenario = _with_line(scenario, recorded_s)
     all_steps = [step for own in steps.values() for step in own]
@@ -111,6 +113,20 @@ def _steps_by_worker(run: Run, folder: Path) -> dict[int, list[Step]]:
     return {worker: own[1:] for worker, own in sorted(steps.items())}
 
 
+def _starts(run: Run) -> tuple[float, ...]:
+    """Return by how much later than the first each worker began its second clock: they do not start at once."""
+    ends = {step.worker: step.t for step in reversed(run.steps)}
+    first = min(ends.values())
+    return tuple(ends[worker] - first for worker in sorted(ends))
+
+
+def _recorded_s(run: Run, steps: Mapping[int, Sequence[Step]]) -> float:
+    """Return the seconds of a clock that counts, averaged over the workers; those that came too late, which all servers refuse, do not."""
+    refused = Counter(refusal.worker for refusal in run.refusals if refusal.server == LEAD)
+    spent = {worker: (sum(step.step_s for step in own), len(own) - refused[worker]) for worker, own in steps.items()}
+    return fmean(seconds / counted for seconds, counted in spent.values() if counted > 0)
+
+
 def _scenario(run: Run, steps: Mapping[int, Sequence[Step]], spec: ClusterSpec, policy: Consistency) -> Scenario:
     num_steps = sum(map(len, steps.values()))
     num_servers = max(spec.num_servers, 1)
@@ -134,7 +150,7 @@ def _scenario(run: Run, steps: Mapping[int, Sequence[Step]], spec: ClusterSpec, 
         ),
         retry_s=1e6,
     )
-    return replace(base, network=Network(latency_s=_latency_s(base, [read.waited_s for read in fetched])))
+    return replace(base, network=Network(latency_s=_latency_s(base, fetched)))
 
 
 def _server_s(run: Run, num_steps: int, num_servers: int) -> tuple[float, float]:
@@ -152,20 +168,23 @@ def _bytes(run: Run) -> tuple[float, float]:
     return float(sum(received for received, _ in last.values())), float(sum(sent for _, sent in last.values()))
 
 
-def _latency_s(scenario: Scenario, waited_s: Sequence[float]) -> tuple[float, float]:
+def _latency_s(scenario: Scenario, fetched: Sequence[ReadRecord]) -> tuple[float, float]:
     """Return the latency of a message: half of what a fetch takes that waits for no other worker.
 
-    Without a bound none waits. In lockstep one worker in every clock is the last, and waits for none; between these, it
-    is taken that half of the fetches do not wait.
+    One that brings values newer than it needs has waited for none. In lockstep no value is newer; but there the last
+    worker of each clock waits for none, and its fetch is the shortest.
     """
-    if not waited_s:
-        return _NET_LATENCY_S, _NET_LATENCY_S
     policy, num_workers = scenario.consistency, scenario.num_workers
+    free = [read.waited_s for read in fetched if policy.bound is None or read.value_clock > policy.needs(read.clock)]
     is_lockstep = policy.visible == "on_clock"
-    share = 1.0 if policy.bound is None else 1 / num_workers if is_lockstep else 0.5
-    typical_s = sorted(waited_s)[int(len(waited_s) * share / 2)]  # the median of those that do not wait
+    if len(free) >= _LEAST_FREE:
+        taken_s = fmean(free)
+    elif fetched:
+        taken_s = sorted(read.waited_s for read in fetched)[len(fetched) // (2 * num_workers)]
+    else:
+        return _NET_LATENCY_S, _NET_LATENCY_S
     update_s = (num_workers if is_lockstep else 1) * scenario.apply_s
-    latency_s = max(0.0, typical_s - scenario.handle_s - update_s) / 2
+    latency_s = max(0.0, taken_s - scenario.handle_s - update_s) / 2
     return latency_s, latency_s
 
 
