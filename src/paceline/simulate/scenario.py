@@ -163,10 +163,9 @@ class Scenario:
     is below `seed`.
 
     `recorded`: by worker, the seconds of computation of each clock, in place of `compute_s` and `stragglers`; from the
-    beginning again after the last. `starts`: by worker, when it starts, in place of 0. `handle_s`: seconds that a server
-    takes for a message beside its updates. `num_reads`: reads of a worker in a clock, spread over its computation.
-    `loss`: whether workers train a model, see `Quadratic`, and `rate`: the learning rate of the mean gradient of a
-    clock.
+    beginning again after the last. `starts`: by worker, when it starts, in place of 0. `handle_s`: seconds of a server
+    for a message, beside its updates. `num_reads`: reads of a worker in a clock, spread over its computation. `loss`:
+    whether workers train a model, see `Quadratic`, and `rate`: the learning rate of the mean gradient of a clock.
     """
 
     consistency: Consistency = field(default_factory=bsp)

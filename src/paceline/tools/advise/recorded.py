@@ -121,7 +121,7 @@ def _starts(run: Run) -> tuple[float, ...]:
 
 
 def _recorded_s(run: Run, steps: Mapping[int, Sequence[Step]]) -> float:
-    """Return the seconds of a clock that counts, averaged over the workers; those that came too late, which all servers refuse, do not."""
+    """Return the seconds of a clock, averaged over the workers; those whose pushes came too late do not count."""
     refused = Counter(refusal.worker for refusal in run.refusals if refusal.server == LEAD)
     spent = {worker: (sum(step.step_s for step in own), len(own) - refused[worker]) for worker, own in steps.items()}
     return fmean(seconds / counted for seconds, counted in spent.values() if counted > 0)
