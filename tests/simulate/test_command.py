@@ -15,7 +15,7 @@ from paceline.observe.summary import summarize
 from paceline.simulate.command import (
     FaultOptions,
     LineOptions,
-    ModelOptions,
+    LossOptions,
     OutputOptions,
     ReadOptions,
     rehearse,
@@ -97,7 +97,7 @@ def test_t8_the_differentials_count_every_read_and_stay_within_the_bound() -> No
         ({"lines": LineOptions(model_mb=float("nan"))}, "--model-mb is nan"),
         ({"lines": LineOptions(batch_s=-1.0)}, "--batch-s is -1.0"),
         ({"faults": FaultOptions(deaths=-1)}, "--deaths is -1"),
-        ({"model": ModelOptions(rate=0.0)}, "--rate is 0.0"),
+        ({"model": LossOptions(rate=0.0)}, "--rate is 0.0"),
         ({"clocks": 5, "out": OutputOptions(picture=Path("/nowhere/x.png"))}, "--picture /nowhere/x.png: No such file"),
         ({"clocks": 5, "out": OutputOptions(trace=Path("/dev/null"))}, "--trace /dev/null"),
     ],
@@ -125,7 +125,7 @@ def test_it_starts_without_torch() -> None:
 def test_a_trace_of_a_rehearsal_says_what_its_outcome_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = told(
         capsys, clocks=40, servers=2, consistency=("ssp:2,bsp",), out=OutputOptions(trace=tmp_path), seed=3,
-        model=ModelOptions(loss=True), faults=FaultOptions(joins=1),
+        model=LossOptions(loss=True), faults=FaultOptions(joins=1),
     )["policies"]  # fmt: skip
     assert {path.name for path in tmp_path.iterdir()} == {"ssp-2", "bsp"}
     for row in rows:  # type: ignore[attr-defined]
@@ -149,7 +149,7 @@ def test_a_picture_is_drawn_of_all_that_there_is(tmp_path: Path) -> None:
     plain, rich = tmp_path / "plain.png", tmp_path / "rich.png"
     simulate(clocks=5, consistency=("bsp",), out=OutputOptions(picture=plain))
     everything = LineOptions(bandwidth_mbit=100.0, model_mb=1.0, data_servers=1, batch_s=0.01, batch_mb=0.1)
-    simulate(clocks=5, lines=everything, model=ModelOptions(loss=True), out=OutputOptions(picture=rich))
+    simulate(clocks=5, lines=everything, model=LossOptions(loss=True), out=OutputOptions(picture=rich))
     assert plain.read_bytes()[:4] == rich.read_bytes()[:4] == b"\x89PNG"
     assert len(rich.read_bytes()) > len(plain.read_bytes())
 
@@ -158,7 +158,7 @@ def test_the_table_has_columns_for_what_is_simulated_beside_workers(capsys: pyte
     simulate(clocks=5, consistency=("bsp",))
     assert "busiest line" not in capsys.readouterr().out
     resources = LineOptions(bandwidth_mbit=100.0, model_mb=1.0, data_servers=1, batch_s=0.01)
-    simulate(clocks=5, lines=resources, model=ModelOptions(loss=True), faults=FaultOptions(joins=1))
+    simulate(clocks=5, lines=resources, model=LossOptions(loss=True), faults=FaultOptions(joins=1))
     out = capsys.readouterr().out
     for heading in ("waiting for batches", "busiest line", "refused", "loss"):
         assert heading in out

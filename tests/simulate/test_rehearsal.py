@@ -12,7 +12,7 @@ from paceline.errors import ProtocolBug, UsageError
 from paceline.simulate.happenings import FinishedClock, ReadValues
 from paceline.simulate.outcome import Outcome, rehearse
 from paceline.simulate.rehearsal import Rehearsal
-from paceline.simulate.scenario import DataServers, Faults, Lines, Network, Scenario, Stragglers
+from paceline.simulate.scenario import DataServers, Faults, Network, Scenario, SimulatedLines, Stragglers
 from paceline.simulate.world import World
 
 STEADY = Scenario(num_servers=1, num_clocks=60, compute_s=(0.01, 0.01), network=Network(latency_s=(1e-4, 1e-4)))
@@ -69,7 +69,7 @@ def test_lazy_fetches_spread_over_the_bound_and_deliveries_are_fresh() -> None:
 
 def test_a_line_that_is_full_sets_the_pace() -> None:
     """Four workers push and fetch 1 MB through the line of one server: 32 ms each way at 1 Gbit/s."""
-    lines = Lines(125e6, gradient_bytes=1e6, value_bytes=1e6)
+    lines = SimulatedLines(125e6, gradient_bytes=1e6, value_bytes=1e6)
     full = rehearse(replace(STEADY, consistency=bsp(), lines=lines))
     clock_s = full.seconds / 60
     assert clock_s == pytest.approx(0.010 + 0.032 + 0.032, rel=0.04)

@@ -16,7 +16,7 @@ from paceline.core.consistency import Consistency, bsp
 from paceline.core.settings import LEASE_S
 from paceline.errors import UsageError
 from paceline.simulate.outcome import Outcome, rehearse
-from paceline.simulate.scenario import DataServers, Faults, Lines, Network, Scenario, Stragglers
+from paceline.simulate.scenario import DataServers, Faults, Network, Scenario, SimulatedLines, Stragglers
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,8 +34,8 @@ class ReadOptions:
     Parameters
     ----------
     lazy
-        Fetch only when the bound asks for it, as the papers on ssp do. Default: in every read, but under essp only what
-        servers have not sent. Without a bound a worker always fetches.
+        Fetch only when the bound asks for it, as the papers on ssp do; without a bound, once in a clock. Default: in
+        every read, but under essp only what servers have not sent.
     reads
         Reads of a worker in a clock, spread over its computation.
     """
@@ -101,7 +101,7 @@ class FaultOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
+class LossOptions:
     """The model that is trained.
 
     Parameters
@@ -146,7 +146,7 @@ def simulate(
     read: Annotated[ReadOptions, Parameter(name="*")] = ReadOptions(),
     lines: Annotated[LineOptions, Parameter(name="*")] = LineOptions(),
     faults: Annotated[FaultOptions, Parameter(name="*")] = FaultOptions(),
-    model: Annotated[ModelOptions, Parameter(name="*")] = ModelOptions(),
+    model: Annotated[LossOptions, Parameter(name="*")] = LossOptions(),
     out: Annotated[OutputOptions, Parameter(name="*")] = OutputOptions(),
 ) -> int:
     """Rehearse policies on virtual time: the real protocol, with simulated computation and network.
@@ -191,7 +191,7 @@ def simulate(
     scenario = _with_options(base, read, lines, faults, model)
     wanted = _policies(consistency)
     keeps = out.trace is not None
-    reference = rehearse(scenario, keeps_happenings=keeps and bsp() in wanted)
+    reference = rehearse(_under(scenario, bsp(), lazy=read.lazy), keeps_happenings=keeps and bsp() in wanted)
     outcomes = [
         reference if policy == bsp() else rehearse(_under(scenario, policy, lazy=read.lazy), keeps_happenings=keeps)
         for policy in wanted
@@ -276,7 +276,7 @@ def _scenario(
 
 
 def _with_options(
-    scenario: Scenario, read: ReadOptions, lines: LineOptions, faults: FaultOptions, model: ModelOptions
+    scenario: Scenario, read: ReadOptions, lines: LineOptions, faults: FaultOptions, model: LossOptions
 ) -> Scenario:
     """Return the scenario with reads, lines, faults and the model as asked."""
     _refuse_below_zero(lines, faults)
@@ -289,7 +289,7 @@ def _with_options(
     size, rate = lines.model_mb * _MB, lines.bandwidth_mbit
     return replace(
         scenario,
-        lines=Lines(inf if rate is None else rate * _MBIT, gradient_bytes=size, value_bytes=size),
+        lines=SimulatedLines(inf if rate is None else rate * _MBIT, gradient_bytes=size, value_bytes=size),
         data=DataServers(lines.data_servers, lines.batch_s, lines.batch_mb * _MB),
         fate=Faults(
             deaths=faults.deaths,
@@ -317,9 +317,9 @@ def _refuse_below_zero(*groups: LineOptions | FaultOptions) -> None:
 
 
 def _under(scenario: Scenario, policy: Consistency, *, lazy: bool) -> Scenario:
-    """Return the scenario under a policy; a worker without a bound would never fetch lazily."""
+    """Return the scenario under a policy; a worker without a bound would never fetch lazily, so it does so once."""
     is_lazy = policy.deliver == "on_clock" or (lazy and policy.bound is not None)
-    return replace(scenario, consistency=policy, refresh=0.0 if is_lazy else 1.0)
+    return replace(scenario, consistency=policy, refresh=0.0 if is_lazy else 1.0, fetches_once=lazy and not is_lazy)
 
 
 def _policies(texts: Iterable[str]) -> list[Consistency]:

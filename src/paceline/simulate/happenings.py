@@ -62,7 +62,7 @@ class ChangedMember:
 
 
 @value_class
-class Refused:
+class RefusedPush:
     """A worker heard that a push of its came too late, and was not applied."""
 
     t: float
@@ -70,4 +70,4 @@ class Refused:
     reason: str
 
 
-Happening = ReadValues | FinishedClock | ReachedClock | Updated | ChangedMember | Refused
+Happening = ReadValues | FinishedClock | ReachedClock | Updated | ChangedMember | RefusedPush

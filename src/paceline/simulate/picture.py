@@ -121,14 +121,15 @@ class _Charts:
 
     def _draw_use(self, axes: Axes, subjects: Sequence[Subject]) -> None:
         columns = [_busy(self.outcomes[subject.label]) for subject in subjects]
+        used = [name for name in columns[0] if any(column[name] for column in columns)]
         height = 0.8 / len(subjects)
         for index, (subject, column) in enumerate(zip(subjects, columns, strict=True)):
-            for place, share in enumerate(column.values()):
+            for place, share in enumerate(column[name] for name in used):
                 at = place - 0.4 + height * (index + 0.5)
                 axes.barh(at, share, height=height * 0.9, color=subject.colour)
                 axes.text(share + 0.01, at, f"{share:.0%}", va="center", color=INK, fontsize=7)
         _share_axis(axes, "share of the run", room=0.08)
-        axes.set_yticks(range(len(columns[0])), list(columns[0]))
+        axes.set_yticks(range(len(used)), used)
         axes.invert_yaxis()
 
 
@@ -136,8 +137,6 @@ def _busy(outcome: Outcome) -> dict[str, float]:
     """Return the share of the time in which lines and servers were busy, by what is drawn."""
     found = {"server's thread": outcome.server_busy}
     for kind, use in outcome.uses.items():
-        if not use.sending + use.receiving:
-            continue
         found[f"{kind}, sending"] = use.sending
         if kind != "data servers":
             found[f"{kind}, receiving"] = use.receiving

@@ -27,7 +27,7 @@ from paceline.simulate.happenings import (
     Happening,
     ReachedClock,
     ReadValues,
-    Refused,
+    RefusedPush,
     Updated,
 )
 from paceline.simulate.rehearsal import TABLE
@@ -72,7 +72,7 @@ def _process(happening: Happening) -> tuple[Literal["worker", "server"], int]:
     match happening:
         case ReadValues() | FinishedClock():
             return "worker", happening.worker
-        case Refused():
+        case RefusedPush():
             return "server", LEAD
         case _:
             return "server", happening.server
@@ -89,7 +89,7 @@ def _record(happening: Happening) -> Record:
             return MinClock(t, server, TABLE, clock)
         case Updated(t, server, workers, clock, took_s):
             return AppliedRecord(t, server, TABLE, workers, clock, took_s)
-        case Refused(t, worker, reason):
+        case RefusedPush(t, worker, reason):
             return Refusal(t, LEAD, worker, TABLE, reason)
         case ChangedMember(t, server, worker, incarnation, change):
             event = "joined" if change == "joined" else "left" if change == "left" else "died"

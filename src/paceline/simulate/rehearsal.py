@@ -54,7 +54,7 @@ from paceline.simulate.happenings import (
     Happening,
     ReachedClock,
     ReadValues,
-    Refused,
+    RefusedPush,
     Updated,
 )
 from paceline.simulate.lines import MESSAGE_BYTES, Line
@@ -285,12 +285,13 @@ class Rehearsal:
         if effect.server == 0:  # all servers refuse what came too late
             worker.num_refused += 1
             if self.happenings is not None:
-                self.happenings.append(Refused(self.now, worker.rank, effect.refused))
+                self.happenings.append(RefusedPush(self.now, worker.rank, effect.refused))
 
     def _read(self, worker: RehearsedWorker) -> None:
-        refresh = self.scenario.refresh
+        s = self.scenario
         worker.asked_at = self.now
-        self._tell(worker, WantRead(TABLE, refresh=refresh >= 1 or self._rng.random() < refresh))
+        refresh = (s.refresh >= 1 or self._rng.random() < s.refresh) and not (s.fetches_once and worker.pieces)
+        self._tell(worker, WantRead(TABLE, refresh=refresh))
 
     def _on_values(self, worker: RehearsedWorker, done: ReadDone) -> None:
         tally, waited_s, clock = self.tally, self.now - worker.asked_at, worker.core.clock

@@ -88,7 +88,7 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
+class SimulatedLines:
     """Lines of a rehearsal: each worker, server and data server has one of its own, which sends and receives at once.
 
     Args:
@@ -164,8 +164,9 @@ class Scenario:
 
     `recorded`: by worker, the seconds of computation of each clock, in place of `compute_s` and `stragglers`; from the
     beginning again after the last. `starts`: by worker, when it starts, in place of 0. `handle_s`: seconds of a server
-    for a message, beside its updates. `num_reads`: reads of a worker in a clock, spread over its computation. `loss`:
-    whether workers train a model, see `Quadratic`, and `rate`: the learning rate of the mean gradient of a clock.
+    for a message, beside its updates. `num_reads`: reads of a worker in a clock, spread over its computation;
+    `fetches_once`: of these only the first has `refresh`. `loss`: whether workers train a model, see `Quadratic`, and
+    `rate`: the learning rate of the mean gradient of a clock.
     """
 
     consistency: Consistency = field(default_factory=bsp)
@@ -188,12 +189,13 @@ class Scenario:
     # Probability that a worker drops a cached row when it begins a read.
     evicted: float = 0.1
     seed: int = 0
-    lines: Lines = field(default_factory=Lines)
+    lines: SimulatedLines = field(default_factory=SimulatedLines)
     data: DataServers = field(default_factory=DataServers)
     recorded: tuple[tuple[float, ...], ...] = ()
     starts: tuple[float, ...] = ()
     handle_s: float = 0.0
     num_reads: int = 1
+    fetches_once: bool = False
     loss: bool = False
     rate: float = 0.4
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import Parameter
 
-from paceline.core.consistency import Consistency, asynchronous, backup, bsp, essp, ssp
+from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
 from paceline.simulate.outcome import Outcome, rehearse
 from paceline.tools.advise.recorded import RecordedRun, read_recorded
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from paceline.simulate.scenario import Scenario
 
-_POLICIES: Final = (bsp(), ssp(1), ssp(2), ssp(3), ssp(5), ssp(8), essp(3), asynchronous())
+_POLICIES: Final = ("bsp", "ssp:1", "ssp:2", "ssp:3", "ssp:5", "ssp:8", "essp:3", "asynchronous")
+_WITH_BACKUP: Final = "backup:1"  # from three workers on
 _SERVERS: Final = (1, 2, 4, 8)
 _LEAST_GAIN: Final = 1.05  # less is not worth a change
 _AS_FAST: Final = 1.03  # of what is nearly as fast, that with the freshest values is advised
@@ -93,9 +94,9 @@ def advise(
 
 def _wanted(recorded: RecordedRun, texts: Sequence[str]) -> list[Consistency]:
     """Return the policies to rehearse, with the recorded one."""
-    named = [Consistency.parse(name) for text in texts for name in ([text] if "=" in text else text.split(","))]
-    usual = [*_POLICIES, *([backup(1)] if recorded.scenario.num_workers > 2 else [])]
-    return list(dict.fromkeys([recorded.consistency, *(named or usual)]))
+    named = [name for text in texts for name in ([text] if "=" in text else text.split(","))]
+    usual = (*_POLICIES, _WITH_BACKUP) if recorded.scenario.num_workers > 2 else _POLICIES
+    return list(dict.fromkeys([recorded.consistency, *map(Consistency.parse, named or usual)]))
 
 
 def _numbers_of_servers(recorded: RecordedRun, numbers: Sequence[int]) -> list[int]:

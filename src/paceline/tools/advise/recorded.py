@@ -14,7 +14,7 @@ from paceline.errors import UsageError
 from paceline.job.spec import ClusterSpec
 from paceline.observe.runs import Run, read_run
 from paceline.simulate.outcome import Outcome, rehearse
-from paceline.simulate.scenario import Lines, Network, Scenario
+from paceline.simulate.scenario import Network, Scenario, SimulatedLines
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -103,7 +103,9 @@ def _steps_by_worker(run: Run, folder: Path) -> dict[int, list[Step]]:
     for step in run.steps:
         steps[step.worker].append(step)
     if not run.reads:
-        raise UsageError(f"{folder}: its trace has no reads of dense tables, so there is nothing to advise on.")
+        raise UsageError(
+            f"{folder}: its trace has no reads of dense tables, expected some: give a run of a parameter server."
+        )
     least = min((len(own) - 1 for own in steps.values()), default=0)
     if least < _LEAST_CLOCKS:
         raise UsageError(
@@ -145,7 +147,7 @@ def _scenario(run: Run, steps: Mapping[int, Sequence[Step]], spec: ClusterSpec, 
         num_reads=max(1, round(len(reads) / num_tables / num_steps)),
         apply_s=apply_s,
         handle_s=handle_s,
-        lines=Lines(
+        lines=SimulatedLines(
             gradient_bytes=received / num_steps, value_bytes=sent / max(1, len(fetched) // num_tables or num_steps)
         ),
         retry_s=1e6,
