@@ -63,6 +63,8 @@ from paceline.simulate.scenario import Scenario
 
 TABLE = "w"
 _GENERATION = 1
+# A push is at most as long as the first, to travel with its tick and a fetch; and as the second, to wait for its tick.
+_STEP_BYTES, _WAITING_BYTES = 4 << 20, 16 << 10
 _JOIN_TIMEOUT_S = 1e9  # expected workers join at once
 _Body = list[float]  # the values of one server
 
@@ -169,6 +171,7 @@ class Rehearsal:
     _data_free: list[float] = field(default_factory=list[float])
     _rng: Random = field(init=False)
     _model: Quadratic = field(init=False)
+    _push: WantPush = field(init=False)
     _push_bytes: float = field(init=False)
     _value_bytes: float = field(init=False)
     _num_running: int = 0  # lives that have not ended, and those to come
@@ -179,6 +182,10 @@ class Rehearsal:
         _check(s)
         self._rng = Random(f"network {s.seed}")
         self._model = Quadratic(s.num_servers)
+        # As `paceline.distributed` does: a short push waits for the fetch that follows the end of its clock.
+        size, is_held = s.lines.gradient_bytes, s.consistency.visible == "on_clock"
+        may_wait, ends_clock = is_held and size <= _WAITING_BYTES, s.refresh >= 1 and size <= _STEP_BYTES
+        self._push = WantPush(TABLE, may_wait=may_wait, ends_clock=ends_clock)
         self._push_bytes = s.lines.gradient_bytes / s.num_servers
         self._value_bytes = s.lines.value_bytes / s.num_servers
         first = self._model.first()
@@ -346,7 +353,7 @@ class Rehearsal:
             self._note_finished(worker)
         worker.finished_at = self.now
         worker.num_finished += 1
-        self._tell(worker, WantPush(TABLE, may_wait=True, ends_clock=True))
+        self._tell(worker, self._push)
         self._tell(worker, WantClock())
         if worker.core.clock >= self.scenario.num_clocks or worker.is_leaving:
             self._tell(worker, WantLeave())

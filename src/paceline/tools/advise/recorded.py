@@ -135,24 +135,37 @@ def _scenario(run: Run, steps: Mapping[int, Sequence[Step]], spec: ClusterSpec, 
     reads = [read for read in run.reads if read.clock > 0]
     num_tables = len({read.table for read in reads}) or 1
     fetched = [read for read in reads if read.source == "fetch"]
+    free = _free_fetches(policy, fetched)
+    fetch_s = _fetch_s(policy, free, fetched)
     apply_s, handle_s = _server_s(run, num_steps, num_servers)
+    update_s = apply_s * (len(steps) if policy.visible == "on_clock" else 1)
+    latency_s = _NET_LATENCY_S if fetch_s is None else max(0.0, fetch_s - handle_s - update_s) / 2
     received, sent = _bytes(run)
-    base = Scenario(
+    num_fetches = len(fetched) // num_tables or num_steps
+    return Scenario(
         policy,
         num_workers=len(steps),
         num_servers=num_servers,
         num_clocks=max(map(len, steps.values())),
-        recorded=tuple(tuple(max(0.0, step.step_s - step.wait_s) for step in own) for own in steps.values()),
+        recorded=tuple(_computed_s(own, free, fetch_s or 0.0) for own in steps.values()),
         refresh=1.0 if len(fetched) == len(reads) else 0.0,
         num_reads=max(1, round(len(reads) / num_tables / num_steps)),
         apply_s=apply_s,
         handle_s=handle_s,
-        lines=SimulatedLines(
-            gradient_bytes=received / num_steps, value_bytes=sent / max(1, len(fetched) // num_tables or num_steps)
-        ),
+        network=Network(latency_s=(latency_s, latency_s)),
+        lines=SimulatedLines(gradient_bytes=received / num_steps, value_bytes=sent / num_fetches),
         retry_s=1e6,
     )
-    return replace(base, network=Network(latency_s=_latency_s(base, fetched)))
+
+
+def _computed_s(own: Sequence[Step], free: Mapping[tuple[int, int], float], fetch_s: float) -> tuple[float, ...]:
+    """Return the seconds of each clock of a worker without the waiting.
+
+    A fetch that waited for no other worker counts as one that takes as long as most: what it took beyond that belongs
+    to this worker and clock, as its computation does.
+    """
+    waits = (fetch_s if (step.worker, step.clock) in free else step.wait_s for step in own)
+    return tuple(max(0.0, step.step_s - wait_s) for step, wait_s in zip(own, waits, strict=True))
 
 
 def _server_s(run: Run, num_steps: int, num_servers: int) -> tuple[float, float]:
@@ -170,24 +183,30 @@ def _bytes(run: Run) -> tuple[float, float]:
     return float(sum(received for received, _ in last.values())), float(sum(sent for _, sent in last.values()))
 
 
-def _latency_s(scenario: Scenario, fetched: Sequence[ReadRecord]) -> tuple[float, float]:
-    """Return the latency of a message: half of what a fetch takes that waits for no other worker.
+def _free_fetches(policy: Consistency, fetched: Sequence[ReadRecord]) -> dict[tuple[int, int], float]:
+    """Return what fetches took that waited for no other worker, by worker and clock, if there are enough of them.
 
-    One that brings values newer than it needs has waited for none. In lockstep no value is newer; but there the last
-    worker of each clock waits for none, and its fetch is the shortest.
+    One that brings values newer than it needs has waited for none.
     """
-    policy, num_workers = scenario.consistency, scenario.num_workers
-    free = [read.waited_s for read in fetched if policy.bound is None or read.value_clock > policy.needs(read.clock)]
-    is_lockstep = policy.visible == "on_clock"
-    if len(free) >= _LEAST_FREE:
-        taken_s = fmean(free)
-    elif fetched:
-        taken_s = sorted(read.waited_s for read in fetched)[len(fetched) // (2 * num_workers)]
-    else:
-        return _NET_LATENCY_S, _NET_LATENCY_S
-    update_s = (num_workers if is_lockstep else 1) * scenario.apply_s
-    latency_s = max(0.0, taken_s - scenario.handle_s - update_s) / 2
-    return latency_s, latency_s
+    free = {
+        (read.worker, read.clock): read.waited_s
+        for read in fetched
+        if policy.bound is None or read.value_clock > policy.needs(read.clock)
+    }
+    return free if len(free) >= _LEAST_FREE else {}
+
+
+def _fetch_s(policy: Consistency, free: Mapping[tuple[int, int], float], fetched: Sequence[ReadRecord]) -> float | None:
+    """Return what a fetch takes that waits for no other worker; None without fetches.
+
+    In lockstep no value is newer than it needs to be; but the last worker of each clock waits for none.
+    """
+    if free:
+        return fmean(free.values())
+    if not fetched:
+        return None
+    num_workers = len({read.worker for read in fetched})
+    return sorted(read.waited_s for read in fetched)[len(fetched) // (2 * num_workers)]
 
 
 def _with_line(scenario: Scenario, recorded_s: float) -> Scenario:
