@@ -77,3 +77,4 @@ def test_it_equals_a_dictionary_and_never_goes_back(steps: list[tuple[str, int, 
         floor = max(floor, min(model.values(), default=floor))
         assert real.slowest == floor
         assert {worker: real.of(worker) for worker in model} == model
+        assert real.num_past(clock) == len(real.past(clock)) == sum(own > clock for own in model.values())

@@ -4,12 +4,23 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from paceline.core.consistency import Consistency, asynchronous, bsp, essp, ssp
 from paceline.errors import UsageError
-from paceline.simulate.command import rehearse, simulate
+from paceline.observe.runs import read_run
+from paceline.observe.summary import summarize
+from paceline.simulate.command import (
+    FaultOptions,
+    LineOptions,
+    LossOptions,
+    OutputOptions,
+    ReadOptions,
+    rehearse,
+    simulate,
+)
 from paceline.simulate.scenario import Scenario, Stragglers
 
 TRANSIENT = Scenario(num_clocks=150, stragglers=Stragglers("transient", share=0.1, factor=6), refresh=1.0)
@@ -81,6 +92,14 @@ def test_t8_the_differentials_count_every_read_and_stay_within_the_bound() -> No
         ({"stragglers": "sometimes"}, "unknown straggler model 'sometimes'"),
         ({"stragglers": "transient:2:4"}, "unknown straggler model 'transient:2:4'"),
         ({"consistency": ("bsp,nope",)}, "unknown consistency 'nope'"),
+        ({"read": ReadOptions(reads=0)}, "--reads is 0"),
+        ({"lines": LineOptions(bandwidth_mbit=0.0)}, "--bandwidth-mbit is 0.0"),
+        ({"lines": LineOptions(model_mb=float("nan"))}, "--model-mb is nan"),
+        ({"lines": LineOptions(batch_s=-1.0)}, "--batch-s is -1.0"),
+        ({"faults": FaultOptions(deaths=-1)}, "--deaths is -1"),
+        ({"model": LossOptions(rate=0.0)}, "--rate is 0.0"),
+        ({"clocks": 5, "out": OutputOptions(picture=Path("/nowhere/x.png"))}, "--picture /nowhere/x.png: No such file"),
+        ({"clocks": 5, "out": OutputOptions(trace=Path("/dev/null"))}, "--trace /dev/null"),
     ],
 )
 def test_what_cannot_be_rehearsed_is_a_usage_error(options: dict[str, object], message: str) -> None:
@@ -101,3 +120,58 @@ def test_it_starts_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
     assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_a_trace_of_a_rehearsal_says_what_its_outcome_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = told(
+        capsys, clocks=40, servers=2, consistency=("ssp:2,bsp",), out=OutputOptions(trace=tmp_path), seed=3,
+        model=LossOptions(loss=True), faults=FaultOptions(joins=1),
+    )["policies"]  # fmt: skip
+    assert {path.name for path in tmp_path.iterdir()} == {"ssp-2", "bsp"}
+    for row in rows:  # type: ignore[attr-defined]
+        run = read_run(tmp_path / row["consistency"].replace(":", "-"))
+        found = summarize(run)
+        assert {str(age): count for age, count in found.differentials.items()} == row["differentials"]
+        assert found.seconds == pytest.approx(row["seconds"], rel=0.01)
+        assert len(found.workers) == 5
+        assert {record.event for record in run.memberships} == {"joined", "left"}
+        assert found.loss_by_clock[-1].loss < found.loss_by_clock[0].loss
+        assert found.wait_share_mean == pytest.approx(row["wait_share"], abs=0.1)
+
+
+def test_an_older_trace_is_replaced(tmp_path: Path) -> None:
+    for workers in (5, 2):
+        simulate(clocks=5, workers=workers, consistency=("bsp",), out=OutputOptions(trace=tmp_path))
+    assert len(summarize(read_run(tmp_path / "bsp")).workers) == 2
+
+
+def test_a_picture_is_drawn_of_all_that_there_is(tmp_path: Path) -> None:
+    plain, rich = tmp_path / "plain.png", tmp_path / "rich.png"
+    simulate(clocks=5, consistency=("bsp",), out=OutputOptions(picture=plain))
+    everything = LineOptions(bandwidth_mbit=100.0, model_mb=1.0, data_servers=1, batch_s=0.01, batch_mb=0.1)
+    simulate(clocks=5, lines=everything, model=LossOptions(loss=True), out=OutputOptions(picture=rich))
+    assert plain.read_bytes()[:4] == rich.read_bytes()[:4] == b"\x89PNG"
+    assert len(rich.read_bytes()) > len(plain.read_bytes())
+
+
+def test_the_table_has_columns_for_what_is_simulated_beside_workers(capsys: pytest.CaptureFixture[str]) -> None:
+    simulate(clocks=5, consistency=("bsp",))
+    assert "busiest line" not in capsys.readouterr().out
+    resources = LineOptions(bandwidth_mbit=100.0, model_mb=1.0, data_servers=1, batch_s=0.01)
+    simulate(clocks=5, lines=resources, model=LossOptions(loss=True), faults=FaultOptions(joins=1))
+    out = capsys.readouterr().out
+    for heading in ("waiting for batches", "busiest line", "refused", "loss"):
+        assert heading in out
+
+
+def test_lazy_reads_of_ssp_are_older_than_deliveries_of_essp(capsys: pytest.CaptureFixture[str]) -> None:
+    lazy = told(
+        capsys,
+        consistency=("ssp:3,essp:3,asynchronous",),
+        stragglers="none",
+        clocks=60,
+        read=ReadOptions(lazy=True, reads=10),
+    )["policies"]
+    ssp_, essp_, free = (row["mean_lag_clocks"] for row in lazy)  # type: ignore[attr-defined]
+    assert ssp_ > 1.5 > 0.8 > essp_
+    assert free < 1.5  # without a bound it fetches: else it would compute on the first values for ever

@@ -108,8 +108,8 @@ class Clocks:
     _of: dict[int, int] = field(default_factory=dict[int, int])
     # Invariant: never decreases, not even when the last member leaves.
     slowest: int = 0
-    # Invariant: the number of values that equal `slowest`; only the last tick of a clock has to look at all members.
-    _num_slowest: int = 0
+    # Invariant: the number of members at each value; none is 0. Distinct values are few, whatever the number of members.
+    _num_at: dict[int, int] = field(default_factory=dict[int, int])
 
     def __contains__(self, worker: int) -> bool:
         """Return whether the worker takes part."""
@@ -127,7 +127,7 @@ class Clocks:
         """Add a worker at the slowest clock and return that; a later start would hide its updates from the bound."""
         self.remove(worker)
         self._of[worker] = self.slowest
-        self._num_slowest += 1
+        self._num_at[self.slowest] = self._num_at.get(self.slowest, 0) + 1
         return self.slowest
 
     def remove(self, worker: int) -> None:
@@ -145,6 +145,7 @@ class Clocks:
         if clock <= before:
             return before
         self._of[worker] = clock
+        self._num_at[clock] = self._num_at.get(clock, 0) + 1
         self._left(before)
         return clock
 
@@ -152,9 +153,14 @@ class Clocks:
         """Return the members that have finished `clock`, in ascending rank."""
         return sorted(worker for worker, own in self._of.items() if own > clock)
 
+    def num_past(self, clock: int) -> int:
+        """Count the members that have finished `clock`."""
+        return sum(number for own, number in self._num_at.items() if own > clock)
+
     def _left(self, clock: int) -> None:
-        """Note that a member has moved on from this clock."""
-        self._num_slowest -= clock == self.slowest
-        if self._of and not self._num_slowest:
-            self.slowest = min(self._of.values())
-            self._num_slowest = list(self._of.values()).count(self.slowest)
+        """Note that a member is no longer at this clock."""
+        self._num_at[clock] -= 1
+        if not self._num_at[clock]:
+            del self._num_at[clock]
+            if clock == self.slowest and self._num_at:
+                self.slowest = min(self._num_at)

@@ -40,7 +40,7 @@ class StateCodec(Generic[T]):
         >>> clocks.add(3)
         0
         >>> codec.dump(clocks)
-        ['Clocks', ['dict', 3, 0], 0, 1]
+        ['Clocks', ['dict', 3, 0], 0, ['dict', 0, 1]]
         >>> codec.load(codec.dump(clocks)) == clocks
         True
     """

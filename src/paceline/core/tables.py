@@ -352,7 +352,7 @@ class TableCore:
             return False
         if not backups:
             return clocks.slowest > clock and len(clocks) > 0
-        return len(clocks.past(clock)) >= max(1, len(clocks) - backups)
+        return clocks.num_past(clock) >= max(1, len(clocks) - backups)
 
     def fetched(self, pull: Pull, clock: int, ticked: int, dedup: DedupWindow) -> Fetched:
         """Return the answer to a pull, to be sent with the current values."""

@@ -328,9 +328,11 @@ def draw_alone(chart: Chart, subjects: Sequence[Subject]) -> bytes:
     return _png(figure)
 
 
-def draw_sheet(subjects: Sequence[Subject], *, title: str, subtitle: str) -> bytes:
-    """Return all charts on one sheet as PNG."""
-    rows = [[chart for chart in row if any(map(chart.can_show, subjects))] for row in SHEET]
+def draw_sheet(
+    subjects: Sequence[Subject], *, title: str, subtitle: str, sheet: Sequence[Sequence[Chart]] = SHEET
+) -> bytes:
+    """Return the charts of a sheet as PNG, row by row, without those that no subject has data for."""
+    rows = [[chart for chart in row if any(map(chart.can_show, subjects))] for row in sheet]
     rows = [row for row in rows if row]
     lines = wrap(subtitle, LINE_LENGTH)[:MAX_LINES]
     header_in = TITLE_HEIGHT_IN + LINE_HEIGHT_IN * len(lines)

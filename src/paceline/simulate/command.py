@@ -3,25 +3,133 @@
 from __future__ import annotations
 
 import json as json_format
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from math import inf
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from paceline.core.consistency import Consistency, bsp
+from paceline.core.settings import LEASE_S
 from paceline.errors import UsageError
-from paceline.simulate.actor import SimulatedWorker
-from paceline.simulate.history import History
-from paceline.simulate.scenario import Network, Scenario, Stragglers
-from paceline.simulate.world import World
+from paceline.simulate.outcome import Outcome, rehearse
+from paceline.simulate.scenario import DataServers, Faults, Network, Scenario, SimulatedLines, Stragglers
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 _DEFAULT_POLICIES = ("bsp", "ssp:3", "essp:3", "asynchronous", "backup:1")
+_MB = 1e6  # bytes
+_MBIT = 1e6 / 8  # bytes a second
 _SPREAD = 0.1  # compute times vary by this share around their mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadOptions:
+    """Reads.
+
+    Parameters
+    ----------
+    lazy
+        Fetch only when the bound asks for it, as the papers on ssp do; without a bound, once in a clock. Default: in
+        every read, but under essp only what servers have not sent.
+    reads
+        Reads of a worker in a clock, spread over its computation.
+    """
+
+    lazy: Annotated[bool, Parameter(negative="")] = False
+    reads: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineOptions:
+    """Lines and servers.
+
+    Parameters
+    ----------
+    bandwidth_mbit
+        Megabits a second of the line of each worker, server and data server, in each direction. Default: unlimited.
+    model_mb
+        Megabytes of a push, and of the values of a read; all servers together have them.
+    handle_s
+        Seconds that a server takes for a message.
+    apply_s
+        Seconds that a server takes to apply a push.
+    data_servers
+        Number of data servers, which make batches for the workers.
+    batch_s
+        Seconds that a data server takes for a batch.
+    batch_mb
+        Megabytes of a batch.
+    """
+
+    bandwidth_mbit: float | None = None
+    model_mb: float = 0.0
+    handle_s: float = 0.0
+    apply_s: float = 0.0
+    data_servers: int = 0
+    batch_s: float = 0.0
+    batch_mb: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultOptions:
+    """Workers that come and go.
+
+    Parameters
+    ----------
+    deaths
+        Number of workers that are killed, at random times.
+    restart_s
+        Seconds after which a killed worker runs again. Default: never.
+    lease_s
+        Seconds after which servers go on without a worker whose connection is gone.
+    joins
+        Number of workers that join later.
+    leaves
+        Number of workers that leave before their last clock.
+    """
+
+    deaths: int = 0
+    restart_s: float | None = None
+    lease_s: float = LEASE_S
+    joins: int = 0
+    leaves: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOptions:
+    """The model that is trained.
+
+    Parameters
+    ----------
+    loss
+        Train a quadratic loss, on the values that workers read, and say how far each policy came.
+    rate
+        Learning rate of the mean gradient of a clock.
+    """
+
+    loss: Annotated[bool, Parameter(negative="")] = False
+    rate: float = 0.4
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """Files.
+
+    Parameters
+    ----------
+    picture
+        Draw the outcome to this file: staleness, time, lines, and the loss.
+    trace
+        Write a trace of each policy to a folder in this one, for `paceline report` and `paceline trace`.
+    """
+
+    picture: Path | None = None
+    trace: Path | None = None
 
 
 def simulate(
@@ -35,11 +143,16 @@ def simulate(
     latency_s: float = 0.0005,
     seed: int = 0,
     json: Annotated[bool, Parameter(negative="")] = False,
+    read: Annotated[ReadOptions, Parameter(name="*")] = ReadOptions(),
+    lines: Annotated[LineOptions, Parameter(name="*")] = LineOptions(),
+    faults: Annotated[FaultOptions, Parameter(name="*")] = FaultOptions(),
+    model: Annotated[LossOptions, Parameter(name="*")] = LossOptions(),
+    out: Annotated[OutputOptions, Parameter(name="*")] = OutputOptions(),
 ) -> int:
     """Rehearse policies on virtual time: the real protocol, with simulated computation and network.
 
     Prints for each policy the clocks a second, the share of time that workers wait, and the age of the values that they
-    compute on. How well a model learns from such values is not simulated.
+    compute on. With --loss they train a small model on these values.
 
     Parameters
     ----------
@@ -63,17 +176,56 @@ def simulate(
         Seed of all random numbers; equal seeds give equal results.
     json
         Print one JSON object instead of a table.
+    read
+        How workers read.
+    lines
+        Lines between processes, and the time that servers take.
+    faults
+        Workers that die, join and leave.
+    model
+        What is trained.
+    out
+        Pictures and traces.
     """
-    scenario = _scenario(workers, servers, clocks, Stragglers.parse(stragglers), compute_s, latency_s, seed)
+    base = _scenario(workers, servers, clocks, Stragglers.parse(stragglers), compute_s, latency_s, seed)
+    scenario = _with_options(base, read, lines, faults, model)
     wanted = _policies(consistency)
-    reference = rehearse(scenario)
-    outcomes = [reference if policy == bsp() else rehearse(_under(scenario, policy)) for policy in wanted]
+    keeps = out.trace is not None
+    reference = rehearse(_under(scenario, bsp(), lazy=read.lazy), keeps_happenings=keeps and bsp() in wanted)
+    outcomes = [
+        reference if policy == bsp() else rehearse(_under(scenario, policy, lazy=read.lazy), keeps_happenings=keeps)
+        for policy in wanted
+    ]
     told = explain(scenario, reference, outcomes)
     if json:
         print(json_format.dumps(_as_json(scenario, reference, outcomes, told)))
     else:
-        _print(_table(scenario, reference, outcomes), told)
+        tables = _table(scenario, reference, outcomes), _table_of_resources(scenario, reference, outcomes)
+        _print([table for table in tables if table is not None], told)
+    _write_files(scenario, outcomes, out)
     return 0
+
+
+def _write_files(scenario: Scenario, outcomes: Sequence[Outcome], out: OutputOptions) -> None:
+    """Write the picture and the traces that are asked for, and say on stderr where they are."""
+    if out.picture is not None:
+        from paceline.simulate.picture import draw_outcomes
+
+        write_picture(out.picture, draw_outcomes(scenario, outcomes))
+        print(f"picture: {out.picture}", file=sys.stderr)
+    if out.trace is not None:
+        from paceline.simulate.recording import write_trace
+
+        folders = [write_trace(outcome, out.trace) for outcome in outcomes]
+        print(f"traces, for paceline report: {' '.join(map(str, folders))}", file=sys.stderr)
+
+
+def write_picture(path: Path, png: bytes) -> None:
+    """Write a picture; raise UsageError if that cannot be."""
+    try:
+        path.write_bytes(png)
+    except OSError as error:
+        raise UsageError(f"--picture {path}: {error.strerror}. Name a file in a folder that exists.") from error
 
 
 def explain(scenario: Scenario, reference: Outcome, outcomes: Sequence[Outcome]) -> str:
@@ -123,9 +275,51 @@ def _scenario(
     )
 
 
-def _under(scenario: Scenario, policy: Consistency) -> Scenario:
-    """Return the scenario under a policy."""
-    return replace(scenario, consistency=policy, refresh=0.0 if policy.deliver == "on_clock" else 1.0)
+def _with_options(
+    scenario: Scenario, read: ReadOptions, lines: LineOptions, faults: FaultOptions, model: LossOptions
+) -> Scenario:
+    """Return the scenario with reads, lines, faults and the model as asked."""
+    _refuse_below_zero(lines, faults)
+    if read.reads < 1:
+        raise UsageError(f"--reads is {read.reads}, expected 1 or more.")
+    if lines.bandwidth_mbit is not None and lines.bandwidth_mbit <= 0:
+        raise UsageError(f"--bandwidth-mbit is {lines.bandwidth_mbit}, expected more than 0.")
+    if not 0 < model.rate < inf:
+        raise UsageError(f"--rate is {model.rate}, expected more than 0.")
+    size, rate = lines.model_mb * _MB, lines.bandwidth_mbit
+    return replace(
+        scenario,
+        lines=SimulatedLines(inf if rate is None else rate * _MBIT, gradient_bytes=size, value_bytes=size),
+        data=DataServers(lines.data_servers, lines.batch_s, lines.batch_mb * _MB),
+        fate=Faults(
+            deaths=faults.deaths,
+            restart=faults.restart_s is not None,
+            restart_s=faults.restart_s or 0.0,
+            joins=faults.joins,
+            leaves=faults.leaves,
+        ),
+        lease_s=faults.lease_s,
+        apply_s=lines.apply_s,
+        handle_s=lines.handle_s,
+        num_reads=read.reads,
+        loss=model.loss,
+        rate=model.rate,
+    )
+
+
+def _refuse_below_zero(*groups: LineOptions | FaultOptions) -> None:
+    """Raise UsageError for an option below 0, or that is not a number."""
+    for group in groups:
+        for option in fields(group):
+            value = getattr(group, option.name)
+            if value is not None and not 0 <= value < inf:
+                raise UsageError(f"--{option.name.replace('_', '-')} is {value}, expected 0 or more.")
+
+
+def _under(scenario: Scenario, policy: Consistency, *, lazy: bool) -> Scenario:
+    """Return the scenario under a policy; a worker without a bound would never fetch lazily, so it does so once."""
+    is_lazy = policy.deliver == "on_clock" or (lazy and policy.bound is not None)
+    return replace(scenario, consistency=policy, refresh=0.0 if is_lazy else 1.0, fetches_once=lazy and not is_lazy)
 
 
 def _policies(texts: Iterable[str]) -> list[Consistency]:
@@ -134,24 +328,64 @@ def _policies(texts: Iterable[str]) -> list[Consistency]:
 
 
 def _table(scenario: Scenario, reference: Outcome, outcomes: Iterable[Outcome]) -> Table:
+    title = f"{scenario.num_workers} workers, {scenario.num_clocks} clocks each, on virtual time"
+    return _columns(_empty(title), _COLUMNS, reference, outcomes)
+
+
+def _table_of_resources(scenario: Scenario, reference: Outcome, outcomes: Iterable[Outcome]) -> Table | None:
+    """Return the table of what the scenario has beside workers and a network that costs nothing, None without any."""
+    columns = [column for column in _RESOURCES if column.is_told(scenario)]
+    return _columns(_empty(""), columns, reference, outcomes) if columns else None
+
+
+def _empty(title: str) -> Table:
     from rich.table import Table
 
-    title = f"{scenario.num_workers} workers, {scenario.num_clocks} clocks each, on virtual time"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("consistency", header_style="dim", overflow="fold")
-    for heading in ("clocks/s", "per worker", "vs bsp", "waiting", "clocks behind", "at most"):
-        table.add_column(heading, justify="right", header_style="dim")
-    for outcome in outcomes:
-        table.add_row(
-            str(outcome.consistency),
-            f"{outcome.clocks_per_s:,.1f}",
-            _span(outcome.clocks_per_s_by_worker),
-            f"{outcome.clocks_per_s / reference.clocks_per_s:.2f}x",
-            f"{outcome.wait_share:.0%}",
-            f"{outcome.mean_lag:.2f}",
-            f"{outcome.max_lag}",
-        )
     return table
+
+
+def _columns(table: Table, columns: Sequence[_Column], reference: Outcome, outcomes: Iterable[Outcome]) -> Table:
+    for column in columns:
+        table.add_column(column.heading, justify="right", header_style="dim")
+    for outcome in outcomes:
+        table.add_row(str(outcome.consistency), *(column.text(outcome, reference) for column in columns))
+    return table
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A column of the table: its heading, its text for an outcome beside bsp's, and whether the scenario has such."""
+
+    heading: str
+    text: Callable[[Outcome, Outcome], str]
+    is_told: Callable[[Scenario], bool] = lambda _: True
+
+
+_COLUMNS = (
+    _Column("clocks/s", lambda outcome, _: f"{outcome.clocks_per_s:,.1f}"),
+    _Column("per worker", lambda outcome, _: _span(outcome.clocks_per_s_by_worker)),
+    _Column("vs bsp", lambda outcome, bsp_: f"{outcome.clocks_per_s / bsp_.clocks_per_s:.2f}x"),
+    _Column("waiting", lambda outcome, _: f"{outcome.wait_share:.0%}"),
+    _Column("clocks behind", lambda outcome, _: f"{outcome.mean_lag:.2f}"),
+    _Column("at most", lambda outcome, _: f"{outcome.max_lag}"),
+)
+_RESOURCES = (
+    _Column("waiting for batches", lambda outcome, _: f"{outcome.load_share:.0%}", lambda s: s.data.num_servers > 0),
+    _Column("server busy", lambda outcome, _: f"{outcome.server_busy:.0%}", lambda s: s.apply_s + s.handle_s > 0),
+    _Column(
+        "busiest line",
+        lambda outcome, _: f"{max(max(use.sending, use.receiving) for use in outcome.uses.values()):.0%}",
+        lambda s: s.lines.bytes_per_s < inf,
+    ),
+    _Column("refused", lambda outcome, _: f"{outcome.num_refused}", lambda s: s.fate != Faults()),
+    _Column("loss", lambda outcome, _: _in_digits(outcome.last_loss), lambda s: s.loss),
+)
+
+
+def _in_digits(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.4g}"
 
 
 def _span(rates: tuple[float, ...]) -> str:
@@ -159,12 +393,13 @@ def _span(rates: tuple[float, ...]) -> str:
     return low if low == high else f"{low} .. {high}"
 
 
-def _print(table: Table, told: str) -> None:
+def _print(tables: Sequence[Table], told: str) -> None:
     from rich.console import Console
 
     console = Console()
-    console.print(table)
-    console.print()
+    for table in tables:
+        console.print(table)
+        console.print()
     console.print(told, highlight=False)
 
 
@@ -184,60 +419,20 @@ def _as_json(scenario: Scenario, reference: Outcome, outcomes: Iterable[Outcome]
                 "mean_lag_clocks": outcome.mean_lag,
                 "max_lag_clocks": outcome.max_lag,
                 "differentials": outcome.differentials,
+                "seconds": outcome.seconds,
+                "load_share": outcome.load_share,
+                "server_busy_share": outcome.server_busy,
+                "lines": {
+                    kind: {"sending_share": use.sending, "receiving_share": use.receiving, "sent_bytes": use.sent_bytes}
+                    for kind, use in outcome.uses.items()
+                },
+                "loss": outcome.last_loss,
+                "refused": outcome.num_refused,
+                "deaths": outcome.num_deaths,
+                "joined": outcome.num_joined,
+                "left": outcome.num_left,
             }
             for outcome in outcomes
         ],
         "told": told,
     }
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Results of one simulation. A clock counts for throughput once all servers have applied its update.
-
-    `differentials` counts the reads by clock differential: -1 is as fresh as can be, -(bound + 1) as old as allowed.
-    """
-
-    consistency: Consistency
-    clocks_per_s: float
-    clocks_per_s_by_worker: tuple[float, ...]
-    wait_share: float
-    differentials: dict[int, int]
-
-    @property
-    def mean_lag(self) -> float:
-        """Return the mean lag of values behind the freshest possible ones, in clocks."""
-        lags = sum((-1 - differential) * count for differential, count in self.differentials.items())
-        return lags / sum(self.differentials.values())
-
-    @property
-    def max_lag(self) -> int:
-        """Return the largest lag of values, in clocks."""
-        return -1 - min(self.differentials)
-
-
-def rehearse(scenario: Scenario) -> Outcome:
-    """Run a scenario and measure it.
-
-    Raises:
-        Violation: the core broke a rule.
-    """
-    world = World(scenario)
-    history = world.run()
-    rates = tuple(_rate(actor, history) for _, actor in sorted(world.actors.items()))
-    busy_s = sum(actor.finished_at for actor in world.actors.values())
-    return Outcome(
-        consistency=scenario.consistency,
-        clocks_per_s=sum(rates),
-        clocks_per_s_by_worker=rates,
-        wait_share=sum(actor.waited_s for actor in world.actors.values()) / busy_s,
-        # A late worker of a quorum may read values newer than its clock; it then goes on from there.
-        differentials=dict(sorted(Counter(min(-1, read.differential) for read in history.reads).items())),
-    )
-
-
-def _rate(actor: SimulatedWorker, history: History) -> float:
-    """Return the clocks a second of one worker, over the time until its own last clock."""
-    made = history.made[actor.worker, actor.incarnation]
-    refused = {push_id for _, push_id in history.refused}
-    return sum(push_id not in refused for push_id, _ in made) / actor.finished_at

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from random import Random
 from typing import Literal
 
@@ -87,8 +88,45 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True)
+class SimulatedLines:
+    """Lines of a rehearsal: each worker, server and data server has one of its own, which sends and receives at once.
+
+    Args:
+        bytes_per_s: what a line carries in a second in each direction; infinite in memory that processes share.
+        gradient_bytes: bytes of a push, to all servers together.
+        value_bytes: bytes of the values of a read, from all servers together.
+        beside: whether server k stands beside worker k, and shares its line; what these two send each other costs
+            nothing. Servers beyond the workers have lines of their own.
+    """
+
+    bytes_per_s: float = inf
+    gradient_bytes: float = 0.0
+    value_bytes: float = 0.0
+    beside: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DataServers:
+    """Data servers of a rehearsal, which make batches for workers, one after another; worker w asks server w mod n.
+
+    Args:
+        num_servers: how many there are; with 0, workers have their batches.
+        batch_s: seconds that one takes to make a batch.
+        batch_bytes: bytes of a batch.
+        ahead: batches that a worker requests ahead of the one that it computes on.
+    """
+
+    num_servers: int = 0
+    batch_s: float = 0.0
+    batch_bytes: float = 0.0
+    ahead: int = 2
+
+
+@dataclass(frozen=True, slots=True)
 class Faults:
     """Faults of workers and servers.
+
+    A rehearsal has deaths, restarts, joins and leaves; a world under checkers has all but the leaves.
 
     Args:
         deaths: number of kills of workers at random times, also after a restart.
@@ -98,6 +136,8 @@ class Faults:
         restart: whether a killed worker restarts as its next incarnation.
         joins: number of workers that join at random times.
         early: probability that a worker is killed while it joins.
+        leaves: number of workers that leave at random times, before their last clock.
+        restart_s: in a rehearsal, seconds after which a killed worker runs again.
     """
 
     deaths: int = 0
@@ -107,6 +147,8 @@ class Faults:
     restart: bool = False
     joins: int = 0
     early: float = 0.0
+    leaves: int = 0
+    restart_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +158,15 @@ class Scenario:
     `others`: policies of further tables. Each server declares them at random times, and each worker opens those that it
     finds. `rows`: policies of further row tables; about half of them exist from the start.
     `num_pushes`: maximum number of pushes of a worker to each table in a clock.
+
+    A rehearsal has one dense table with one push a clock, and a network that loses nothing; only a rehearsal has what
+    is below `seed`.
+
+    `recorded`: by worker, the seconds of computation of each clock, in place of `compute_s` and `stragglers`; from the
+    beginning again after the last. `starts`: by worker, when it starts, in place of 0. `handle_s`: seconds of a server
+    for a message, beside its updates. `num_reads`: reads of a worker in a clock, spread over its computation;
+    `fetches_once`: of these only the first has `refresh`. `loss`: whether workers train a model, see `Quadratic`, and
+    `rate`: the learning rate of the mean gradient of a clock.
     """
 
     consistency: Consistency = field(default_factory=bsp)
@@ -126,7 +177,7 @@ class Scenario:
     num_servers: int = 2
     num_clocks: int = 50
     compute_s: tuple[float, float] = (0.009, 0.011)
-    apply_s: float = 0.0
+    apply_s: float = 0.0  # seconds of an update; in a rehearsal, of each push in it
     stragglers: Stragglers = field(default_factory=Stragglers)
     network: Network = field(default_factory=Network)
     fate: Faults = field(default_factory=Faults)
@@ -138,6 +189,15 @@ class Scenario:
     # Probability that a worker drops a cached row when it begins a read.
     evicted: float = 0.1
     seed: int = 0
+    lines: SimulatedLines = field(default_factory=SimulatedLines)
+    data: DataServers = field(default_factory=DataServers)
+    recorded: tuple[tuple[float, ...], ...] = ()
+    starts: tuple[float, ...] = ()
+    handle_s: float = 0.0
+    num_reads: int = 1
+    fetches_once: bool = False
+    loss: bool = False
+    rate: float = 0.4
 
     @property
     def patience_s(self) -> float:

@@ -1,4 +1,4 @@
-"""Programs on top of the library: plan, tune, compare, demo.
+"""Programs on top of the library: plan, advise, tune, compare, demo.
 
 Other folders use `join`, `run`, `tune.api`.
 """

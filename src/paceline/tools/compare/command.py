@@ -15,6 +15,7 @@ from paceline.job.choices import ProcessTransport
 from paceline.launch.local import prepare_run_dir
 from paceline.launch.script import OPTION, check_script
 from paceline.observe.runs import read_run
+from paceline.tools.compare.lacking import check_imports, notes_on
 from paceline.tools.compare.results import Result, comparison_json, comparison_table, draw_comparison, read_result
 from paceline.tools.compare.runs import RunEnded, RunPlan, parse_entries, run_entry
 from paceline.tools.run import read_program
@@ -87,6 +88,10 @@ def compare(
         raise UsageError("compare needs a script, or -m and the name of a module")
     path, module, args = read_program(script, args)
     check_script(path)
+    if module is None:
+        check_imports(path)
+        for note in notes_on(path, entries):
+            print(f"paceline: {note}", file=sys.stderr, flush=True)
     if find_spec("matplotlib") is None:
         raise UsageError("paceline compare draws with matplotlib, not installed here: pip install 'paceline[plots]'.")
     plan = RunPlan(path, args, servers, transport, prepare_run_dir(out), module, divide_lr)

@@ -126,6 +126,7 @@ def _traffic(resources: Sequence[Resources], num_steps: int) -> RunTraffic | Non
 
 
 _MEGA = 1e6
+_UNITS = ((1e9, "GB"), (_MEGA, "MB"), (1e3, "KB"))
 
 
 def comparison_table(outcomes: Sequence[Result | RunEnded]) -> Table:
@@ -151,8 +152,8 @@ def _cells(result: Result) -> list[str]:
         _loss(result.held_out_loss),
         f"{result.summary.seconds:.1f}",
         f"{result.samples_per_s:,.0f}" if result.samples_per_s else "-",
-        "-" if traffic is None else f"{megabytes(traffic.sent_bytes)}, {megabytes(traffic.received_bytes)}",
-        "-" if result.peak_bytes is None else megabytes(result.peak_bytes),
+        "-" if traffic is None else f"{in_bytes(traffic.sent_bytes)}, {in_bytes(traffic.received_bytes)}",
+        "-" if result.peak_bytes is None else in_bytes(result.peak_bytes),
     ]
 
 
@@ -160,15 +161,15 @@ def _loss(loss: float | None) -> str:
     return "-" if loss is None else f"{loss:.3f}"
 
 
-def megabytes(size_bytes: float) -> str:
-    """Return a size in megabytes, with up to three digits.
+def in_bytes(size_bytes: float) -> str:
+    """Return a size in the unit that suits it, with up to three digits.
 
-    >>> megabytes(3_456_000), megabytes(345_600_000), megabytes(1_200)
-    ('3.5 MB', '346 MB', '0.001 MB')
+    >>> in_bytes(3_456_000), in_bytes(345_600_000), in_bytes(1_200), in_bytes(96), in_bytes(1_500_000_000)
+    ('3.5 MB', '346 MB', '1.2 KB', '96 B', '1.5 GB')
     """
-    size_mb = size_bytes / _MEGA
-    digits = 0 if size_mb >= 100 or not size_bytes else 1 if size_mb >= 1 else 3
-    return f"{size_mb:.{digits}f} MB"
+    unit, name = next((pair for pair in _UNITS if size_bytes >= pair[0]), (1.0, "B"))
+    size = size_bytes / unit
+    return f"{size:.{0 if size >= 100 or unit == 1.0 else 1}f} {name}"
 
 
 def comparison_json(outcomes: Sequence[Result | RunEnded]) -> dict[str, dict[str, object]]:
@@ -259,7 +260,7 @@ def _draw_bars(axes: Axes, results: Sequence[Result], subjects: Sequence[Subject
         for part, alpha in zip(parts, (1.0, _PALE), strict=False):
             axes.barh([place], [part / _MEGA], left=left_mb, height=0.66, color=subject.colour, alpha=alpha)
             left_mb += part / _MEGA
-        text = megabytes(sum(parts)) if parts else "not known"
+        text = in_bytes(sum(parts)) if parts else "not known"
         axes.annotate(
             text, (left_mb, place), xytext=(5, 0), textcoords="offset points", va="center", color=INK, fontsize=9
         )

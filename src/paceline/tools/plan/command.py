@@ -12,6 +12,7 @@ from cyclopts import Parameter
 
 from paceline.errors import UsageError
 from paceline.tools.plan.estimate import Estimate, PlannedTask, Role, estimate
+from paceline.tools.plan.intensity import busy_batch
 from paceline.tools.plan.machine import DEVICES, Machines, parse_device, parse_link
 from paceline.tools.plan.model import (
     COMPARED_DEVICES,
@@ -112,7 +113,8 @@ class MachineOptions:
     Parameters
     ----------
     device
-        v100-16, v100-32, a100-40, a100-80, h100-80, cpu:24GB or NAME=BYTES; :FLOPS may follow the last two.
+        v100-16, v100-32, a100-40, a100-80, h100-80, cpu:24GB or NAME=BYTES; operations a second and bytes a second of
+        its memory may follow the last two, as in mine=24GB:30T:900GB.
     devices
         Number of devices.
     devices_per_machine
@@ -125,7 +127,7 @@ class MachineOptions:
     server_device
         Device that servers run on.
     utilisation
-        Share of its peak rate that a device reaches.
+        Share of its peak rate that a device reaches where its memory does not bound it.
     """
 
     device: str = "a100-80"
@@ -417,6 +419,7 @@ def plan_json(
         "activations_known": task.model.knows_activations,
         "device": machines.device.name,
         "num_devices": machines.num_devices,
+        "busy_batch": busy_batch(task.model, task.recipe, machines) if task.model.flops else None,
         "strategies": [_estimate_json(one) for one in estimates],
         "recommended": None if best is None else str(best.strategy),
         "told": told,

@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 
 from paceline.errors import UsageError
 from paceline.model_parallel.balance import balanced_ends
+from paceline.tools.plan.intensity import pass_s
 from paceline.tools.plan.machine import Device, Machines, NetworkLink
 from paceline.tools.plan.model import Model, PlannedLayer, TrainingRecipe
 from paceline.tools.plan.strategy import PlannedStrategy
@@ -336,8 +337,7 @@ def _pace(
     """Return bytes and seconds of a step, which the slowest stage determines."""
     samples, ranks = _samples(task, strategy), strategy.tensor
     passes = _PASSES_AGAIN if strategy.recompute else _PASSES
-    rate = _flops_per_s(task, machines)
-    compute_s = max(passes * samples * sum(layer.flops_of(ranks) for layer in stage) / rate for stage in stages)
+    compute_s = passes * max(_pass_s(task, machines, stage, samples, ranks) for stage in stages)
     reduced = [_reduced(stage, samples, strategy) for stage in stages]
     tensor_link, pipe_link = machines.link_over(ranks), machines.link_over(strategy.num_devices)
     tensor_s = max(sum(ring_s(ranks, size, tensor_link) for size in sizes) for sizes in reduced)
@@ -364,11 +364,14 @@ def _samples(task: PlannedTask, strategy: PlannedStrategy) -> float:
     return task.batch / strategy.data / strategy.num_micro_batches
 
 
-def _flops_per_s(task: PlannedTask, machines: Machines) -> float:
-    """Return the operations a second that a device reaches: measured, or a share of its peak."""
+def _pass_s(
+    task: PlannedTask, machines: Machines, stage: Sequence[PlannedLayer], samples: float, num_ranks: int
+) -> float:
+    """Return the seconds of a pass over a stage: its share of a measured step, or by operations and memory."""
     if task.compute_s is not None and task.model.flops:
-        return _PASSES * task.model.flops * task.batch / task.compute_s
-    return machines.device.flops(task.recipe.precision) * machines.utilisation
+        rate = _PASSES * task.model.flops * task.batch / task.compute_s
+        return samples * sum(layer.flops_of(num_ranks) for layer in stage) / rate
+    return pass_s(stage, samples, task.recipe, machines, num_ranks)
 
 
 def _reduced(stage: Sequence[PlannedLayer], samples: float, strategy: PlannedStrategy) -> list[float]:

@@ -15,6 +15,8 @@ from paceline.tools.plan.quantities import GB, in_gb, parse_bytes, parse_count, 
 _GIGABITS: Final = re.compile(r"([0-9.]+)(g|m)bit", re.IGNORECASE)
 _NETWORK_LATENCY_S: Final = 20e-6
 _CPU_FLOPS: Final = 100e9  # of a few cores; a guess, replaced by what is measured
+_CPU_MEMORY: Final = 20 * GB  # a second; as much a guess
+_MEMORY_SHARE: Final = 1 / 150  # bytes for an operation of a device that is known only by its operations
 SHARED_MEMORY: Final = "shm"
 _TO_HOST: Final = "pcie4"
 
@@ -23,6 +25,7 @@ _TO_HOST: Final = "pcie4"
 class Device:
     """A device: its memory, and its peak operations a second in half precision and in float32.
 
+    `memory_bytes_per_s`: what its memory reads or writes in a second.
     `is_host`: its memory is that of the host, which holds messages too.
     """
 
@@ -32,6 +35,7 @@ class Device:
     full_flops: float
     link: str = SHARED_MEMORY
     is_host: bool = False
+    memory_bytes_per_s: float = _CPU_MEMORY
 
     def flops(self, precision: Precision) -> float:
         """Return the peak operations a second."""
@@ -69,7 +73,7 @@ class Machines:
         link: link between the devices of a machine.
         network: link between machines, for each device.
         server_device: device of a server.
-        utilisation: share of its peak rate that a device reaches, in (0, 1].
+        utilisation: share of its peak rate that a device reaches where memory does not bound it, in (0, 1].
 
     Raises:
         UsageError: a number is less than 1, or the share is not in (0, 1].
@@ -91,6 +95,10 @@ class Machines:
         if not 0 < self.utilisation <= 1:
             raise UsageError(f"--utilisation is {self.utilisation}, expected more than 0 and at most 1.")
 
+    def flops(self, precision: Precision) -> float:
+        """Return the operations a second that a device reaches where memory does not bound it."""
+        return self.device.flops(precision) * self.utilisation
+
     @property
     def num_machines(self) -> int:
         """Number of machines that the devices fill."""
@@ -111,12 +119,12 @@ class Machines:
 DEVICES: Final[Mapping[str, Device]] = {
     device.name: device
     for device in (
-        Device("p100-16", 16 * GB, 21.2e12, 10.6e12, "nvlink-p100"),
-        Device("v100-16", 16 * GB, 125e12, 15.7e12, "nvlink-v100"),
-        Device("v100-32", 32 * GB, 125e12, 15.7e12, "nvlink-v100"),
-        Device("a100-40", 40 * GB, 312e12, 19.5e12, "nvlink-a100"),
-        Device("a100-80", 80 * GB, 312e12, 19.5e12, "nvlink-a100"),
-        Device("h100-80", 80 * GB, 989e12, 67e12, "nvlink-h100"),
+        Device("p100-16", 16 * GB, 21.2e12, 10.6e12, "nvlink-p100", memory_bytes_per_s=732 * GB),
+        Device("v100-16", 16 * GB, 125e12, 15.7e12, "nvlink-v100", memory_bytes_per_s=900 * GB),
+        Device("v100-32", 32 * GB, 125e12, 15.7e12, "nvlink-v100", memory_bytes_per_s=900 * GB),
+        Device("a100-40", 40 * GB, 312e12, 19.5e12, "nvlink-a100", memory_bytes_per_s=1555 * GB),
+        Device("a100-80", 80 * GB, 312e12, 19.5e12, "nvlink-a100", memory_bytes_per_s=2039 * GB),
+        Device("h100-80", 80 * GB, 989e12, 67e12, "nvlink-h100", memory_bytes_per_s=3350 * GB),
     )
 }
 
@@ -135,15 +143,17 @@ LINKS: Final[Mapping[str, NetworkLink]] = {
 
 
 def parse_device(text: str, what: str = "--device") -> Device:
-    """Read a device: one of `DEVICES`, cpu:BYTES, or NAME=BYTES; :FLOPS may follow the last two.
+    """Read a device: one of `DEVICES`, cpu:BYTES, or NAME=BYTES.
+
+    Its operations a second may follow the last two, and then the bytes a second of its memory.
 
     Raises:
         UsageError: it is none of these.
 
     Example:
-        >>> parse_device("mine=24GB:30T")
-        Device(name='mine', memory_bytes=24000000000.0, half_flops=30000000000000.0, \
-full_flops=30000000000000.0, link='pcie4', is_host=False)
+        >>> mine = parse_device("mine=24GB:30T:900GB")
+        >>> mine.memory_bytes, mine.half_flops, mine.memory_bytes_per_s, mine.is_host
+        (24000000000.0, 30000000000000.0, 900000000000.0, False)
     """
     if text.lower() in DEVICES:
         return DEVICES[text.lower()]
@@ -153,10 +163,12 @@ full_flops=30000000000000.0, link='pcie4', is_host=False)
         known = ", ".join(DEVICES)
         raise UsageError(
             f"{what} '{text}' is not known. Expected {known}, cpu:BYTES such as cpu:24GB, or NAME=BYTES such as "
-            "mine=24GB; :FLOPS may follow, as in mine=24GB:30T."
+            "mine=24GB; operations a second and bytes a second of its memory may follow, as in mine=24GB:30T:900GB."
         )
-    size, _, flops = rest.partition(":")
+    size, _, rates = rest.partition(":")
+    flops, _, memory = rates.partition(":")
     rate = parse_count(flops, f"the operations a second of {what}") if flops else _CPU_FLOPS
+    guess = _CPU_MEMORY if is_host else rate * _MEMORY_SHARE
     return Device(
         name.lower() if is_host else name,
         parse_bytes(size, f"the memory of {what}"),
@@ -164,6 +176,7 @@ full_flops=30000000000000.0, link='pcie4', is_host=False)
         rate,
         SHARED_MEMORY if is_host else _TO_HOST,
         is_host,
+        parse_bytes(memory, f"the bytes a second of the memory of {what}") if memory else guess,
     )
 
 

@@ -10,8 +10,9 @@ from typing import Final
 
 from paceline.errors import UsageError
 from paceline.tools.plan.estimate import Estimate, PlannedTask, estimate
+from paceline.tools.plan.intensity import busy_batch
 from paceline.tools.plan.machine import Machines
-from paceline.tools.plan.quantities import in_bytes, in_seconds
+from paceline.tools.plan.quantities import in_bytes, in_seconds, three_digits
 from paceline.tools.plan.strategy import Joint, PlannedStrategy, Schedule
 
 _MAX_MIXED: Final = 5  # number of strategies of several kinds that are shown, the best
@@ -66,12 +67,27 @@ def explain(task: PlannedTask, machines: Machines, estimates: Sequence[Estimate]
     elif machines.num_devices > 1 and best.strategy.num_devices == 1:
         reasons.append("Over these links, more devices would only wait for each other.")
     reasons += _rejected(best, estimates)
+    reasons += _intensity(task, machines, best)
     if best.step.communicate > _THIN * best.step.total:
         reasons.append(
             "Most of a step is communication: a larger batch, local steps between two exchanges, or a bound on "
             "staleness (ssp) gain more than another strategy here."
         )
     return " ".join(reasons)
+
+
+def _intensity(task: PlannedTask, machines: Machines, best: Estimate) -> list[str]:
+    """Return a sentence on the batch that keeps a device busy."""
+    if task.compute_s is not None or not task.model.flops:
+        return []
+    least = busy_batch(task.model, task.recipe, machines)
+    samples = task.batch / best.strategy.data / best.strategy.num_micro_batches
+    if least is None:
+        return [f"Memory and not operations bounds a {machines.device.name} on this model, at any batch."]
+    if samples >= least:
+        return []
+    unit = "sample" if least == 1 else "samples"
+    return [f"With {three_digits(samples)} at a time it waits for memory: {least} {unit} keep it busy."]
 
 
 def _rejected(best: Estimate, estimates: Sequence[Estimate]) -> list[str]:

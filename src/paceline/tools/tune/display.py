@@ -284,7 +284,14 @@ def _draw_importances(axes: Axes, importances: Mapping[str, float]) -> None:
     _entitle(axes, "Importance of parameters")
     quiet(axes, grid="x")
     if not importances:
-        axes.text(0.5, 0.5, "too few different trials to tell", ha="center", color=FAINT, transform=axes.transAxes)
+        axes.text(
+            0.5,
+            0.5,
+            "too few trials to tell,\nor none beyond chance",
+            ha="center",
+            color=FAINT,
+            transform=axes.transAxes,
+        )
         axes.set_axis_off()
         return
     names = sorted(importances, key=lambda name: importances[name])
@@ -297,7 +304,7 @@ def _draw_importances(axes: Axes, importances: Mapping[str, float]) -> None:
         )  # fmt: skip
     axes.set_xlim(0, 1.15 * max(importances.values()) or 1)
     axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    axes.set_xlabel("importance (PED-ANOVA)", color=INK)
+    axes.set_xlabel("importance (PED-ANOVA), of those beyond chance", color=INK)
 
 
 def _columns(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:

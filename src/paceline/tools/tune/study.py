@@ -11,8 +11,10 @@ import json
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from random import Random
 from shlex import quote
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, final
+from warnings import catch_warnings, simplefilter
 
 import msgspec
 from optuna.storages import BaseStorage, JournalStorage
@@ -120,7 +122,8 @@ State = Literal["running", "finished", "pruned", "failed", "interrupted"]
 
 MEDIAN_STARTUP: Final = 5  # number of finished trials before the first may be pruned
 HALVING_FACTOR: Final = 3
-FEWEST_TO_EXPLAIN: Final = 4  # least number of trials for the importance of parameters
+FEWEST_TO_EXPLAIN: Final = 20  # least number of trials for the importance of parameters
+_NUM_SHUFFLES: Final = 40
 _STUDY: Final = "search"
 _REASON: Final = "reason"
 _MEASURED: Final = "measured"
@@ -265,18 +268,22 @@ class Study:
     def importances(self) -> dict[str, float]:
         """Return the share of the difference between the best and all trials that each parameter explains, 0 to 1.
 
-        Pruned trials rank behind finished ones: only which trials are among the best matters.
+        Pruned trials rank behind finished ones: only which trials are among the best matters. A parameter is left out
+        that explains no more than it does in some of 40 orders drawn at random, as it may do so by chance; and all are
+        where there are few trials.
         """
-        import optuna
-
         known = [one for one in self._study.get_trials(deepcopy=False) if _state(one) in ("finished", "pruned")]
         varied = [name for name in self._parameters if len({one.params[name] for one in known}) > 1]
         if len(known) < FEWEST_TO_EXPLAIN or not varied:
             return {}
-        ranked = optuna.create_study()
-        for rank, one in enumerate(sorted(known, key=self._order)):
-            ranked.add_trial(optuna.trial.create_trial(value=rank, params=one.params, distributions=one.distributions))
-        return dict(optuna.importance.get_param_importances(ranked, params=varied))
+        ordered = sorted(known, key=self._order)
+        found, random = _explained(ordered, varied), Random(0)
+        chance = dict.fromkeys(varied, 0.0)
+        for _ in range(_NUM_SHUFFLES):
+            shuffled = _explained(random.sample(ordered, len(ordered)), varied)
+            chance = {name: max(chance[name], shuffled[name]) for name in varied}
+        sure = {name: share for name, share in found.items() if share > chance[name]}
+        return {name: share / sum(sure.values()) for name, share in sure.items()}
 
     def _order(self, frozen: FrozenTrial) -> tuple[bool, float]:
         """Sort finished trials by value, and pruned ones behind them, the latest pruned first."""
@@ -343,6 +350,22 @@ def _pruner(search: Search) -> BasePruner:
             return MedianPruner(n_startup_trials=MEDIAN_STARTUP)
         case "halving":
             return SuccessiveHalvingPruner(min_resource=1, reduction_factor=HALVING_FACTOR)
+
+
+def _explained(ordered: Sequence[FrozenTrial], names: Sequence[str]) -> dict[str, float]:
+    """Return how much each parameter explains of an order of trials, the best first, by PED-ANOVA."""
+    import optuna
+
+    ranked = optuna.create_study()
+    ranked.add_trials(
+        [
+            optuna.trial.create_trial(value=rank, params=one.params, distributions=one.distributions)
+            for rank, one in enumerate(ordered)
+        ]
+    )
+    with catch_warnings():
+        simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # of `normalize`: shares of 1 cannot be compared
+        return dict(optuna.importance.get_param_importances(ranked, params=list(names), normalize=False))
 
 
 def _state(frozen: FrozenTrial) -> State:

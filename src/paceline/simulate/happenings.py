@@ -1,0 +1,73 @@
+"""What happens in a rehearsal, one value each; times are virtual seconds, and clocks count as in the trace of a run."""
+
+from __future__ import annotations
+
+from paceline.core.messages import value_class
+
+
+@value_class
+class ReadValues:
+    """A worker at `clock` has values that are complete up to `value_clock`."""
+
+    t: float
+    worker: int
+    clock: int
+    value_clock: int
+    waited_s: float
+    source: str
+
+
+@value_class
+class FinishedClock:
+    """A worker finished a clock, `step_s` after the one before; it waited for values and for a batch in this time."""
+
+    t: float
+    worker: int
+    clock: int
+    loss: float | None
+    wait_s: float
+    step_s: float
+    load_s: float
+
+
+@value_class
+class ReachedClock:
+    """On this server every clock below `clock` is complete."""
+
+    t: float
+    server: int
+    clock: int
+
+
+@value_class
+class Updated:
+    """A server applied the pushes of these workers as one update, in `took_s` until `t`."""
+
+    t: float
+    server: int
+    workers: tuple[int, ...]
+    clock: int
+    took_s: float
+
+
+@value_class
+class ChangedMember:
+    """A server saw a worker join, leave or die."""
+
+    t: float
+    server: int
+    worker: int
+    incarnation: int
+    change: str
+
+
+@value_class
+class RefusedPush:
+    """A worker heard that a push of its came too late, and was not applied."""
+
+    t: float
+    worker: int
+    reason: str
+
+
+Happening = ReadValues | FinishedClock | ReachedClock | Updated | ChangedMember | RefusedPush

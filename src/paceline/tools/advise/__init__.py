@@ -1,0 +1,1 @@
+"""`paceline advise`: which consistency, servers and placement would make a recorded run faster."""
