@@ -16,7 +16,6 @@ from typing import Final, TextIO, final
 
 from paceline.errors import PacelineError, UsageError
 from paceline.job.addresses import SPEC_NAME, AddressBook
-from paceline.job.carriers import tell_user
 from paceline.job.credentials.holders import KEYS_NAME, Holder, TokenFiles, link_keys, tls_settings
 from paceline.job.environment import (
     NUM_THREADS,
@@ -48,6 +47,7 @@ from paceline.launch.signals import Signals
 from paceline.launch.snapshots import resumption, with_snapshots
 from paceline.launch.successors import LEAST_FILES, Successors
 from paceline.launch.supervise import Exits, Member, ProgressDisplay, SupervisionConfig, Supervisor
+from paceline.notices import tell
 from paceline.observe.trace import UNNAMED_TRACE_BYTES
 from paceline.transport.tcp import TcpTransport
 
@@ -399,7 +399,7 @@ def _use_keys(keys: Path, run_dir: Path) -> None:
 
     soon = check_keys(keys, Holder("server", 0))
     if soon:
-        tell_user(soon)
+        tell(soon)
     link_keys(keys, run_dir)
 
 
