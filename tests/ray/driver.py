@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import sys
+from typing import Any
+from unittest.mock import patch
 
 from paceline.ray.engine import OBJECT_STORE_BYTES, OWN_CLUSTER
 
@@ -32,12 +34,14 @@ def main() -> None:
         cluster.shutdown()
 
 
-def answer(job: dict[str, object]) -> int:
+def answer(job: dict[str, Any]) -> int:
     from paceline.errors import PacelineError
     from paceline.ray import run
 
+    variables = job.pop("variables", {})
     try:
-        return run(**job)
+        with patch.dict(os.environ, variables):
+            return run(**job)
     except PacelineError as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         return -1

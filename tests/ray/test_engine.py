@@ -224,7 +224,11 @@ print(f"worker {ps.rank} goes on from {told.clock if told else None} and has {ta
 def test_over_two_nodes_a_job_goes_on_from_a_snapshot(launcher: Launcher, tmp_path: Path) -> None:
     script, kept = tmp_path / "count.py", str(tmp_path / "kept")
     for stop_at, begins in ((2, None), (5, 2)):
-        job = {"args": [kept, str(stop_at)], **ON_SECOND, **({"resume": kept} if begins else {})}
+        job = {
+            "args": [kept, str(stop_at)],
+            **ON_SECOND,
+            "variables": {"PACELINE_RESUME": kept, "PACELINE_SNAPSHOTS": kept},
+        }
         code, lines = launcher.run(script, COUNT_ON, quiet=False, **job)
         assert code == 0, lines
         for rank in range(2):

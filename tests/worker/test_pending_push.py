@@ -1,4 +1,4 @@
-"""A push in flight ends once: callers hear of a refusal, and whoever wants a future has one."""
+"""A push in flight ends once: callers hear of a refusal, and a future that is wanted has the outcome."""
 
 from __future__ import annotations
 

@@ -242,7 +242,7 @@ def make_spec(run: LocalRun, run_dir: Path) -> ClusterSpec:
         trace=run.trace,
         join_timeout_s=max(LEAST_JOIN_TIMEOUT_S, timeout_s),
         wait_timeout_s=timeout_s,
-        grace_s=run.grace_s,
+        grace_s=run.policy.grace_s,
         shares=run.shares,
         server_threads=run.server_threads,
         num_data_servers=run.num_data_servers,
@@ -267,7 +267,7 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
     config = SupervisionConfig(
         policy=run.policy,
         start_timeout_s=run.start_timeout_s,
-        grace_s=run.grace_s,
+        grace_s=run.policy.grace_s,
         run_dir=run_dir,
         meets_early=True,
     )

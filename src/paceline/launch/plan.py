@@ -72,7 +72,6 @@ class LocalRun:
     copy_to: Path | None = None
     policy: Policy = field(default_factory=Policy)
     start_timeout_s: float = START_TIMEOUT_S  # until all servers say where they listen
-    grace_s: float = 5.0  # from being told to end until being killed
     timeout_s: float | None = None  # of a wait of a worker; None takes PACELINE_TIMEOUT_S, else the default
     progress: bool = False
     dashboard: bool = False  # on a page in a browser, by a process beside the job
@@ -127,8 +126,8 @@ class LocalRun:
         self.record.validate(stays=self.run_dir is not None)
         if self.debug is not None and self.debug not in self.first_workers:
             raise UsageError(f"--debug is {self.debug}, expected a worker from 0 to {self.first_workers[-1]}")
-        if not self.grace_s > 0:
-            raise UsageError(f"--grace-s must be more than 0, got {self.grace_s:g}")
+        if not self.policy.grace_s > 0:
+            raise UsageError(f"--grace-s must be more than 0, got {self.policy.grace_s:g}")
         if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
             raise UsageError(f"--timeout must be more than 0 seconds, got {self.timeout_s:g}")
         check_shares(self.shares, self.num_servers)

@@ -40,6 +40,8 @@ class Policy:
         How often one worker is started again under --on-crash restart, after pauses that grow from 0.5 s to 30 s.
     on_server_crash
         What to do when a server is killed: go on with another process in its place, which loses nothing, or stop.
+    grace_s
+        How many seconds workers have to finish their step and leave once the run is told to end.
 
     >>> Policy().decide(exit_code=3, num_restarts=0)
     <CrashDecision.STOP: 'stop'>
@@ -49,6 +51,7 @@ class Policy:
     on_error: OnError = "stop"
     max_restarts: int = 3
     on_server_crash: OnServerCrash = "resume"
+    grace_s: float = 5.0
 
     def decide(self, exit_code: int, num_restarts: int) -> CrashDecision:
         """Decide after a worker ended with `exit_code` (negative: the signal that killed it)."""

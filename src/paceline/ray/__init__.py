@@ -38,9 +38,6 @@ def run(
     max_restarts: int = 3,
     run_dir: Path | str | None = None,
     trace: TraceLevel = "steps",
-    snapshots: Path | str | None = None,
-    snapshot_every: str | None = None,
-    resume: Path | str | None = None,
     quiet: bool = False,
     place_servers: Spread = "spread",
     place_workers: Spread = "pack",
@@ -56,7 +53,8 @@ def run(
     """Run a script as a job on a Ray cluster, as `paceline run --engine ray` does, and return its exit code.
 
     Blocks until the job has ended; call it from the main thread, because it answers Ctrl-C and SIGTERM meanwhile. The
-    arguments are the options of `paceline run`.
+    arguments are the options of `paceline run`; what it keeps of itself, and goes on from, is named by the variables
+    PACELINE_SNAPSHOTS, PACELINE_SNAPSHOT_EVERY and PACELINE_RESUME of this process.
 
     Args:
         script: what every worker runs.
@@ -74,9 +72,6 @@ def run(
         max_restarts: how often one worker is started again.
         run_dir: new or empty folder that keeps the run's traces, on this machine.
         trace: how much is recorded.
-        snapshots: folder for snapshots of all tables, which all nodes see.
-        snapshot_every: how long to wait between two: "10m", "90s" or "auto".
-        resume: folder whose newest snapshot the job goes on from, which all nodes see.
         quiet: show only what the script prints, and errors.
         place_servers: how servers and data servers are placed.
         place_workers: how workers are placed.
@@ -95,7 +90,6 @@ def run(
     """
     from paceline.launch import plan, policy
     from paceline.ray import driver, options
-    from paceline.snapshots.options import SnapshotOptions
 
     asked = plan.LocalRun(
         script=Path(script),
@@ -107,11 +101,6 @@ def run(
         scale=scale,
         strategy=strategy,
         trace=trace,
-        snapshots=SnapshotOptions(
-            snapshots=None if snapshots is None else Path(snapshots),
-            snapshot_every=snapshot_every,
-            resume=None if resume is None else Path(resume),
-        ),
         run_dir=None if run_dir is None else Path(run_dir),
         policy=policy.Policy(on_crash, on_error, max_restarts),
         progress=not quiet,

@@ -6,6 +6,7 @@ import os
 import select
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, final
@@ -24,11 +25,13 @@ from paceline.launch.local import (
 from paceline.launch.output import CHUNK_BYTES, Console, unblocked_output
 from paceline.launch.plan import DEFAULT_PROGRAMS, LocalRun, plan_launches
 from paceline.launch.signals import Signals
+from paceline.launch.snapshots import options_of_environment
 from paceline.launch.supervise import Exits, SupervisionConfig, Supervisor
 from paceline.ray.actor import ProcessActor
 from paceline.ray.engine import Cluster, joined, load_ray, prepare
 from paceline.ray.options import RayOptions
 from paceline.ray.registry import RayRegistry, RemoteProcess
+from paceline.snapshots.options import SnapshotOptions
 
 if TYPE_CHECKING:
     from paceline.launch.child import Launch
@@ -183,10 +186,14 @@ def _placed(registry: RayRegistry) -> str:
 def run_on_ray(run: LocalRun, options: RayOptions) -> int:
     """Run a script as a job of several processes on a Ray cluster.
 
+    Without options on snapshots the variables of this process count, as under other launchers.
+
     Blocks until the job has ended, and returns its exit code as `run_local` does. Raises UsageError for a run that
     cannot start, and PeerError when there is no cluster, or no room on it in time. Call it from the main thread: it
     answers signals while it runs.
     """
+    if run.snapshots == SnapshotOptions():
+        run = replace(run, snapshots=options_of_environment())
     run.validate()
     if run.num_at_start is not None:
         raise UsageError(
@@ -204,7 +211,7 @@ def _supervise(ray: ModuleType, run: LocalRun, options: RayOptions, run_dir: Pat
     write_token(run_dir)
     trace_folder = run_dir / TRACE_NAME
     config = SupervisionConfig(
-        policy=run.policy, start_timeout_s=options.start_timeout, grace_s=run.grace_s, run_dir=run_dir
+        policy=run.policy, start_timeout_s=options.start_timeout, grace_s=run.policy.grace_s, run_dir=run_dir
     )
     with open_copy(run.copy_to) as copy:
         console = Console(copy)

@@ -45,7 +45,6 @@ def run(
     divide_lr: Annotated[bool, Parameter(negative="")] = False,
     policy: Annotated[Policy, Parameter(name="*")] = Policy(),  # noqa: B008 - it is frozen
     timeout: float | None = None,
-    grace_s: float = 5.0,
     run_dir: Path | None = None,
     record: Annotated[RecordOptions, Parameter(name="*")] = RecordOptions(),  # noqa: B008 - it is frozen
     shares: str | None = None,
@@ -108,8 +107,6 @@ def run(
     timeout
         How many seconds a worker waits for others, in any call, before it gives up: 600 by default, or what
         PACELINE_TIMEOUT_S says, and at least three times the longest step so far.
-    grace_s
-        How many seconds workers have to finish their step and leave once the run is told to end.
     run_dir
         New or empty folder that keeps the run's traces. Without it the latest are kept, of the last 20 runs, in
         ~/.local/state/paceline/runs; PACELINE_KEEP_RUNS=0 keeps nothing.
@@ -153,7 +150,6 @@ def run(
         joining=joining,
         shares=parts_of(shares, servers, quiet=quiet),
         timeout_s=timeout,
-        grace_s=grace_s,
         server_threads=server_threads,
         pin=pin,
         publish_every=publish,
