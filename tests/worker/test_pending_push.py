@@ -1,4 +1,4 @@
-"""A push in flight ends once: callers hear of a refusal, and a future that is wanted has the outcome."""
+"""A push in flight ends once: a refusal is told, and a future is there for callers that ask for one."""
 
 from __future__ import annotations
 
