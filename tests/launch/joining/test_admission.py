@@ -303,6 +303,19 @@ def test_a_certificate_that_is_for_no_worker_is_refused(tmp_path: Path, role: st
         assert host.admission.requested() == []
 
 
+def test_what_a_revoked_certificate_has_started_is_taken_for_killed(tmp_path: Path) -> None:
+    keys, issued = tmp_path / "keys", tmp_path / "issued"
+    make_keys(keys)
+    issue_keys(keys, Holder("worker", 2), issued)
+    with hosting(tmp_path / "run", keys) as host, connected(host, issued) as run, Answering(host, 2) as answering:
+        run.ask(request())
+        answering.thread.join(WAIT_S)
+        host.admission.expel({"worker-1"})
+        assert answering.joiners[0].exit_code(2) is None
+        host.admission.expel({"worker-1", "worker-2"})
+        assert host.wait_exit(answering.joiners[0], 2) == -signal.SIGKILL
+
+
 def test_keys_of_another_authority_are_not_let_in(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys")
     make_keys(tmp_path / "others")

@@ -7,7 +7,7 @@ the life of what it has started: when it ends, the workers that have not ended a
 
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, final
@@ -221,6 +221,13 @@ class JoinListener:
         with self._lock:
             requested, self._requested = self._requested, []
         return requested
+
+    def expel(self, names: Collection[str]) -> None:
+        """End the connections whose certificate has such a holder or serial number, and so what was started there."""
+        with self._lock:
+            expelled = [each for each in self._connections if each.peer_identity.are_among(names)]
+        for connection in expelled:
+            connection.close()
 
     def _accept(self) -> None:
         while True:
