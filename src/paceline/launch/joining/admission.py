@@ -81,8 +81,8 @@ class Joiner:
     ) -> None:
         """Stand for the process that has made this request; `changed` is called when a worker has ended."""
         self._connection = connection
-        self._run_dir = Path(spec.run_dir)
-        self._traces = TraceReceiver(self._run_dir, spec.trace_bytes)
+        self._spec = spec
+        self._traces = TraceReceiver(Path(spec.run_dir), spec.trace_bytes)
         self._request = request
         self._changed = changed
         self._lock = threading.Lock()
@@ -101,7 +101,12 @@ class Joiner:
         return f"process {self._request.pid}" if machine == this_machine() else f"machine {machine}"
 
     def permits(self, launch: Launch) -> bool:
-        """Return whether it has a certificate for this place, or needs none: servers look at that again."""
+        """Return whether it may have this place: worker 0 writes the snapshots, in a folder that it has to have.
+
+        It needs a certificate for it, or none: servers look at that again.
+        """
+        if not launch.rank and self._spec.snapshots and not self._request.shares_folder:
+            return False
         return self._request.ranks is None or launch.rank in self._request.ranks
 
     def refuse(self, reason: str) -> None:
@@ -110,7 +115,7 @@ class Joiner:
 
     def admit(self, launches: Sequence[Launch]) -> Sequence[JoinedWorker]:
         """Answer that it gets these places, and return its workers there; raises PeerError if it is gone."""
-        spec = (self._run_dir / CLUSTER_NAME).read_bytes()
+        spec = (Path(self._spec.run_dir) / CLUSTER_NAME).read_bytes()
         with self._lock:
             self._running = {launch.rank for launch in launches}
         places = tuple((launch.rank, launch.incarnation) for launch in launches)
