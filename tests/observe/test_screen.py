@@ -9,7 +9,7 @@ from paceline.errors import UsageError
 from paceline.launch.running import find_run
 from paceline.observe.progress import RunView
 from paceline.observe.screen import RunPicture, WorkerRow, as_data, picture, screen_lines, server_row
-from paceline.observe.trace import Exit, Record, Serving, Trace, trace_path
+from paceline.observe.trace import Exit, MembershipRecord, Record, Serving, Trace, trace_path
 from paceline.observe.verdict import ProcessState, judge
 
 
@@ -141,6 +141,20 @@ def test_a_worker_that_was_told_to_leave_and_has_is_not_dead(tmp_path: Path) -> 
     view.refresh(0.0)
     assert "dead" not in view.verdict().text
     assert view.rows()[2].state == "left"
+
+
+def test_a_worker_whose_place_was_taken_anew_is_neither_dead_nor_starting(tmp_path: Path) -> None:
+    records = story()
+    write(tmp_path, records)
+    began_t = records[0].t
+    with Trace(trace_path(tmp_path, "launcher", 0)) as trace:
+        trace.record(Exit(began_t, "worker 2", "worker", 2, 0, 1, -9, 0.0, "was killed", "the others go on without it"))
+    with Trace(trace_path(tmp_path, "server", 7)) as trace:  # traces are read one after another
+        trace.record(MembershipRecord(began_t, 0, 2, 1, "joined"))
+    view = RunView(tmp_path / "trace")
+    view.refresh(0.0)
+    assert "dead" not in view.verdict().text
+    assert view.rows()[2].state not in ("starting", "dead")
 
 
 def test_a_job_that_is_none_is_refused_and_says_what_there_is(tmp_path: Path) -> None:

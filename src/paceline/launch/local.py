@@ -17,6 +17,7 @@ from typing import Final, TextIO, final
 from paceline.errors import PacelineError, UsageError
 from paceline.job.addresses import SPEC_NAME, AddressBook
 from paceline.job.credentials.holders import KEYS_NAME, Holder, TokenFiles, link_keys, tls_settings
+from paceline.job.credentials.revocation import revoked_path, watching_revoked
 from paceline.job.environment import (
     NUM_THREADS,
     child_environment,
@@ -363,7 +364,10 @@ def open_admission(
     tls = tls_settings(run_dir / KEYS_NAME, Holder("server", 0)) if spec.encrypted else None
     transport = TcpTransport(TokenFiles(run_dir, JOB), LIMITS, tls=tls, notice=console.announce)
     listener = transport.listen(format_host_port(host, port))
-    with JoinListener(listener, spec, program_digest(run.script), signals.wake, console.announce) as admission:
+    with (
+        JoinListener(listener, spec, program_digest(run.script), signals.wake, console.announce) as admission,
+        watching_revoked(revoked_path(spec), admission.expel),
+    ):
         yield admission
 
 

@@ -171,6 +171,10 @@ class _Pace:
             self.steps.popleft()
         self.forget_losses(step.t)
 
+    def has_stepped_since(self, t: float) -> bool:
+        """Return whether a step that was read is later."""
+        return bool(self.steps) and self.steps[-1].t > t
+
     def add_bad_loss(self, told: Reported) -> None:
         self.bad_losses.append(told)
         self.forget_losses(told.t)
@@ -421,9 +425,13 @@ class RunView:
         elif isinstance(record, Exit) and record.role == "worker":
             ended = time.strftime("%H:%M:%S", time.localtime(record.unix_s))
             end = LEFT if record.exit_code == EXIT_LEFT else f"{DEAD} since {ended}"
-            self._paces.setdefault(record.rank, _Pace()).life.note(end, self._now)
+            pace = self._paces.setdefault(record.rank, _Pace())
+            if not pace.has_stepped_since(record.t):  # else another life is in its place, of which more was read
+                pace.life.note(end, self._now)
         elif isinstance(record, MembershipRecord) and record.event == "joined" and record.incarnation:
-            self._paces.setdefault(record.worker, _Pace()).life.note("", self._now)
+            pace = self._paces.setdefault(record.worker, _Pace())
+            if pace.life.end or not pace.has_stepped_since(record.t):
+                pace.life.note("", self._now)
         if isinstance(record, Step | State | Resources | ReadRecord | RowRead):
             pace = self._paces.setdefault(record.worker, _Pace())
             pace.life.update(record, self._now)

@@ -17,7 +17,7 @@ from paceline.job.machines import Machine
 from paceline.job.spec import ClusterSpec, write_token
 from paceline.launch.child import Launch
 from paceline.launch.joining.admission import Joiner, JoinListener
-from paceline.launch.joining.connection import find_run
+from paceline.launch.joining.connection import find_run_address
 from paceline.launch.joining.messages import JOB, LIMITS, JoinRequest
 from paceline.launch.rendezvous.liveness_lock import VERSION, ProcessInfo
 from paceline.transport.tcp import TcpTransport
@@ -72,7 +72,7 @@ class Host:
         return code
 
 
-def make_run(run_dir: Path, *, num_at_start: int = 1, encrypted: bool = False) -> ClusterSpec:
+def make_run(run_dir: Path, *, num_at_start: int = 1, encrypted: bool = False, snapshots: str = "") -> ClusterSpec:
     run_dir.mkdir(mode=0o700)
     spec = ClusterSpec(
         job="a",
@@ -82,6 +82,7 @@ def make_run(run_dir: Path, *, num_at_start: int = 1, encrypted: bool = False) -
         transport="tcp",
         run_dir=str(run_dir),
         encrypted=encrypted,
+        snapshots=snapshots,
     )
     spec.write(run_dir / SPEC_NAME)
     spec.write(run_dir / CLUSTER_NAME)
@@ -89,9 +90,9 @@ def make_run(run_dir: Path, *, num_at_start: int = 1, encrypted: bool = False) -
 
 
 @contextmanager
-def hosting(run_dir: Path, keys: Path | None = None) -> Iterator[Host]:
+def hosting(run_dir: Path, keys: Path | None = None, snapshots: str = "") -> Iterator[Host]:
     """Listen as a run does; afterwards nothing is left."""
-    spec = make_run(run_dir, encrypted=keys is not None)
+    spec = make_run(run_dir, encrypted=keys is not None, snapshots=snapshots)
     if keys is None:
         write_token(run_dir)
     host = Host(run_dir)
@@ -107,4 +108,4 @@ def address_of(host: Host) -> str:
     return host.admission.address.removeprefix("tcp://")
 
 
-__all__ = ["WAIT_S", "Host", "address_of", "find_run", "hosting", "launches", "make_run", "request"]
+__all__ = ["WAIT_S", "Host", "address_of", "find_run_address", "hosting", "launches", "make_run", "request"]

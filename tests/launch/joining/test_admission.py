@@ -30,7 +30,7 @@ from paceline.job.machines import Machine
 from paceline.job.spec import TOKEN_NAME, write_private
 from paceline.launch.guard import clear
 from paceline.launch.joining.admission import Joiner
-from paceline.launch.joining.connection import RunConnection, find_run
+from paceline.launch.joining.connection import RunConnection, find_run_address
 from paceline.launch.joining.messages import (
     ADDRESS_NAME,
     JOB,
@@ -51,7 +51,7 @@ def connected(host: Host, keys: Path | None = None) -> Iterator[RunConnection]:
     """Connect as `paceline join` does: by the folder, or by the address with keys."""
     own = host.run_dir.parent / f"own-{secrets.token_hex(4)}"
     own.mkdir(mode=0o700)
-    found = find_run(str(host.run_dir) if keys is None else address_of(host), 1, keys, own)
+    found = find_run_address(str(host.run_dir) if keys is None else address_of(host), 1, keys, own)
     with RunConnection(found) as run:
         yield run
 
@@ -152,7 +152,7 @@ def test_a_run_that_ends_is_out_of_reach(tmp_path: Path) -> None:
     news = threading.Event()
     with hosting(tmp_path / "run") as host:
         own = tmp_path / "own"
-        run = RunConnection(find_run(str(host.run_dir), 1, None, own))
+        run = RunConnection(find_run_address(str(host.run_dir), 1, None, own))
         with Answering(host, 1):
             run.ask(request())
         run.follow(news.set)
@@ -273,7 +273,7 @@ def test_another_token_is_not_let_in(tmp_path: Path) -> None:
         write_private(tmp_path / "other" / TOKEN_NAME, secrets.token_bytes(32))
         write_private(tmp_path / "other" / ADDRESS_NAME, host.admission.address.encode())
         with pytest.raises(AuthenticationFailed, match=r"the run in \S+ does not let this process in"):
-            RunConnection(find_run(str(tmp_path / "other"), 1, None, tmp_path))
+            RunConnection(find_run_address(str(tmp_path / "other"), 1, None, tmp_path))
         assert host.admission.requested() == []
 
 
@@ -303,12 +303,40 @@ def test_a_certificate_that_is_for_no_worker_is_refused(tmp_path: Path, role: st
         assert host.admission.requested() == []
 
 
+@pytest.mark.parametrize(
+    ("snapshots", "shares_folder", "may"),
+    [("snapshots", False, False), ("snapshots", True, True), ("", False, True)],
+)
+def test_worker_0_has_the_folder_of_snapshots(tmp_path: Path, snapshots: str, shares_folder: bool, may: bool) -> None:
+    with (
+        hosting(tmp_path / "run", snapshots=snapshots) as host,
+        connected(host) as run,
+        Answering(host, 1) as answering,
+    ):
+        run.ask(msgspec.structs.replace(request(), shares_folder=shares_folder))
+    zero, one = launches(0, 1)
+    assert [answering.joiners[0].permits(each) for each in (zero, one)] == [may, True]
+
+
+def test_what_a_revoked_certificate_has_started_is_taken_for_killed(tmp_path: Path) -> None:
+    keys, issued = tmp_path / "keys", tmp_path / "issued"
+    make_keys(keys)
+    issue_keys(keys, Holder("worker", 2), issued)
+    with hosting(tmp_path / "run", keys) as host, connected(host, issued) as run, Answering(host, 2) as answering:
+        run.ask(request())
+        answering.thread.join(WAIT_S)
+        host.admission.expel({"worker-1"})
+        assert answering.joiners[0].exit_code(2) is None
+        host.admission.expel({"worker-1", "worker-2"})
+        assert host.wait_exit(answering.joiners[0], 2) == -signal.SIGKILL
+
+
 def test_keys_of_another_authority_are_not_let_in(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys")
     make_keys(tmp_path / "others")
     (tmp_path / "own").mkdir()
     with hosting(tmp_path / "run", tmp_path / "keys") as host:
-        found = find_run(address_of(host), 1, tmp_path / "others", tmp_path / "own")
+        found = find_run_address(address_of(host), 1, tmp_path / "others", tmp_path / "own")
         with pytest.raises(CertificateRefused, match="Join with the keys that the run was given as --keys"):
             RunConnection(found)
 
@@ -340,18 +368,18 @@ def test_keys_are_linked_and_stay_when_the_folder_of_the_job_is_cleared(tmp_path
 )
 def test_what_is_no_run_is_said(tmp_path: Path, text: str, keys: Path | None, says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        find_run(str(tmp_path) if text == "." else text, 1, keys, tmp_path)
+        find_run_address(str(tmp_path) if text == "." else text, 1, keys, tmp_path)
 
 
 def test_a_run_whose_workers_stay_and_one_that_has_ended_are_said(tmp_path: Path) -> None:
     make_run(tmp_path / "fixed", num_at_start=0)
     with pytest.raises(UsageError, match="keeps its 4 workers: start it with --workers 4:5, for example"):
-        find_run(str(tmp_path / "fixed"), 1, None, tmp_path)
+        find_run_address(str(tmp_path / "fixed"), 1, None, tmp_path)
     make_run(tmp_path / "ended")
     with pytest.raises(UsageError, match="does not listen for workers that join: has it ended"):
-        find_run(str(tmp_path / "ended"), 1, None, tmp_path)
+        find_run_address(str(tmp_path / "ended"), 1, None, tmp_path)
     with pytest.raises(UsageError, match="which has its keys: leave out --keys"):
-        find_run(str(tmp_path / "ended"), 1, tmp_path, tmp_path)
+        find_run_address(str(tmp_path / "ended"), 1, tmp_path, tmp_path)
 
 
 def test_keys_without_a_certificate_of_a_worker_are_said(tmp_path: Path) -> None:
@@ -359,7 +387,7 @@ def test_keys_without_a_certificate_of_a_worker_are_said(tmp_path: Path) -> None
     issue_keys(tmp_path / "keys", Holder("server", 1), tmp_path / "issued")
     (tmp_path / "own").mkdir()
     with pytest.raises(UsageError, match="has no certificate for a worker: have one made where the keys were made"):
-        find_run("127.0.0.1:1", 1, tmp_path / "issued", tmp_path / "own")
+        find_run_address("127.0.0.1:1", 1, tmp_path / "issued", tmp_path / "own")
 
 
 def test_where_no_run_listens_is_said(tmp_path: Path) -> None:
@@ -369,4 +397,4 @@ def test_where_no_run_listens_is_said(tmp_path: Path) -> None:
     with pytest.raises(
         PeerError, match=r"cannot reach the run in \S+: no listener at 127.0.0.1:1.* Does the run go on\?"
     ):
-        RunConnection(find_run(str(tmp_path / "run"), 1, None, tmp_path))
+        RunConnection(find_run_address(str(tmp_path / "run"), 1, None, tmp_path))

@@ -7,7 +7,7 @@ the life of what it has started: when it ends, the workers that have not ended a
 
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, final
@@ -81,8 +81,8 @@ class Joiner:
     ) -> None:
         """Stand for the process that has made this request; `changed` is called when a worker has ended."""
         self._connection = connection
-        self._run_dir = Path(spec.run_dir)
-        self._traces = TraceReceiver(self._run_dir, spec.trace_bytes)
+        self._spec = spec
+        self._traces = TraceReceiver(Path(spec.run_dir), spec.trace_bytes)
         self._request = request
         self._changed = changed
         self._lock = threading.Lock()
@@ -101,7 +101,12 @@ class Joiner:
         return f"process {self._request.pid}" if machine == this_machine() else f"machine {machine}"
 
     def permits(self, launch: Launch) -> bool:
-        """Return whether it has a certificate for this place, or needs none: servers look at that again."""
+        """Return whether it may have this place: worker 0 writes the snapshots, in a folder that it has to have.
+
+        It needs a certificate for it, or none: servers look at that again.
+        """
+        if not launch.rank and self._spec.snapshots and not self._request.shares_folder:
+            return False
         return self._request.ranks is None or launch.rank in self._request.ranks
 
     def refuse(self, reason: str) -> None:
@@ -110,7 +115,7 @@ class Joiner:
 
     def admit(self, launches: Sequence[Launch]) -> Sequence[JoinedWorker]:
         """Answer that it gets these places, and return its workers there; raises PeerError if it is gone."""
-        spec = (self._run_dir / CLUSTER_NAME).read_bytes()
+        spec = (Path(self._spec.run_dir) / CLUSTER_NAME).read_bytes()
         with self._lock:
             self._running = {launch.rank for launch in launches}
         places = tuple((launch.rank, launch.incarnation) for launch in launches)
@@ -221,6 +226,13 @@ class JoinListener:
         with self._lock:
             requested, self._requested = self._requested, []
         return requested
+
+    def expel(self, names: Collection[str]) -> None:
+        """End the connections whose certificate has such a holder or serial number, and so what was started there."""
+        with self._lock:
+            expelled = [each for each in self._connections if each.peer_identity.are_among(names)]
+        for connection in expelled:
+            connection.close()
 
     def _accept(self) -> None:
         while True:

@@ -65,13 +65,13 @@ class RunAddress:
         return TcpTransport(TokenFiles(self.folder, JOB), LIMITS, tls=tls)
 
 
-def find_run(text: str, num: int, keys: Path | None, own: Path) -> RunAddress:
+def find_run_address(text: str, num: int, keys: Path | None, own: Path) -> RunAddress:
     """Find the run that is meant by a folder, or by HOST:PORT, with keys that are linked from the folder `own`.
 
     Raises:
         UsageError: there is no such run, its workers do not come and go, or keys are missing or not needed.
     """
-    folder = Path(text)
+    folder = Path(text).absolute()  # workers read there, wherever their script goes
     if not folder.is_dir():
         return _find_elsewhere(text, keys, own)
     if keys is not None:
@@ -99,7 +99,7 @@ def _find_elsewhere(text: str, keys: Path | None, own: Path) -> RunAddress:
             "FOLDER, as `paceline keys issue` writes it; a run on this machine is joined by its folder"
         )
     link_keys(keys, own)
-    ranks = tuple(sorted(int(path.stem.removeprefix("worker-")) for path in keys.glob("worker-*.pem")))
+    ranks = tuple(sorted(Holder.parse(path.stem).rank for path in keys.glob("worker-*.pem")))
     has_any = (keys / f"{Holder('any')}.pem").exists()
     if not ranks and not has_any:
         raise UsageError(

@@ -31,6 +31,7 @@ class JoinRequest(msgspec.Struct, frozen=True, tag="request"):
         pid: its number there.
         program: digest of the script that its workers run; empty to join with any.
         ranks: of the places that its certificates are for; None for any.
+        shares_folder: whether its workers have the folder of the run, and those that the run was told of.
     """
 
     num: Count
@@ -38,6 +39,7 @@ class JoinRequest(msgspec.Struct, frozen=True, tag="request"):
     pid: Annotated[int, msgspec.Meta(ge=1)]
     program: Annotated[str, msgspec.Meta(max_length=64)] = ""
     ranks: Annotated[tuple[Rank, ...], msgspec.Meta(max_length=MAX_WORKERS)] | None = None
+    shares_folder: bool = False
 
 
 class WorkerExited(msgspec.Struct, frozen=True, tag="exited"):

@@ -18,7 +18,7 @@ from paceline.job.spec import ClusterSpec
 from paceline.launch.child import Launch
 from paceline.launch.forkserver.subreaper import Orphans
 from paceline.launch.guard import Guard, clear
-from paceline.launch.joining.connection import RunAddress, RunConnection, find_run
+from paceline.launch.joining.connection import RunAddress, RunConnection, find_run_address
 from paceline.launch.joining.messages import JoinAccepted, JoinRequest, WorkerOrder, program_digest
 from paceline.launch.joining.traces import TraceSender
 from paceline.launch.local import (
@@ -62,10 +62,12 @@ class JoinOrder:
         if self.num_workers < 1:
             raise UsageError(f"--workers must be at least 1, got {self.num_workers}")
 
-    def request(self, ranks: tuple[int, ...] | None) -> JoinRequest:
+    def request(self, address: RunAddress) -> JoinRequest:
         """Return what the run is asked."""
         program = "" if self.any_script else program_digest(self.script)
-        return JoinRequest(self.num_workers, ProcessInfo.own(), os.getpid(), program, ranks)
+        return JoinRequest(
+            self.num_workers, ProcessInfo.own(), os.getpid(), program, address.ranks, shares_folder=address.is_here
+        )
 
 
 @final
@@ -185,9 +187,9 @@ def join_run(order: JoinOrder, programs: Programs) -> int:
     order.validate()
     require_startable(order.script, "join_run")
     with _own_folder() as (folder, guard):
-        address = find_run(order.address, order.num_workers, order.keys, folder)
+        address = find_run_address(order.address, order.num_workers, order.keys, folder)
         with RunConnection(address) as run:
-            accepted = run.ask(order.request(address.ranks))
+            accepted = run.ask(order.request(address))
             spec, path = _spec_here(accepted, address)
             return _supervise(order, programs, spec, _places(accepted, address, path), folder, guard, run)
 
