@@ -237,7 +237,7 @@ def run_hosted(consistency: str, servers: str, chance: random.Random | None = No
             for rank in () if chance is None else range(NUM_HOSTS):
                 _wait_for_clock(jobs[0], lines, news, CLOCKS_A_KILL * (rank + 1))
                 time.sleep(chance.uniform(0.0, 0.1))  # type: ignore[union-attr]
-                (victim,) = _hosted_server(rank)
+                (victim,) = _hosted_server(runs, rank)
                 moments.append(time.monotonic())
                 _is_killed(victim)
             codes = [job.wait(TIMEOUT_S) for job in jobs]
@@ -252,12 +252,12 @@ def run_hosted(consistency: str, servers: str, chance: random.Random | None = No
         return Outcome(told, moments, len(moments))
 
 
-def _hosted_server(rank: int) -> list[int]:
-    """Return the process that serves in the place of a server, of the one job that runs."""
+def _hosted_server(runs: str, rank: int) -> list[int]:
+    """Return the process that serves in the place of a server, of the job whose folder is in `runs`."""
     found: list[int] = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        is_server = "paceline.launch.rendezvous.sidecar" in words
+        is_server = "paceline.launch.rendezvous.sidecar" in words and words[-4].startswith(runs)
         if is_server and words[-3] == str(rank) and words[-1] == "0":
             found.append(process.pid)
     return found

@@ -20,11 +20,13 @@ from paceline.job.views import FIRST, Views
 
 WORKER = Path(__file__).with_name("replicas_worker.py")
 MASTER_PORT = "29437"
+REPLICATED = "node:1+replicas:1"
+each_way = pytest.mark.parametrize("servers", [REPLICATED, f"{REPLICATED}+lag:2"])
 CUT_S = 8.0  # after it was noticed: more than 5 s, which are enough for connections that break on one machine
 
 
 @contextmanager
-def started(network: ShapedNetwork, folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
+def started(network: ShapedNetwork, folder: Path, servers: str) -> Iterator[list[subprocess.Popen[str]]]:
     """Start a worker on each host, as a launcher does that tells ranks alone."""
     variables = {
         "OMP_NUM_THREADS": "1",
@@ -32,7 +34,7 @@ def started(network: ShapedNetwork, folder: Path) -> Iterator[list[subprocess.Po
         "MASTER_PORT": MASTER_PORT,
         "WORLD_SIZE": str(len(network.lines)),
         "PACELINE_RUN_DIR": str(folder / "runs"),
-        "PACELINE_SERVERS": "node:1+replicas:1",
+        "PACELINE_SERVERS": servers,
     }
     with ExitStack() as running:
         workers: list[subprocess.Popen[str]] = []
@@ -72,9 +74,10 @@ def wait_at(workers: list[subprocess.Popen[str]], folder: Path, clock: int) -> N
 
 
 @pytest.mark.campaign
-def test_servers_are_killed_and_the_bytes_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
+@each_way
+def test_servers_are_killed_and_the_bytes_are_those_of_an_undisturbed_run(servers: str, tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    with hosts(2) as network, started(network, tmp_path) as workers:
+    with hosts(2) as network, started(network, tmp_path, servers) as workers:
         for rank, clock in enumerate(STOPS):
             wait_at(workers, tmp_path, clock)
             os.kill(server_pid(tmp_path, rank, 0), signal.SIGKILL)
@@ -98,10 +101,13 @@ def test_servers_are_killed_and_the_bytes_are_those_of_an_undisturbed_run(tmp_pa
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("is_silent", [False, True])
-def test_a_machine_is_lost_with_all_that_runs_there_and_no_push_that_was_made(is_silent: bool, tmp_path: Path) -> None:
+@each_way
+def test_a_machine_is_lost_with_all_that_runs_there_and_no_push_that_was_made(
+    servers: str, is_silent: bool, tmp_path: Path
+) -> None:
     tmp_path.chmod(0o700)
     first = STOPS[0]
-    with hosts(2) as network, started(network, tmp_path) as workers:
+    with hosts(2) as network, started(network, tmp_path, servers) as workers:
         wait_at(workers, tmp_path, first)
         if is_silent:
             network.signal(1, signal.SIGSTOP)
@@ -122,9 +128,10 @@ def test_a_machine_is_lost_with_all_that_runs_there_and_no_push_that_was_made(is
 
 
 @pytest.mark.campaign
-def test_a_line_that_is_cut_for_longer_than_it_takes_to_notice_ends_no_job(tmp_path: Path) -> None:
+@each_way
+def test_a_line_that_is_cut_for_longer_than_it_takes_to_notice_ends_no_job(servers: str, tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    with hosts(2) as network, started(network, tmp_path) as workers:
+    with hosts(2) as network, started(network, tmp_path, servers) as workers:
         wait_at(workers, tmp_path, STOPS[0])
         network.cut(1)
         for clock in STOPS:

@@ -172,3 +172,23 @@ def test_what_is_lost_with_a_worker_and_its_server_at_once_is_told(
     assert f"from clock {last - lag} on, of {lag} clocks" in line
     assert line.endswith(f"others have read values with its clocks {last - lag} to {last - 1}")
     assert values.tolist() == [2 * last, last - lag, 2 * last]
+
+
+@pytest.mark.parametrize("lag", [1, 3])
+def test_workers_keep_the_pushes_of_no_more_clocks_than_the_replica_may_lack(
+    lag: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SlowLine, "share", 0.0)
+    spec, kept = table("sums", NUM_WORKERS, "bsp"), list[int]()
+    with replicated(tmp_path / "job", (0,), lag=lag) as (servers, _):
+
+        def work(node: WorkerNode) -> None:
+            open_table(node, spec)
+            for _ in range(NUM_CLOCKS):
+                node.client("sums").push(torch.ones(NUM_WORKERS), count=1.0)
+                node.tick()
+                read_values(node, "sums", torch.empty(NUM_WORKERS))
+                kept.append(len(node.client("sums")._kept or ()))
+
+        servers.run(NUM_WORKERS, work)
+    assert max(kept) in (lag, lag + 1), "of the clock that is confirmed with the next answer as well"

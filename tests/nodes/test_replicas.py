@@ -273,6 +273,13 @@ def test_both_servers_of_a_job_may_be_killed(kind: str, tmp_path: Path, calm: Pa
     check(tmp_path, calm, "bsp", (101, 57), kind=kind)
 
 
+@pytest.mark.parametrize(("policy", "points"), [("bsp", (203,)), ("asynchronous", (150, 183))])
+def test_nothing_is_lost_or_doubled_where_the_replica_may_lag(
+    policy: str, points: tuple[int, ...], tmp_path: Path, calm: Path
+) -> None:
+    check(tmp_path, calm, policy, points, kind="tls", lag=2)
+
+
 @pytest.mark.campaign
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("point", range(2, 400, 7))

@@ -45,6 +45,18 @@ def test_the_replicas_of_a_node_are_on_the_next() -> None:
     assert not any(assignment.replicas for assignment in assignments("node:2"))
 
 
+def test_replicas_may_lag() -> None:
+    assert assign_role(JOB, "node:2+replicas:1").replica_lag == 0
+    assignment = assign_role(JOB, "node:2+replicas:1+lag:3")
+    assert (assignment.has_replicas, assignment.replica_lag) == (True, 3)
+    assert assignment.summary.endswith("each with a replica on the next that may lag by 3 clocks")
+    with pytest.raises(UsageError, match=r"replicas may lag, and there are none. Take node:M\+replicas:1\+lag:3"):
+        assign_role(JOB, "node:1+lag:3")
+    for asked in ("node:1+replicas:1+lag:0", "node:1+replicas:1+lag:-1", "node:1+lag:2+replicas:1", "lag:2"):
+        with pytest.raises(UsageError, match="expected first:M"):
+            assign_role(JOB, asked)
+
+
 @pytest.mark.parametrize("asked", ["first:1+replicas:1", "ranks:1+replicas:1", "node:1+ranks:1+replicas:1"])
 def test_servers_that_have_no_replicas(asked: str) -> None:
     with pytest.raises(UsageError, match=r"replicas are for servers on every node. Take node:M\+replicas:1"):
