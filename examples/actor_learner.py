@@ -1,7 +1,7 @@
 """Actors balance poles with the newest policy that is published, a learner learns from what they did, behind a gate.
 
-python examples/actor_learner.py
-python examples/actor_learner.py --bounds 0,1,2,4,8,inf --versions 150 --picture gate.png
+    python examples/actor_learner.py
+    python examples/actor_learner.py --bounds 0,1,2,4,8,inf --versions 150 --picture gate.png
 
 The gate bounds how many versions old a policy may be when the learner uses what was done with it. At 0 actors and
 learner take turns; the larger the bound, the more they do at once, and the staler is what is learned from.
