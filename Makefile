@@ -13,6 +13,9 @@ SOURCES := $(wildcard src tests benchmarks examples docs hatch_build.py)
 NATIVE := src/paceline/update/rows/native.c src/paceline/update/steps.c
 INSTALLED := pyproject.toml constraints.txt hatch_build.py $(NATIVE)
 STAMPS := $(VENV)/installed
+# The oldest torch that pyproject.toml accepts, in an environment of its own.
+OLDEST := .venv-oldest
+OLDEST_TORCH = $(shell sed -n 's/^  "torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 
 # Names the packages on one line as they come in; warnings and errors of pip go to stderr untouched.
 define install
@@ -24,10 +27,10 @@ define install
 	@mkdir -p $(STAMPS) && touch $(addprefix $(STAMPS)/,$(2))
 endef
 
-.PHONY: help demo test lint bench docs campaign release clean
+.PHONY: help demo test test-oldest lint bench docs campaign release clean
 
 help:  ## Show this list.
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMPS)/demo  ## Train on handwritten digits under four consistency models, and write a report with pictures.
 	$(BIN)/paceline demo
@@ -35,6 +38,9 @@ demo: $(STAMPS)/demo  ## Train on handwritten digits under four consistency mode
 # Three at a time on two cores, as tests of processes and connections wait for a third of their time.
 test: lint  ## Check everything: style, types, import contracts, tests.
 	$(BIN)/python -m pytest -n 3 --dist worksteal
+
+test-oldest: $(OLDEST)/installed  ## Run the tests with the oldest torch that is accepted.
+	$(OLDEST)/bin/python -m pytest -n 3 --dist worksteal
 
 lint: $(STAMPS)/dev  ## Check style, formatting, strict types and import contracts.
 	$(BIN)/ruff check $(SOURCES)
@@ -66,8 +72,13 @@ release: $(STAMPS)/release  ## Build the wheel and the source package into dist,
 	rm -rf dist/empty
 
 clean:  ## Remove everything that the other targets make.
-	rm -rf $(VENV) $(addsuffix .so,$(NATIVE)) docs/_build report dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) $(addsuffix .so,$(NATIVE)) docs/_build report dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(OLDEST)/installed: $(INSTALLED)
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --disable-pip-version-check --progress-bar off -q -e '.[dev]' 'torch==$(OLDEST_TORCH).*'
+	touch $@
 
 $(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Paceline needs Python 3.11 or newer, this is " + sys.version.split()[0] + ". Name another one: make PYTHON=python3.12")'

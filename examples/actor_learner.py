@@ -1,7 +1,7 @@
 """Actors balance poles with the newest policy that is published, a learner learns from what they did, behind a gate.
 
-python examples/actor_learner.py
-python examples/actor_learner.py --bounds 0,1,2,4,8,inf --versions 150 --picture gate.png
+    python examples/actor_learner.py
+    python examples/actor_learner.py --bounds 0,1,2,4,8,inf --versions 150 --picture gate.png
 
 The gate bounds how many versions old a policy may be when the learner uses what was done with it. At 0 actors and
 learner take turns; the larger the bound, the more they do at once, and the staler is what is learned from.
@@ -13,69 +13,18 @@ import json
 import threading
 import time
 from argparse import ArgumentParser, Namespace
-from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
 import torch
-from pictures import COLOURS, check_matplotlib, make_quiet, new_picture
+from gate_picture import draw
+from pictures import check_matplotlib
+from poles import DISCOUNT, NUM_POLES, NUM_STEPS, Sample, act, make_policy
 from torch import Tensor, nn
 
 import paceline
 
-NUM_POLES, NUM_STEPS = 16, 100  # that an actor balances at once, and for how long at most
-DISCOUNT, STEP_S, FORCE, LENGTH, GRAVITY, POLE, CART = 0.98, 0.02, 10.0, 0.5, 9.8, 0.1, 1.0
 PER_VERSION = 2  # samples that the learner makes one version from
-
-
-class Poles:
-    """Carts with poles on them: (carts, position, speed, angle and its speed). A pole that has fallen stays down."""
-
-    def __init__(self, num: int) -> None:
-        self.state = 0.1 * torch.rand(num, 4) - 0.05
-        self.up = torch.ones(num, dtype=torch.bool)
-
-    def push(self, right: Tensor) -> Tensor:
-        """Push each cart to one side for a moment; return 1 for each pole that still stands."""
-        _, speed, angle, turning = self.state.unbind(1)
-        total, moment = CART + POLE, POLE * LENGTH
-        force = torch.where(right, FORCE, -FORCE)
-        pushed = (force + moment * turning.square() * angle.sin()) / total
-        falling = GRAVITY * angle.sin() - angle.cos() * pushed
-        falling = falling / (LENGTH * (4 / 3 - POLE * angle.cos().square() / total))
-        rates = torch.stack([speed, pushed - moment * falling * angle.cos() / total, turning, falling], 1)
-        self.state = torch.where(self.up[:, None], self.state + STEP_S * rates, self.state)
-        self.up = self.up & (self.state[:, 0].abs() < 2.4) & (self.state[:, 2].abs() < 0.21)
-        return self.up.float()
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """What an actor did: (steps, poles) each, states with their 4 numbers; `odds` are log-probabilities as it acted."""
-
-    ticket: object
-    states: Tensor
-    right: Tensor
-    odds: Tensor
-    rewards: Tensor
-
-
-def make_policy() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
-
-
-@torch.no_grad()
-def act(policy: nn.Module, ticket: object, wait_s: float) -> Sample:
-    poles, done = Poles(NUM_POLES), list[tuple[Tensor, ...]]()
-    for _ in range(NUM_STEPS):
-        state = poles.state
-        wanted = torch.distributions.Bernoulli(logits=policy(state).squeeze(1))
-        right = wanted.sample()
-        done.append((state, right, wanted.log_prob(right), poles.push(right.bool())))
-    time.sleep(wait_s)  # as where an environment is another program, on another machine
-    states, rights, odds, rewards = (torch.stack(column) for column in zip(*done, strict=True))
-    return Sample(ticket, states, rights, odds, rewards)
 
 
 def loss_of(policy: nn.Module, samples: list[Sample]) -> Tensor:
@@ -145,27 +94,6 @@ def run(bound: int | None, options: Namespace) -> dict[str, object]:
         "scores": scores,
         "staleness": gate.histogram(),
     }
-
-
-def draw(path: Path, runs: list[dict[str, object]]) -> None:
-    """Draw throughput and return against the bound, and how stale samples were."""
-    figure = new_picture(14.0, 4.6)
-    axes = figure.subplots(1, 3)
-    names = ["none" if each["bound"] is None else str(each["bound"]) for each in runs]
-    for panel, key, title in ((axes[0], "samples_per_s", "Samples a second"), (axes[1], "return", "Return at the end")):
-        panel.bar(names, [each[key] for each in runs], color=COLOURS[0])
-        panel.set_title(f"{title}, by the bound", loc="left")
-        make_quiet(panel)
-    for each, name, colour in zip(runs, names, COLOURS, strict=False):
-        found = each["staleness"]
-        assert isinstance(found, dict)
-        total = sum(found.values())
-        axes[2].plot(list(found), [num / total for num in found.values()], "o-", color=colour, label=f"bound {name}")
-    axes[2].xaxis.get_major_locator().set_params(integer=True)
-    axes[2].set_title("Share of samples by staleness", loc="left")
-    axes[2].legend(frameon=False)
-    make_quiet(axes[2])
-    figure.savefig(path)
 
 
 def main() -> None:

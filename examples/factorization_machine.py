@@ -15,76 +15,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
+from machine_model import NUM_FACTORS, Batch, Model, new_network
 from machine_picture import Curve, Point, draw
 from pictures import check_matplotlib
-from sparse_samples import Samples, area_under_curve, digits, held_out, log_loss, read_samples
-from torch import Tensor, nn
+from sparse_batches import area_under_curve, log_loss
+from sparse_samples import Samples, digits, held_out, read_samples
 from torch.nn import functional
 
 import paceline
 
-INTERCEPT = torch.tensor([-1])  # an id like any other: the weight that all samples have
-NUM_FACTORS = 8
 ALPHA, FACTOR_RATE, NETWORK_RATE = 0.5, 0.05, 3e-3
 NUM_LOOKS = 40
 KINDS = ("logistic regression", "factorization machine", "factorization machine and network")
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Samples, and the distinct ids in them."""
-
-    ids: Tensor  # int64 (m,)
-    labels: Tensor  # (n,)
-    owners: Tensor  # of each entry its sample, its place among the ids, and its value
-    places: Tensor
-    values: Tensor
-
-    @staticmethod
-    def of(samples: Samples) -> "Batch":
-        """Return samples as tensors."""
-        ids, places = np.unique(samples.ids, return_inverse=True)
-        arrays = (ids, samples.labels.astype(np.float32), samples.owners, places, samples.values.astype(np.float32))
-        return Batch(*map(torch.from_numpy, arrays))
-
-    def summed(self, entries: Tensor) -> Tensor:
-        """Return for each sample the sum over its entries."""
-        return entries.new_zeros((len(self.labels), *entries.shape[1:])).index_add(0, self.owners, entries)
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A weight for each feature; perhaps factors too, and perhaps a network that sees the factors of a sample."""
-
-    weights: paceline.RowTable
-    factors: paceline.RowTable | None
-    network: nn.Module | None
-
-    def pull(self, ids: Tensor) -> list[Tensor]:
-        """Return the rows of some ids, ready for gradients; those of different tables are under way together."""
-        asked = [self.weights.pull_later(torch.cat((ids, INTERCEPT)))]
-        asked += [self.factors.pull_later(ids)] if self.factors else []
-        return [each.result().requires_grad_() for each in asked]
-
-    def push(self, ids: Tensor, rows: Sequence[Tensor]) -> None:
-        """Push the gradients of pulled rows."""
-        self.weights.push(torch.cat((ids, INTERCEPT)), rows[0].grad)
-        if self.factors:
-            self.factors.push(ids, rows[1].grad)
-
-    def scores(self, batch: Batch, rows: Sequence[Tensor]) -> Tensor:
-        """Return the log odds of each sample, (n,)."""
-        weights, *factors = rows
-        scores = batch.summed(weights[batch.places, 0] * batch.values) + weights[-1, 0]
-        if factors:
-            entries = factors[0][batch.places] * batch.values[:, None]
-            sums = batch.summed(entries)
-            scores = scores + 0.5 * (sums.square() - batch.summed(entries.square())).sum(1)  # over all pairs
-            if self.network:
-                scores = scores + self.network(sums)[:, 0]
-        return scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +52,6 @@ def build(ps: paceline.Session, name: str, consistency: str) -> Model:
         init=paceline.first.normal(0.05, seed=0),
     )
     return Model(weights, factors, new_network() if name == KINDS[2] else None)
-
-
-def new_network() -> nn.Module:
-    """Return a network that says 0 until it has learned something, so that factors get no random gradients from it."""
-    torch.manual_seed(0)
-    last = nn.Linear(32, 1)
-    nn.init.zeros_(last.weight)
-    return nn.Sequential(nn.Linear(NUM_FACTORS, 32), nn.ReLU(), last)
 
 
 def train(ps: paceline.Session, name: str, data: Data, options: Namespace) -> Curve:

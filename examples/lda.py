@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from lda_counts import SharedCounts, assert_exact
 from lda_documents import Corpus, read_corpus
 from lda_judging import Completion, perplexity, top_words
 from lda_picture import Topic, draw
@@ -30,8 +31,7 @@ from pictures import check_matplotlib
 
 import paceline
 
-MAX_HELD_OUT = 1500
-NUM_TOP_WORDS = 9
+MAX_HELD_OUT, NUM_TOP_WORDS = 1500, 9
 ALONE = {"rounds": "one process alone", "tokens": "one process alone, token by token"}
 
 
@@ -44,36 +44,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--reference", choices=(*ALONE, "none"), default="rounds", help="what is done alone")
     parser.add_argument("--picture", type=Path, default=Path("lda.png"))
     return parser.parse_args()
-
-
-class SharedCounts:
-    """The counts on the servers: a row of topics for each word, and one row for all words together."""
-
-    def __init__(self, ps: paceline.Session, num_topics: int) -> None:
-        add, policy = paceline.update.Add(), paceline.ssp(2)
-        # A worker keeps rows, and asks for them again only when they are too old. Batches come again in every sweep,
-        # so the list of their words is sent once. float32 holds whole numbers up to 16 million, float64 far more.
-        self.words = ps.table(
-            "words",
-            rows=num_topics,
-            update=add,
-            consistency=policy,
-            scale="sum",
-            cache=True,
-            filters=[paceline.filters.KeyCache()],
-        )
-        self.totals = ps.table(
-            "totals", rows=num_topics, update=add, consistency=policy, scale="sum", cache=True, dtype="float64"
-        )
-
-    def pull(self, vocabulary: np.ndarray, *, exact: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Return the counts of these words, (words, topics), and of all words, (topics,)."""
-        return self.words.pull(vocabulary, exact=exact).numpy(), self.totals.pull([0], exact=exact).numpy()[0]
-
-    def push(self, vocabulary: np.ndarray, words: np.ndarray, totals: np.ndarray) -> None:
-        """Add to the counts."""
-        self.words.push(vocabulary, words)
-        self.totals.push([0], totals[None])
 
 
 def sample_together(
@@ -132,16 +102,6 @@ def sample_alone(corpus: Corpus, completion: Completion, model: Model, options: 
                 batch.sample(of_batch, totals, model, rng)
             words[batch.vocabulary] = of_batch
         yield perplexity(np.array([completion.log_likelihood(model.phi(words, totals), model.alpha)]))[0]
-
-
-def assert_exact(words: np.ndarray, totals: np.ndarray, corpus: Corpus) -> None:
-    """Raise AssertionError unless topics add up to how often each word is there, and words to each topic."""
-    frequencies = np.bincount(corpus.train.words, minlength=len(words))
-    assert (words >= 0).all()
-    assert (words == np.round(words)).all()
-    assert (words.sum(1, dtype=np.float64) == frequencies).all()
-    assert (words.sum(0, dtype=np.float64) == totals).all()
-    print(f"counts exact: {len(words)} words with {frequencies.sum()} tokens, {totals.sum():.0f} in the topics")
 
 
 def report(

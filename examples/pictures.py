@@ -38,3 +38,9 @@ def make_quiet(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(FAINT)
     axes.tick_params(which="both", color=FAINT, labelcolor=INK)
+
+
+def mixed_with_white(colour: str, strength: float) -> tuple[float, float, float]:
+    """Return a paler colour that hides what is behind it."""
+    red, green, blue = (1 - strength * (1 - int(colour[at : at + 2], 16) / 255) for at in (1, 3, 5))
+    return red, green, blue

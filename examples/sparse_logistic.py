@@ -10,26 +10,22 @@ Without files it learns which paragraphs of Python's manual speak of errors. Two
 """
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from pictures import check_matplotlib
+from sparse_batches import Batch, area_under_curve, log_loss
+from sparse_counts import count
 from sparse_picture import Curve, Point, draw
 from sparse_report import Run, report, say_words
-from sparse_samples import Batch, Floats, Ids, Samples, area_under_curve, held_out, log_loss, paragraphs, read_samples
+from sparse_samples import Floats, Samples, held_out, paragraphs, read_samples
+from sparse_solvers import ALPHA, NUM_BATCHES, RATE, RESET_EVERY, Solver, ftrl, proximal
 
 import paceline
-from paceline.update.filters.traffic import WireBytes
 
-RATE = 0.8  # of the proximal steps of all workers in a clock together
-ALPHA = 1.0  # of FTRL
-RESET_EVERY = 10  # clocks from one in which KKT lets everything pass to the next
-NUM_BATCHES = {"proximal": 1, "ftrl": 16}  # that a worker cuts its share into
 NUM_CLOCKS = {"proximal": 600, "ftrl": 160}
 NUM_LOOKS = 60  # along the curves of the picture
-KEYS = paceline.filters.KeyCache()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,34 +47,6 @@ class Problem:
         """Return by how much the gradient exceeds the penalty at some weight of 0: by nothing at the optimum."""
         gradient = self.train.gradient(weights) / len(self.train.labels)
         return float(np.max(np.abs(gradient[weights == 0]) - self.l1, initial=0.0))
-
-
-@dataclass(frozen=True, slots=True)
-class Solver:
-    """What a worker pushes, and what the servers make of it."""
-
-    rule: paceline.update.RuleSpec
-    batches: Sequence[Batch]
-    divisors: Sequence[float]  # of the gradient of each batch
-    filters: dict[str, tuple[paceline.filters.FilterSpec, ...]]  # of each run, by its name
-
-
-def proximal(samples: Samples, ids: Ids, l1: float, size: int, rank: int) -> Solver:
-    """Push all ids in each clock, as the penalty pulls at the weights that are pushed, and at these alone."""
-    share = Batch.of(samples.every(size, rank), ids)
-    kkt = paceline.filters.KKT(l1, reset_every=RESET_EVERY)
-    runs = {"no filters": (), "key caching": (KEYS,), "key caching and KKT": (KEYS, kkt)}
-    # The mean over what a worker has on average: so the pushes of uneven shares add up to the mean over all samples.
-    return Solver(paceline.update.Proximal(RATE / size, l1=l1), [share], [len(samples) / size], runs)
-
-
-def ftrl(samples: Samples, l1: float, num_pushes: int, size: int, rank: int) -> Solver:
-    """Push the ids of one batch in each clock; the penalty is against the sum of all gradients of a run."""
-    share, num_batches = samples.every(size, rank), NUM_BATCHES["ftrl"]
-    parts = [share.every(num_batches, number) for number in range(num_batches)]
-    rule = paceline.update.FTRL(ALPHA, l1=l1 * num_pushes)
-    batches = [Batch.of(part, np.unique(part.ids)) for part in parts]
-    return Solver(rule, batches, [len(part) for part in parts], {"no filters": (), "key caching": (KEYS,)})
 
 
 def train(ps: paceline.Session, name: str, solver: Solver, problem: Problem, options: Namespace) -> Run:
@@ -109,34 +77,6 @@ def train(ps: paceline.Session, name: str, solver: Solver, problem: Problem, opt
     counts = count(ps, table, first)
     weights = table.pull(ids, exact=True).numpy()[:, 0]
     return Run(name, [*looks, problem.look(options.clocks, weights, table)], weights, counts)
-
-
-def count(ps: paceline.Session, table: paceline.RowTable, first: WireBytes) -> dict[str, float]:
-    """Return what all workers counted, added up by a table of its own."""
-    end = table.traffic.total
-    counted = {
-        "rows pushed": table.filtered.given,
-        "rows filtered": table.filtered.dropped,
-        "ids": end.key_bytes,
-        "digests": end.digest_bytes,
-        "numbers": end.value_bytes,
-        "plain": end.plain_total_bytes,
-        "later ids": end.key_bytes - first.key_bytes,
-        "later digests": end.digest_bytes - first.digest_bytes,
-        "later numbers": end.value_bytes - first.value_bytes,
-        "later plain": end.plain_total_bytes - first.plain_total_bytes,
-    }
-    sums = ps.table(
-        f"{table.name}, counts",
-        shape=(len(counted),),
-        update=paceline.update.Add(),
-        scale="sum",
-        consistency="ssp:0",
-        dtype="float64",
-    )
-    sums.push(np.array(list(counted.values()), np.float64))
-    ps.barrier()
-    return dict(zip(counted, sums.pull(exact=True).tolist(), strict=True))
 
 
 def parse() -> Namespace:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pictures import COLOURS, FAINT, GRID, INK, make_quiet, new_picture
+from pictures import COLOURS, FAINT, GRID, INK, make_quiet, mixed_with_white, new_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -147,9 +147,3 @@ def draw_bytes(axes: Axes, curves: Sequence[Curve]) -> None:
     axes.set_ylim(0, 1.1 * most / 1e6)
     axes.set_xticks(range(len(curves)), [curve.name.replace(" and ", "\nand ") for curve in curves])
     axes.set_ylabel("MB", color=INK)
-
-
-def mixed_with_white(colour: str, strength: float) -> tuple[float, float, float]:
-    """Return a paler colour that hides what is behind it."""
-    red, green, blue = (1 - strength * (1 - int(colour[at : at + 2], 16) / 255) for at in (1, 3, 5))
-    return red, green, blue

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -55,33 +54,6 @@ class Samples:
     def every(self, step: int, first: int) -> "Samples":
         """Return each `step`-th sample from `first` on."""
         return self.take(np.arange(len(self)) % step == first)
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Samples, and the ids whose weights they need, sorted: other features count as 0."""
-
-    ids: Ids
-    labels: Floats
-    owners: Ids  # of each entry its sample, its place among the ids, and its value
-    places: Ids
-    values: Floats
-
-    @staticmethod
-    def of(samples: Samples, ids: Ids) -> "Batch":
-        """Return samples, seen through sorted ids."""
-        known = np.isin(samples.ids, ids)
-        places = np.searchsorted(ids, samples.ids[known])
-        return Batch(ids, samples.labels, samples.owners[known], places, samples.values[known])
-
-    def scores(self, weights: Floats) -> Floats:
-        """Return the log odds of each sample."""
-        return np.bincount(self.owners, self.values * weights[self.places], minlength=len(self.labels))
-
-    def gradient(self, weights: Floats) -> Floats:
-        """Return the gradient of the log loss, summed over the samples."""
-        errors = 0.5 + 0.5 * np.tanh(0.5 * self.scores(weights)) - self.labels
-        return np.bincount(self.places, self.values * errors[self.owners], minlength=len(self.ids))
 
 
 def gather(labelled: Iterable[tuple[float, dict[int, float]]]) -> Samples:
@@ -154,20 +126,3 @@ def held_out(samples: Samples) -> tuple[Samples, Samples]:
     """Return samples to train on, and every fifth to test with."""
     is_test = np.arange(len(samples)) % HELD_OUT == 0
     return samples.take(~is_test), samples.take(is_test)
-
-
-def log_loss(scores: Floats, labels: Floats) -> float:
-    """Return the mean log loss of scores, which are log odds."""
-    return float(np.mean(np.logaddexp(0.0, scores) - labels * scores))
-
-
-def area_under_curve(scores: Floats, labels: Floats) -> float:
-    """Return the chance that a positive sample scores above a negative one; equal scores count as half."""
-    order = np.argsort(scores, kind="stable")
-    edges = np.flatnonzero(np.diff(scores[order], prepend=np.nan, append=np.nan))
-    ranks = np.empty(len(scores))
-    for start, end in pairwise(edges):
-        ranks[order[start:end]] = (start + end + 1) / 2
-    num_positive = labels.sum()
-    above = ranks[labels > 0].sum() - num_positive * (num_positive + 1) / 2
-    return float(above / (num_positive * (len(labels) - num_positive)))

@@ -8,55 +8,27 @@ words in its batch, and pushes their gradients; the servers know by themselves h
 """
 
 from argparse import ArgumentParser, Namespace
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import torch
-from library_text import WORD, library_words
+from library_text import library_words
 from pictures import check_matplotlib
 from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 from word_map import Neighbourhood, draw
+from word_text import FREQUENT, Text, close_pairs, read_words
 
 import paceline
 
-WIDTH, WINDOW = 64, 5
+WIDTH = 64
 BATCH_WORDS = 2000
 NUM_NEGATIVES = 5  # of each pair of words that stand close to each other
 NUM_DRAWN = 200  # words that all pairs of a batch share as their negatives
-FREQUENT = 3e-4  # words with a larger share of the text are read less often: with chance sqrt(FREQUENT / share)
-PIECE_WORDS = 500  # texts are dealt out to the workers in pieces
 RATE = 0.1
 ASKED = ("thread", "socket", "integer", "month", "window", "directory")
 NUM_NEIGHBOURS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """A text as numbers of words, the most frequent word first.
-
-    Attributes:
-        pieces: each (words,) int64.
-        vocabulary: the word of each number.
-        counts: how often each word is there.
-    """
-
-    pieces: Sequence[np.ndarray]
-    vocabulary: Sequence[str]
-    counts: np.ndarray
-
-    @classmethod
-    def of(cls, texts: Sequence[Sequence[str]], min_count: int) -> "Text":
-        """Leave out words that are there less than `min_count` times, and cut the rest into pieces."""
-        counted = [(word, n) for word, n in Counter(chain.from_iterable(texts)).most_common() if n >= min_count]
-        number = {word: at for at, (word, _) in enumerate(counted)}
-        numbers = (np.array([number[word] for word in text if word in number], np.int64) for text in texts)
-        pieces = [text[at : at + PIECE_WORDS] for text in numbers for at in range(0, len(text), PIECE_WORDS)]
-        return cls(pieces, list(number), np.array([count for _, count in counted]))
 
 
 def batches(text: Text, ps: paceline.Session, epochs: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
@@ -67,18 +39,6 @@ def batches(text: Text, ps: paceline.Session, epochs: int, rng: np.random.Genera
     for _ in range(epochs):
         words = np.concatenate([own[at] for at in rng.permutation(len(own))])
         yield from np.array_split(words[rng.random(len(words)) < keep[words]], num_batches)
-
-
-def close_pairs(words: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Return pairs of words that stand close: each word with those at most its own, random number of places away."""
-    reach = rng.integers(1, WINDOW + 1, len(words))
-    centres, contexts = [], []
-    for distance in range(1, min(WINDOW + 1, len(words))):
-        left, right = words[:-distance], words[distance:]
-        for centre, context, reaches in ((left, right, reach[:-distance]), (right, left, reach[distance:])):
-            centres.append(centre[reaches >= distance])
-            contexts.append(context[reaches >= distance])
-    return np.concatenate(centres), np.concatenate(contexts)
 
 
 def loss_of(
@@ -158,14 +118,6 @@ def main() -> None:
         vectors = train(ps, text, options)
     if ps.rank == 0:
         show(text, vectors, options)
-
-
-def read_words(path: Path) -> list[list[str]]:
-    """Return the words of a file in lower case."""
-    try:
-        return [WORD.findall(path.read_text(encoding="utf-8", errors="replace").lower())]
-    except OSError as error:
-        raise SystemExit(f"'{path}' cannot be read ({error}). Give a file with text, or none.") from None
 
 
 def show(text: Text, vectors: Tensor, options: Namespace) -> None:

@@ -15,7 +15,8 @@ TIMEOUT_S = 200
 JOB = [sys.executable, "-m", "paceline", "run", "--quiet", "--no-progress", "-n", "2", "--transport", "memory"]
 
 sys.path.insert(0, str(EXAMPLES))
-from sparse_samples import area_under_curve, held_out, paragraphs, read_samples  # noqa: E402
+from sparse_batches import area_under_curve  # noqa: E402
+from sparse_samples import held_out, paragraphs, read_samples  # noqa: E402
 
 sys.path.remove(str(EXAMPLES))
 

@@ -139,7 +139,7 @@ def test_words_find_their_group(tmp_path: Path, alone: Alone) -> None:
 
 @pytest.mark.usefixtures("_examples")
 def test_a_text_that_is_not_there_is_named(tmp_path: Path) -> None:
-    from word_embeddings import read_words
+    from word_text import read_words
 
     with pytest.raises(SystemExit, match=r"none\.txt' cannot be read"):
         read_words(tmp_path / "none.txt")
@@ -147,7 +147,7 @@ def test_a_text_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_examples")
 def test_close_words_are_those_within_reach() -> None:
-    from word_embeddings import WINDOW, close_pairs
+    from word_text import WINDOW, close_pairs
 
     centres, contexts = close_pairs(np.arange(400), np.random.default_rng(0))
     distances = np.abs(centres - contexts)

@@ -9,6 +9,7 @@ from tests.tidy.tree import SOURCE, parsed, place, python_files
 
 MAX_FILE_LINES = 800
 MAX_FUNCTION_LINES = 60
+MAX_EXAMPLE_LINES = 150
 MAX_MEDIAN_FILE_LINES = 200
 MAX_MEDIAN_FUNCTION_LINES = 10
 
@@ -26,6 +27,13 @@ def num_lines(function: Function) -> int:
 def test_no_file_is_long() -> None:
     sizes = {place(path): len(path.read_text().splitlines()) for path in python_files()}
     assert {name: size for name, size in sizes.items() if size > MAX_FILE_LINES} == {}
+
+
+def test_an_example_is_read_in_a_sitting() -> None:
+    examples = list((SOURCE.parents[1] / "examples").glob("*.py"))
+    sizes = {path.name: len(path.read_text().splitlines()) for path in examples}
+    assert len(sizes) > 20
+    assert {name: size for name, size in sizes.items() if size > MAX_EXAMPLE_LINES} == {}
 
 
 def test_no_function_is_long() -> None:

@@ -105,21 +105,23 @@ def test_rows_of_embeddings_step_as_their_mean_where_the_launcher_asks(tmp_path:
     assert run_job(tmp_path, work, workers=WORKERS, divide_lr=True)[0] == steps_of_the_mean()
 
 
-def test_the_state_and_the_groups_keep_the_rate_that_was_given() -> None:
-    weights = torch.nn.Parameter(torch.ones(5))
-    with paceline.connect() as ps:
-        paceline.init(ps)
+def test_the_state_and_the_groups_keep_the_rate_that_was_given(tmp_path: Path) -> None:
+    def work(ps: Session) -> None:
+        weights = torch.nn.Parameter(torch.ones(5))
         optimizer = paceline.distributed(torch.optim.SGD([weights], lr=RATE), consistency="ssp:1", divide_lr=True)
         weights.sum().backward()
         optimizer.step()
         assert optimizer.param_groups[0]["lr"] == optimizer.state_dict()["param_groups"][0]["lr"] == RATE
 
+    run_job(tmp_path, work)
 
-def test_what_has_no_rate_to_divide_is_refused() -> None:
-    weights = torch.nn.Parameter(torch.ones(5))
-    with paceline.connect() as ps:
-        paceline.init(ps)
+
+def test_what_has_no_rate_to_divide_is_refused(tmp_path: Path) -> None:
+    def work(ps: Session) -> None:
+        weights = torch.nn.Parameter(torch.ones(5))
         with pytest.raises(UsageError, match=r"not in proportion to one.*AdamW"):
             paceline.distributed(torch.optim.Rprop([weights]), consistency="ssp:1", divide_lr=True)
         with pytest.raises(UsageError, match="divide_lr is 'yes', expected True or False or None"):
             paceline.distributed(torch.optim.SGD([weights]), divide_lr="yes")  # pyright: ignore[reportArgumentType]
+
+    run_job(tmp_path, work)

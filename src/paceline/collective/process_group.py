@@ -15,6 +15,7 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import ProcessGroup, Work
 
 from paceline.collective.exchange import COMBINE, REDUCTIONS, Combine, Exchange
@@ -131,9 +132,11 @@ class OwnGroup(ProcessGroup):
             ),
         )
 
-    def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Options) -> Work:
-        """Give every worker the tensors of all."""
-        return self._all_gather(output_tensors[0], input_tensors[0], opts)
+    def allgather(
+        self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Options | None = None
+    ) -> Work:
+        """Give every worker the tensors of all. Torch 2.7 leaves the options out."""
+        return self._all_gather(output_tensors[0], input_tensors[0], opts or AllgatherOptions())
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Options) -> Work:
         """Give every worker the tensors of all, one after the other in one tensor."""

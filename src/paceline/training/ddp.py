@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 from weakref import WeakMethod
 
 import torch
@@ -109,7 +109,7 @@ class DDPReplica:
         self._ddp = self._attached(first=True)
         self._copy_buffers()
         before, after = WeakMethod(self._before), WeakMethod(self._after)
-        call: Callable[..., Any] = torch.compiler.disable(_call)  # a compiled model runs its hooks as they are
+        call = cast("Callable[..., Any]", torch.compiler.disable(_call))  # a compiled model runs hooks as they are
         self._handles = [
             model.register_forward_pre_hook(lambda _, args, kwargs: call(before, args, kwargs), with_kwargs=True),
             model.register_forward_hook(lambda _, args, output: call(after, output)),

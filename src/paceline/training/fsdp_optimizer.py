@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from weakref import WeakMethod
 
 import torch
@@ -63,7 +63,7 @@ class Passes:
         self._same_batches = SameBatches(job.rank, settings.name)
         self._last: tuple[Any, Any] | None = None  # arguments of the last call of the model
         before, after = WeakMethod(self._before), WeakMethod(self._after)
-        call: Callable[..., Any] = torch.compiler.disable(_call)  # a compiled model runs its hooks as they are
+        call = cast("Callable[..., Any]", torch.compiler.disable(_call))  # a compiled model runs hooks as they are
         self._handles = [
             model.register_forward_pre_hook(  # before torch gathers the model, which all do together
                 lambda _, args, kwargs: call(before, args, kwargs), with_kwargs=True, prepend=True

@@ -655,7 +655,7 @@ def _require_no_own_exchange(model: nn.Module, name: str) -> None:
         if isinstance(layer, nn.SyncBatchNorm) and not _can_exchange(layer):
             raise UsageError(
                 f"'{name}': layer '{own}' is a SyncBatchNorm, which combines the batches of all workers in its forward "
-                "by torch.distributed, on GPUs only; here each would use its own batch without a word. Take BatchNorm, "
+                "by torch.distributed, on GPUs only; here each would use its own batch alone. Take BatchNorm, "
                 "whose statistics Paceline averages over the workers after each step, or a layer that looks at no "
                 "batch (GroupNorm, LayerNorm)."
             )
