@@ -197,13 +197,13 @@ def _free_fetches(policy: Consistency, fetched: Sequence[ReadRecord]) -> dict[tu
 
 
 def _fetch_s(policy: Consistency, free: Mapping[tuple[int, int], float], fetched: Sequence[ReadRecord]) -> float | None:
-    """Return what a fetch takes that waits for no other worker; None without fetches.
+    """Return what a fetch takes that waits for no other worker; None with too few fetches, as under essp.
 
     In lockstep no value is newer than it needs to be; but the last worker of each clock waits for none.
     """
     if free:
         return fmean(free.values())
-    if not fetched:
+    if len(fetched) < _LEAST_FREE:
         return None
     num_workers = len({read.worker for read in fetched})
     return sorted(read.waited_s for read in fetched)[len(fetched) // (2 * num_workers)]
