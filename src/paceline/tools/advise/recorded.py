@@ -66,12 +66,13 @@ class RecordedRun:
         return self.rehearsed_clock_s / self.clock_s - 1
 
 
-def read_recorded(folder: Path, consistency: str | None = None) -> RecordedRun:
+def read_recorded(folder: Path, consistency: str | None = None, *, is_beside: bool = False) -> RecordedRun:
     """Read the trace of a run and rehearse it.
 
     Args:
         folder: of the run.
         consistency: that it ran under; by default what the launcher was told, or else bsp.
+        is_beside: whether server k ran on the machine of worker k.
 
     Raises:
         UsageError: there is no trace, or it is too short, or it is of a run without servers.
@@ -81,6 +82,7 @@ def read_recorded(folder: Path, consistency: str | None = None) -> RecordedRun:
     policy = Consistency.parse(consistency or spec.consistency or str(bsp()))
     steps = _steps_by_worker(run, folder)
     scenario = replace(_scenario(run, steps, spec, policy), starts=_starts(run))
+    scenario = replace(scenario, lines=replace(scenario.lines, beside=is_beside))
     recorded_s = _recorded_s(run, steps)
     if spec.transport in _NETWORKS and scenario.lines.gradient_bytes > _LONG_BYTES:
         scenario = _with_line(scenario, recorded_s)
