@@ -22,6 +22,7 @@ from paceline.tools.advise.recorded import RecordedRun, read_recorded
 
 WORKER: Final = Path(__file__).resolve().with_name("simulate_worker.py")
 TIMEOUT_S: Final = 300.0
+START_S: Final = 200.0  # on a busy machine processes take long to start
 NUM_WORKERS: Final = 4
 CASES: Final = ((1, False), (2, False), (4, False), (2, True), (4, True))
 
@@ -35,7 +36,7 @@ def run_job(num_servers: int, options: argparse.Namespace, *, is_beside: bool) -
     command += ["--stragglers", "none"]
     with (
         ShapedNetwork(lines, queue_ms=200.0, mtu=9000, congestion="reno") as network,
-        HostedJob(network, hosted_spec(NUM_WORKERS, num_servers), servers, workers, command) as job,
+        HostedJob(network, hosted_spec(NUM_WORKERS, num_servers), servers, workers, command, START_S) as job,
     ):
         job.wait(TIMEOUT_S)
         return read_recorded(job.folder, is_beside=is_beside)
@@ -47,10 +48,11 @@ def main() -> None:
     parser.add_argument("--mbps", type=float, default=100.0)
     parser.add_argument("--size", type=int, default=500_000, help="numbers of the model")
     parser.add_argument("--clocks", type=int, default=25)
+    parser.add_argument("--servers", type=int, nargs="+", default=[1, 2, 4], help="with one server first")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     options = parser.parse_args()
     try:
-        recorded = {case: run_job(case[0], options, is_beside=case[1]) for case in CASES}
+        recorded = {case: run_job(case[0], options, is_beside=case[1]) for case in CASES if case[0] in options.servers}
     except (CannotShapeError, JobFailedError) as error:
         raise SystemExit(f"cannot measure: {error}") from error
     print(f"{machine()}; {options.size} numbers, {options.mbps:g} Mbit/s")
