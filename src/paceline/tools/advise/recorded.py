@@ -139,7 +139,7 @@ def _scenario(run: Run, steps: Mapping[int, Sequence[Step]], spec: ClusterSpec, 
     fetched = [read for read in reads if read.source == "fetch"]
     free = _free_fetches(policy, fetched)
     fetch_s = _fetch_s(policy, free, fetched)
-    apply_s, handle_s = _server_s(run, num_steps, num_servers)
+    apply_s, handle_s = _server_s(run, num_steps, num_servers, is_network=spec.transport in _NETWORKS)
     update_s = apply_s * (len(steps) if policy.visible == "on_clock" else 1)
     latency_s = _NET_LATENCY_S if fetch_s is None else max(0.0, fetch_s - handle_s - update_s) / 2
     received, sent = _bytes(run)
@@ -170,10 +170,19 @@ def _computed_s(own: Sequence[Step], free: Mapping[tuple[int, int], float], fetc
     return tuple(max(0.0, step.step_s - wait_s) for step, wait_s in zip(own, waits, strict=True))
 
 
-def _server_s(run: Run, num_steps: int, num_servers: int) -> tuple[float, float]:
-    """Return the seconds that a server takes to apply a push, and for each of its messages beside that."""
+def _server_s(run: Run, num_steps: int, num_servers: int, *, is_network: bool) -> tuple[float, float]:
+    """Return the seconds that a server takes to apply a push, and for each of its messages beside that.
+
+    Over a network its thread counts as busy while a body comes in or leaves, so there processor time counts.
+    """
     applied_s = sum(record.took_s for record in run.applied) / num_servers / num_steps
     last = {record.server: record.busy_s for record in (*run.serving, *run.loads)}
+    if is_network:
+        used = {record.rank: record.cpu_s for record in run.sampled if record.role == "server"}
+        begun = {record.rank: record.cpu_s for record in reversed(run.sampled) if record.role == "server"}
+        last = {
+            server: min(busy_s, used.get(server, busy_s) - begun.get(server, 0.0)) for server, busy_s in last.items()
+        }
     busy_s = fmean(last.values()) / num_steps if last else applied_s
     num_messages = 1 if num_servers == 1 else 3  # of a step: all in one, or a push, its tick and a pull
     return applied_s, max(0.0, busy_s - applied_s) / num_messages
