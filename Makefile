@@ -32,7 +32,7 @@ endef
 help:  ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(STAMPS)/demo  ## Train on handwritten digits under four consistency models, and write a report with pictures.
+demo: $(STAMPS)/demo  ## Train on handwritten digits under four consistency models and all-reduce, and write a report with pictures.
 	$(BIN)/paceline demo
 
 # Three at a time on two cores, as tests of processes and connections wait for a third of their time.

@@ -108,7 +108,7 @@ class Clocks:
     _of: dict[int, int] = field(default_factory=dict[int, int])
     # Invariant: never decreases, not even when the last member leaves.
     slowest: int = 0
-    # Invariant: the number of members at each value; none is 0. Values are few, however many members there are.
+    # Invariant: the number of members at each value, none of them 0. Values are few, however many members there are.
     _num_at: dict[int, int] = field(default_factory=dict[int, int])
 
     def __contains__(self, worker: int) -> bool:

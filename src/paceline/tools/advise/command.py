@@ -56,6 +56,7 @@ def advise(
     /,
     *,
     consistency: str | None = None,
+    beside: Annotated[bool, Parameter(negative="")] = False,
     policies: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     servers: Annotated[tuple[int, ...], Parameter(negative="")] = (),
     json: Annotated[bool, Parameter(negative="")] = False,
@@ -72,6 +73,8 @@ def advise(
         Folder of the run (--run-dir of paceline run); by default the last one on this machine that was kept.
     consistency
         What the run had, if its script and not the launcher said so.
+    beside
+        The run had its servers on the machines of its workers, one each, and several machines.
     policies
         Policies to rehearse, separated by commas. Default: bsp, several bounds, and asynchronous.
     servers
@@ -81,7 +84,7 @@ def advise(
     """
     from paceline.launch.running import last_run
 
-    recorded = read_recorded(last_run() if run is None else run, consistency)
+    recorded = read_recorded(last_run() if run is None else run, consistency, is_beside=beside)
     variants = _variants(recorded, _wanted(recorded, policies), _numbers_of_servers(recorded, servers))
     best = _best(recorded, variants)
     told = explain(recorded, best)
@@ -112,25 +115,33 @@ def _numbers_of_servers(recorded: RecordedRun, numbers: Sequence[int]) -> list[i
 def _variants(recorded: RecordedRun, policies: Sequence[Consistency], numbers: Sequence[int]) -> list[Variant]:
     """Rehearse every policy as the run was otherwise; then, under the fastest and the recorded one, other servers."""
     scenario, own = recorded.scenario, recorded.scenario.num_servers
-    found = [_variant(recorded, policy, own, is_beside=False) for policy in policies]
+    was_beside = scenario.lines.beside
+    found = [_variant(recorded, policy, own, is_beside=was_beside) for policy in policies]
     fastest = min(found, key=lambda variant: variant.clock_s).consistency
     has_lines = scenario.lines.bytes_per_s < inf
     for policy in dict.fromkeys((recorded.consistency, fastest)):
         for number in numbers:
-            for is_beside in (False, True) if has_lines else (False,):
-                if number != own or is_beside:
+            for is_beside in (False, True) if has_lines else (was_beside,):
+                if number != own or is_beside != was_beside:
                     found.append(_variant(recorded, policy, number, is_beside=is_beside))
     return found
 
 
-def advise_on(recorded: RecordedRun, policy: Consistency) -> Outcome:
-    """Rehearse a recorded run under another policy, with its own servers."""
-    return _variant(recorded, policy, recorded.scenario.num_servers, is_beside=False).outcome
+def advise_on(
+    recorded: RecordedRun, policy: Consistency, num_servers: int | None = None, *, is_beside: bool | None = None
+) -> Outcome:
+    """Rehearse a recorded run under a policy, with other servers if these are given."""
+    scenario = recorded.scenario
+    number = scenario.num_servers if num_servers is None else num_servers
+    return _variant(
+        recorded, policy, number, is_beside=scenario.lines.beside if is_beside is None else is_beside
+    ).outcome
 
 
 def _variant(recorded: RecordedRun, policy: Consistency, num_servers: int, *, is_beside: bool) -> Variant:
     scenario = recorded.scenario
-    is_recorded = policy == recorded.consistency and num_servers == scenario.num_servers and not is_beside
+    is_same = num_servers == scenario.num_servers and is_beside == scenario.lines.beside
+    is_recorded = policy == recorded.consistency and is_same
     if is_recorded:
         return Variant(policy, num_servers, is_beside, recorded.rehearsed)
     return Variant(policy, num_servers, is_beside, rehearse(_under(scenario, policy, num_servers, is_beside=is_beside)))
@@ -169,7 +180,7 @@ def explain(recorded: RecordedRun, best: Variant | None) -> str:
     if best is None:
         return f"{as_it_was} Nothing that was rehearsed is {_LEAST_GAIN - 1:.0%} faster: leave it as it is."
     gain = recorded.rehearsed_clock_s / best.clock_s
-    is_moved = best.is_beside or best.num_servers != recorded.scenario.num_servers
+    is_moved = best.is_beside != recorded.scenario.lines.beside or best.num_servers != recorded.scenario.num_servers
     place = " beside workers" if best.is_beside else ""
     servers = f" with {best.num_servers} servers{place}" if is_moved else ""
     age = f"values {best.outcome.mean_lag:.1f} clocks behind on average and {best.outcome.max_lag} at most"

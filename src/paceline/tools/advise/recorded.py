@@ -66,12 +66,13 @@ class RecordedRun:
         return self.rehearsed_clock_s / self.clock_s - 1
 
 
-def read_recorded(folder: Path, consistency: str | None = None) -> RecordedRun:
+def read_recorded(folder: Path, consistency: str | None = None, *, is_beside: bool = False) -> RecordedRun:
     """Read the trace of a run and rehearse it.
 
     Args:
         folder: of the run.
         consistency: that it ran under; by default what the launcher was told, or else bsp.
+        is_beside: whether server k ran on the machine of worker k.
 
     Raises:
         UsageError: there is no trace, or it is too short, or it is of a run without servers.
@@ -81,6 +82,7 @@ def read_recorded(folder: Path, consistency: str | None = None) -> RecordedRun:
     policy = Consistency.parse(consistency or spec.consistency or str(bsp()))
     steps = _steps_by_worker(run, folder)
     scenario = replace(_scenario(run, steps, spec, policy), starts=_starts(run))
+    scenario = replace(scenario, lines=replace(scenario.lines, beside=is_beside))
     recorded_s = _recorded_s(run, steps)
     if spec.transport in _NETWORKS and scenario.lines.gradient_bytes > _LONG_BYTES:
         scenario = _with_line(scenario, recorded_s)
@@ -137,7 +139,7 @@ def _scenario(run: Run, steps: Mapping[int, Sequence[Step]], spec: ClusterSpec, 
     fetched = [read for read in reads if read.source == "fetch"]
     free = _free_fetches(policy, fetched)
     fetch_s = _fetch_s(policy, free, fetched)
-    apply_s, handle_s = _server_s(run, num_steps, num_servers)
+    apply_s, handle_s = _server_s(run, num_steps, num_servers, is_network=spec.transport in _NETWORKS)
     update_s = apply_s * (len(steps) if policy.visible == "on_clock" else 1)
     latency_s = _NET_LATENCY_S if fetch_s is None else max(0.0, fetch_s - handle_s - update_s) / 2
     received, sent = _bytes(run)
@@ -168,10 +170,19 @@ def _computed_s(own: Sequence[Step], free: Mapping[tuple[int, int], float], fetc
     return tuple(max(0.0, step.step_s - wait_s) for step, wait_s in zip(own, waits, strict=True))
 
 
-def _server_s(run: Run, num_steps: int, num_servers: int) -> tuple[float, float]:
-    """Return the seconds that a server takes to apply a push, and for each of its messages beside that."""
+def _server_s(run: Run, num_steps: int, num_servers: int, *, is_network: bool) -> tuple[float, float]:
+    """Return the seconds that a server takes to apply a push, and for each of its messages beside that.
+
+    Over a network its thread counts as busy while a body comes in or leaves, so there processor time counts.
+    """
     applied_s = sum(record.took_s for record in run.applied) / num_servers / num_steps
     last = {record.server: record.busy_s for record in (*run.serving, *run.loads)}
+    if is_network:
+        used = {record.rank: record.cpu_s for record in run.sampled if record.role == "server"}
+        begun = {record.rank: record.cpu_s for record in reversed(run.sampled) if record.role == "server"}
+        last = {
+            server: min(busy_s, used.get(server, busy_s) - begun.get(server, 0.0)) for server, busy_s in last.items()
+        }
     busy_s = fmean(last.values()) / num_steps if last else applied_s
     num_messages = 1 if num_servers == 1 else 3  # of a step: all in one, or a push, its tick and a pull
     return applied_s, max(0.0, busy_s - applied_s) / num_messages
@@ -197,13 +208,13 @@ def _free_fetches(policy: Consistency, fetched: Sequence[ReadRecord]) -> dict[tu
 
 
 def _fetch_s(policy: Consistency, free: Mapping[tuple[int, int], float], fetched: Sequence[ReadRecord]) -> float | None:
-    """Return what a fetch takes that waits for no other worker; None without fetches.
+    """Return what a fetch takes that waits for no other worker; None with too few fetches, as under essp.
 
     In lockstep no value is newer than it needs to be; but the last worker of each clock waits for none.
     """
     if free:
         return fmean(free.values())
-    if not fetched:
+    if len(fetched) < _LEAST_FREE:
         return None
     num_workers = len({read.worker for read in fetched})
     return sorted(read.waited_s for read in fetched)[len(fetched) // (2 * num_workers)]

@@ -1,1 +1,1 @@
-"""The demonstration: one classifier under four consistency models, and a report that compares them."""
+"""The demonstration: one classifier under four consistency models and all-reduce, and a report that compares them."""

@@ -48,7 +48,7 @@ def write_digits(path: Path, seed: int) -> None:
     )
 
 
-TITLE = "Handwritten digits under four consistency models"
+TITLE = "Handwritten digits under four consistency models, and all-reduce"
 
 
 def demo(
@@ -60,7 +60,7 @@ def demo(
     seed: int = 0,
     only: tuple[RunName, ...] = (),
 ) -> int:
-    """Train a classifier of handwritten digits under four consistency models, and write a report that compares them.
+    """Train a classifier of handwritten digits under four consistency models and all-reduce, and write a report.
 
     One worker is slow at times. The report says what that costs under each model: open report.html in a browser.
 

@@ -28,7 +28,7 @@ def main() -> None:
     batches = paceline.shard(DataLoader(training, batch_size=options.batch, shuffle=True), seed=options.seed)
     model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10))
     optimizer = paceline.distributed(
-        torch.optim.SGD(model.parameters(), lr=options.lr), fetch_every=options.fetch_every
+        torch.optim.SGD(model.parameters(), lr=options.lr), model=model, fetch_every=options.fetch_every
     )
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=options.epochs)
     is_fitful = paceline.size() > 1 and paceline.rank() == SLOW_WORKER

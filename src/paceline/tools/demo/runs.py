@@ -52,7 +52,7 @@ def describe(compute_s: float) -> str:
     )
 
 
-RunName = Literal["bsp", "ssp", "essp", "asynchronous", "single"]
+RunName = Literal["bsp", "ssp", "essp", "asynchronous", "all-reduce", "single"]
 RUN_NAMES: Final[tuple[RunName, ...]] = get_args(RunName)
 SCRIPT: Final = Path(__file__).with_name("digits.py")
 STALENESS: Final = 3
@@ -96,7 +96,8 @@ def plan(name: RunName, setting: Setting, run_dir: Path) -> DemoRun:
             note = _push_note(setting, "fetches when the bound asks for it")
             return _policy(setting, run_dir, f"ssp({STALENESS})", f"ssp:{STALENESS}", note)
         case "essp":
-            note = _push_note(setting, "servers send new values at every clock")
+            special = "servers send new values at every clock; a read right after a clock cannot have it yet (-2)"
+            note = _push_note(setting, f"{special}, and lacks as many more as the slow worker is late by")
             return _policy(setting, run_dir, f"essp({STALENESS})", f"essp:{STALENESS}", note)
         case "asynchronous":
             return _policy(
@@ -106,6 +107,8 @@ def plan(name: RunName, setting: Setting, run_dir: Path) -> DemoRun:
                 "asynchronous",
                 _push_note(setting, "never waits, fetches in every clock"),
             )
+        case "all-reduce":
+            return _all_reduce(setting, run_dir)
         case "single":
             return _single(setting, run_dir)
 
@@ -135,6 +138,22 @@ def _policy(setting: Setting, run_dir: Path, label: str, consistency: str, note:
         quiet=True,
     )
     return DemoRun(label, note, run_dir, launch)
+
+
+def _all_reduce(setting: Setting, run_dir: Path) -> DemoRun:
+    """Return a run without servers: every worker has all gradients of a clock, and updates its own replica."""
+    launch = LocalRun(
+        script=SCRIPT,
+        args=_script_args(setting, rate=RATE, batch=BATCH, compute_s=COMPUTE_S),
+        num_workers=setting.num_workers,
+        num_servers=setting.num_servers,
+        strategy="all-reduce",
+        run_dir=run_dir,
+        progress=True,
+        quiet=True,
+    )
+    note = f"no server: workers exchange gradients and wait for each other in each clock, rate {RATE:g}"
+    return DemoRun("all-reduce", note, run_dir, launch)
 
 
 def _single(setting: Setting, run_dir: Path) -> DemoRun:
