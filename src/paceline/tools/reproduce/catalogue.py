@@ -91,12 +91,13 @@ def find_claims(names: Sequence[str]) -> tuple[Claim, ...]:
         >>> [claim.name for claim in find_claims(["A7", "4"])]
         ['4', '8']
     """
-    known = {claim.name for claim in CLAIMS} | {anchor for claim in CLAIMS for anchor in claim.anchors} | {_ALL}
-    wanted = {name.upper() if name.upper() in known else name.lower() for name in names}
-    unknown = sorted(wanted - known)
+    known = {claim.name for claim in CLAIMS} | {anchor for claim in CLAIMS for anchor in claim.anchors}
+    by_upper = {name.upper(): name for name in (*known, _ALL)}
+    unknown = [name for name in names if name.upper() not in by_upper]
     if unknown:
         raise UsageError(
             f"there is no claim '{unknown[0]}'. Expected a number from 1 to 31, an anchor from A1 to A12, or all; "
             "`paceline reproduce` lists them."
         )
+    wanted = {by_upper[name.upper()] for name in names}
     return tuple(claim for claim in CLAIMS if wanted & {claim.name, *claim.anchors, _ALL})

@@ -22,6 +22,7 @@ _LINE_IN: Final = 0.2
 _HEAD_IN: Final = 0.95
 _GAP_IN: Final = 0.2
 _LETTERS_A_LINE: Final = 142
+_LETTERS_AN_INCH: Final = 9
 _LETTERS_OF_A_CELL: Final = 62
 _REFERENCE: Final = "#777777"
 _HOLDS, _FAILS = "#00704f", "#b34700"
@@ -62,7 +63,8 @@ def draw_claim(claim: Claim, finding: Finding, commands: tuple[str, ...], path: 
 def _write_head(part: SubFigure, claim: Claim, finding: Finding) -> None:
     says = f"{claim.paper}: {claim.number}" if claim.number else claim.paper
     part.text(0.012, 0.92, plain(f"{claim.name}. {claim.title}", 96), fontsize=15, weight="bold", color=INK, va="top")
-    part.text(0.012, 0.42, plain(f"{says}. Here: {claim.time} time", 150), fontsize=10, color=FAINT, va="top")
+    here = "counted" if claim.time == "counted" else f"{claim.time} time"
+    part.text(0.012, 0.42, plain(f"{says}. Here: {here}", 150), fontsize=10, color=FAINT, va="top")
     verdict, colour = ("shown", _HOLDS) if finding.holds else ("not shown", _FAILS)
     part.text(0.988, 0.42, verdict, fontsize=13, weight="bold", color=colour, va="top", ha="right")
 
@@ -96,8 +98,7 @@ def _write_table(
 def _draw_plot(axes: Axes, plot: Plot) -> None:
     quiet(axes, grid="y")
     if plot.is_log_x:
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        _scale_by_doubling(axes, [float(place) for curve in plot.curves for place in curve.x])
     if plot.is_log_y:
         axes.set_yscale("log")
     palette = iter(POLICY_COLOURS)
@@ -115,6 +116,16 @@ def _draw_plot(axes: Axes, plot: Plot) -> None:
         axes.legend(fontsize=8.5, frameon=False, labelcolor=INK)
 
 
+def _scale_by_doubling(axes: Axes, places: list[float]) -> None:
+    """Give each doubling the same room, and 0 as much as the step to 1."""
+    if min(places) <= 0:
+        axes.set_xscale("symlog", base=2, linthresh=1)
+        axes.set_xticks(sorted(set(places)))
+    else:
+        axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
 def _draw_line(axes: Axes, curve: Curve, colour: str) -> None:
     marker = "o" if len(curve.x) <= 20 and not curve.is_reference else None
     style = "--" if curve.is_reference else "-"
@@ -129,5 +140,7 @@ def _draw_bars(axes: Axes, plot: Plot, colours: list[str]) -> None:
         bars = axes.bar(lefts, curve.y, width * 0.9, color=colour, label=plain(curve.label, 40))
         if len(names) * len(plot.curves) <= 14:
             axes.bar_label(bars, fmt=lambda value: f"{value:.3g}", fontsize=8, color=INK, padding=1)
-    axes.set_xticks(range(len(names)), names, rotation=0 if sum(map(len, names)) < 70 else 20)
+    width_in = axes.get_position().width * _WIDTH_IN
+    is_tight = sum(len(name) + 1 for name in names) > _LETTERS_AN_INCH * width_in
+    axes.set_xticks(range(len(names)), names, rotation=25 if is_tight else 0)
     axes.margins(y=0.12)

@@ -14,7 +14,7 @@ from paceline.tools.reproduce.problems import Factorization
 from paceline.tools.reproduce.virtual import FixedStep, Floats, PushRule, learn_along, scenario, simulate_run
 from paceline.update.rows.rules import AdagradRows, AdaptiveRevisionRows
 
-_RATES: Final = tuple(float(each) for each in np.geomspace(1e-2, 12.0, 13))
+_RATES: Final = tuple(float(each) for each in np.geomspace(0.05, 4.0, 21))
 _RULES: Final = ("fixed step", "Adagrad", "adaptive revision")
 _GOOD: Final = 0.5  # of the first loss
 
@@ -56,8 +56,8 @@ def _run(options: ClaimOptions) -> Finding:
     seeds = range(options.seed, options.seed + (1 if options.is_quick else 3))
     left: dict[str, list[list[float]]] = {name: [] for name in _RULES}
     for seed in seeds:
-        problem = Factorization.make(seed, num_workers=16)
-        run = simulate_run(scenario("asynchronous", seed=seed, workers=16, clocks=40, stragglers="transient:0.1:6"))
+        problem = Factorization.make(seed, num_workers=32)
+        run = simulate_run(scenario("asynchronous", seed=seed, workers=32, clocks=30, stragglers="transient:0.1:6"))
         for name in _RULES:
             curves = [learn_along(run, problem, _rule(name, rate), looks=2) for rate in _RATES]
             left[name].append([curve.losses[-1] / curve.losses[0] for curve in curves])
@@ -74,10 +74,10 @@ def _run(options: ClaimOptions) -> Finding:
                 revised > max(plain, fixed),
             ),
             Check(
-                "what is left with the largest step tried",
-                "adaptive revision learns, a fixed step diverges",
-                f"{_left(shown['adaptive revision'][-1])}; {_left(shown['fixed step'][-1])}",
-                shown["adaptive revision"][-1] < 1 <= shown["fixed step"][-1],
+                "largest step that learns at all over the best one",
+                "adaptive revision's is the largest",
+                ", ".join(f"{name} {_margin(losses):.1f}" for name, losses in shown.items()),
+                _margin(shown["adaptive revision"]) > max(_margin(shown[name]) for name in _RULES[:2]),
             ),
         ),
         (
@@ -90,16 +90,17 @@ def _run(options: ClaimOptions) -> Finding:
                 is_log_y=True,
             ),
         ),
-        "Matrix factorization, 16 asynchronous workers, 40 clocks each, one in ten six times as long; a step size "
+        "Matrix factorization, 32 asynchronous workers, 30 clocks each, one in ten six times as long; a step size "
         f"works if at most {_GOOD:.0%} of the loss is left, "
-        "and the range is the ratio of the largest to the smallest that work. The rules are those of the servers. A "
-        "paper that tunes a schedule over days may gain orders of magnitude in time: here only the range is shown. "
-        "Losses above 10 are drawn at 10.",
+        "and the range is the ratio of the largest to the smallest that work. The rules are those of the servers. The "
+        "gain is a small factor here, and not orders of magnitude. Losses above 10 are drawn at 10.",
     )
 
 
-def _left(ratio: float) -> str:
-    return f"{ratio:.0%}" if ratio < 1 else "diverges"
+def _margin(losses: tuple[float, ...]) -> float:
+    """Return how many times larger than the best step the largest is that ends below the first loss."""
+    best = _RATES[losses.index(min(losses))]
+    return max((rate for rate, loss in zip(_RATES, losses, strict=True) if loss < 1), default=0.0) / best
 
 
 def _width(losses: tuple[float, ...]) -> float:

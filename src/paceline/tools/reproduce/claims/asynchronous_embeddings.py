@@ -52,6 +52,7 @@ def _run(options: ClaimOptions) -> Finding:
                     Curve("embeddings late, dense part in step", delays, tuple(rows.values())),
                     Curve("everything late", delays, tuple(both.values())),
                 ),
+                is_log_x=True,
             ),
         ),
         f"Made-up clicks of 2000 users on 500 items; {_WORKERS} workers, a clock is one batch of {_BATCH} on each. "

@@ -64,9 +64,10 @@ def _finding(idle: dict[int, float], times: dict[bool, dict[int, float]]) -> Fin
                 "delay",
                 "share of the workers' time",
                 (Curve("idle", delays, tuple(idle.values())),),
+                is_log_x=True,
                 y_range=(0, None),
             ),
-            Plot(f"Time to a loss of {_TARGET}", "delay", "virtual seconds", curves, y_range=(0, None)),
+            Plot(f"Time to a loss of {_TARGET}", "delay", "virtual seconds", curves, is_log_x=True, y_range=(0, None)),
         ),
         "8 workers; a clock takes 0.9 to 1.1 s, one in five six times as long: a coefficient of variation of 1. One "
         "step "

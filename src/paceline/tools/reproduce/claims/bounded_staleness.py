@@ -60,6 +60,7 @@ def _finding(shares: dict[int, float], times: dict[int, float], oldest: dict[int
                 "bound s",
                 "share of time",
                 (Curve("waiting", bounds, tuple(shares.values())),),
+                is_log_x=True,
                 y_range=(0, None),
             ),
             Plot(
@@ -67,6 +68,7 @@ def _finding(shares: dict[int, float], times: dict[int, float], oldest: dict[int
                 "bound s",
                 "virtual seconds",
                 (Curve("time", bounds, tuple(times.values())),),
+                is_log_x=True,
                 y_range=(0, None),
             ),
         ),

@@ -32,7 +32,7 @@ def _run(options: ClaimOptions) -> Finding:
             Check("gain in clocks a second, equal workers", "at most 5 %", f"{equal - 1:.1%}", equal <= 1.05),
             Check("the same with slow clocks", "more than 5 %", f"{slow - 1:.0%}", slow > 1.05),
         ),
-        (Plot("Clocks a second beside s = 0", "bound s", "ratio", curves, y_range=(0.9, None)),),
+        (Plot("Clocks a second beside s = 0", "bound s", "ratio", curves, is_log_x=True, y_range=(0.9, None)),),
         "8 workers. Equal ones take 0.98 to 1.02 s for a clock, so even they wait a little for the slowest of each "
         "clock.",
     )
