@@ -10,7 +10,7 @@ def test_the_page_has_all_claims_and_the_results_there_are(tmp_path: Path) -> No
     page = tmp_path / "docs" / "page.md"
     assert answer(["reproduce", "13", "--quick", "--out", str(tmp_path / "out"), "--gallery", str(page)]) == 0
     text = page.read_text()
-    assert all(f"## {claim.name}. {claim.title}" in text for claim in CLAIMS)
+    assert all(f"## Claim {claim.name}\n\n{claim.title}." in text for claim in CLAIMS)
     assert "](../out/claim-13.png)" in text
     assert "    paceline reproduce 13 --quick --seed 0" in text
     assert text.count("Not run for this page.") == len(CLAIMS) - 1

@@ -73,13 +73,12 @@ def _table(results: dict[str, ClaimResult | None]) -> Iterator[str]:
 
 
 def _section(claim: Claim, result: ClaimResult | None, pictures: str) -> Iterator[str]:
-    yield f"\n(claim-{claim.name.lower()})="
-    yield f"## {claim.name}. {claim.title}\n"
+    yield f"\n## Claim {claim.name}\n"
     says = f": {claim.number}" if claim.number else ""
     if result is None:
-        yield f"{claim.paper}{says}. Not run for this page."
+        yield f"{claim.title}. {claim.paper}{says}. Not run for this page."
         return
-    yield f"{claim.paper}{says}. Verdict: **{result.verdict}**.\n"
+    yield f"{claim.title}. {claim.paper}{says}. Verdict: **{result.verdict}**.\n"
     if result.picture:
         yield f"![{claim.title}]({pictures}/{result.picture})\n"
     if result.checks:
