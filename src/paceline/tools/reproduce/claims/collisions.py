@@ -22,18 +22,7 @@ _ADMIT_AFTER: Final = 3
 
 
 def _run(options: ClaimOptions) -> Finding:
-    seeds = range(options.seed, options.seed + (2 if options.is_quick else 6))
-    exact, hashed = list[float](), {share: list[float]() for share in _SHARES}
-    collided = {share: list[float]() for share in _SHARES}
-    for seed in seeds:
-        clicks = Clicks.make(seed)
-        exact.append(_area(clicks, clicks.users, clicks.items, clicks.num_users, clicks.num_items))
-        for share in _SHARES:
-            users, user_part = _hash(clicks.users, clicks.num_users, share, seed)
-            items, item_part = _hash(clicks.items, clicks.num_items, share, seed + 1)
-            rows = (int(clicks.num_users * share), int(clicks.num_items * share))
-            hashed[share].append(_area(clicks, users, items, *rows))
-            collided[share].append((user_part + item_part) / 2)
+    exact, hashed, collided = _measure(options)
     best, by_share = float(np.mean(exact)), {share: float(np.mean(found)) for share, found in hashed.items()}
     small, kept = by_share[_SHARES[-1]], _rows_kept(options.seed)
     places = tuple(100 * share for share in _SHARES)
@@ -83,6 +72,23 @@ def _run(options: ClaimOptions) -> Finding:
         "a row for each 64-bit id. The filter is that of a server's table (Lifecycle admit_after), fed with ids as "
         "often as Zipf's law says.",
     )
+
+
+def _measure(options: ClaimOptions) -> tuple[list[float], dict[float, list[float]], dict[float, list[float]]]:
+    """Return the areas with a row for each id, those of hashed tables, and the parts of ids that share a row."""
+    seeds = range(options.seed, options.seed + (2 if options.is_quick else 6))
+    exact, hashed = list[float](), {share: list[float]() for share in _SHARES}
+    collided = {share: list[float]() for share in _SHARES}
+    for seed in seeds:
+        clicks = Clicks.make(seed)
+        exact.append(_area(clicks, clicks.users, clicks.items, clicks.num_users, clicks.num_items))
+        for share in _SHARES:
+            users, user_part = _hash(clicks.users, clicks.num_users, share, seed)
+            items, item_part = _hash(clicks.items, clicks.num_items, share, seed + 1)
+            rows = (int(clicks.num_users * share), int(clicks.num_items * share))
+            hashed[share].append(_area(clicks, users, items, *rows))
+            collided[share].append((user_part + item_part) / 2)
+    return exact, hashed, collided
 
 
 def _area(clicks: Clicks, users: np.ndarray, items: np.ndarray, num_users: int, num_items: int) -> float:
