@@ -1,1 +1,4 @@
-"""The simulator: the real cores on virtual time, with seeded delays and faults."""
+"""The simulator: the real cores on virtual time, with seeded delays and faults.
+
+Other folders use `history`, `scenario`, `world`.
+"""

@@ -22,7 +22,7 @@ _HEAD: Final = """# What papers claim, and what comes of it here
 with two cores: each claim is run by one command, drawn, and judged by an anchor. This page is written by it, too:
 `paceline reproduce all --quick --gallery reproduce.md`.
 
-```sh fragment
+```sh needs=hours
 paceline reproduce                # the list: claims, papers, minutes
 paceline reproduce 8              # one claim: a picture and a verdict in the folder `reproduced`
 paceline reproduce A7 14 --quick  # an anchor, another claim, shorter runs
