@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from paceline.errors import PacelineError, UsageError
+from paceline.job.environment import inherited
 
 _SOURCE_TREE: Final = Path(__file__).resolve().parents[4]
 _SHOWN_LINES: Final = 6
@@ -79,7 +79,7 @@ def _output(line: str, name: str, arguments: tuple[str, ...], timeout_s: float, 
         stderr=subprocess.PIPE,
         text=True,
         cwd=_SOURCE_TREE,
-        env=os.environ | environment,
+        env={**inherited(), **environment},
     ) as process:
         try:
             out, err = process.communicate(timeout=timeout_s)
