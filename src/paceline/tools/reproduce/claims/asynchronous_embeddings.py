@@ -57,8 +57,7 @@ def _run(options: ClaimOptions) -> Finding:
         ),
         f"Made-up clicks of 2000 users on 500 items; {_WORKERS} workers, a clock is one batch of {_BATCH} on each. "
         "Late updates are applied after a number of clocks drawn evenly up "
-        "to the bound. The dense part is synchronous in one curve and as late as the embeddings in the other. It is "
-        "small here, so that it bears delay, too.",
+        "to the bound. The dense part is synchronous in one curve and as late as the embeddings in the other.",
     )
 
 

@@ -57,7 +57,7 @@ def _run(options: ClaimOptions) -> Finding:
                 "nats a letter",
                 (Curve("loss", _NAMES, tuple(float(real[name]["loss"]) for name in _NAMES)),),
                 "bars",
-                y_range=(1.5, None),
+                y_range=(0, None),
             ),
         ),
         "Four worker processes and a server over TCP, a perceptron that learns the next letter of Python's language "
