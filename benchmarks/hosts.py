@@ -52,7 +52,7 @@ def measure(mode: str, num_workers: int, num_dedicated: int, mbps: float, option
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
-    """Measure everything; return what is printed as JSON."""
+    """Measure the steps by servers alone, and what stands beside them; return what is printed as JSON."""
     bytes_per_s, size_bytes, num_workers = options.mbps * 1e6 / 8, options.megabytes * 1e6, options.workers
     predicted = [colocated_bytes(num_workers, k, size_bytes) / bytes_per_s for k in options.dedicated]
     measured: list[float] = []
@@ -62,6 +62,20 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         measured.append(step_s)
         first.append(first_s)
         progress(f"{k} servers alone: {measured[-1]:.2f} s a step, predicted {expected_s:.2f} s")
+    steps: dict[str, object] = {
+        "name": "hosts",
+        "dedicated": list(options.dedicated),
+        "seconds": measured,
+        "predicted_s": predicted,
+        "first_step_s": first,
+        "worst_error": max(abs(ours / theirs - 1) for ours, theirs in zip(measured, predicted, strict=True)),
+    }
+    return steps if options.steps_alone else steps | run_others(options)
+
+
+def run_others(options: argparse.Namespace) -> dict[str, object]:
+    """Measure what stands beside the plain steps: overlap, tables by hand, a ring, and how full a fast line is."""
+    bytes_per_s, size_bytes, num_workers = options.mbps * 1e6 / 8, options.megabytes * 1e6, options.workers
     last = options.dedicated[-1]
     overlap_s, chunks_s = (measure(mode, num_workers, last, options.mbps, options)[0] for mode in ("overlap", "chunks"))
     progress(
@@ -74,12 +88,6 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     line_rates = [size_bytes * 8e-6 / each / FAST_MBPS for each in (push_s, pull_s)]
     progress(f"of {FAST_MBPS:g} Mbit/s: {line_rates[0]:.3f} by pushes, {line_rates[1]:.3f} by pulls")
     return {
-        "name": "hosts",
-        "dedicated": list(options.dedicated),
-        "seconds": measured,
-        "predicted_s": predicted,
-        "first_step_s": first,
-        "worst_error": max(abs(ours / theirs - 1) for ours, theirs in zip(measured, predicted, strict=True)),
         "overlap_s": overlap_s,
         "chunks_s": chunks_s,
         "ring_s": ring_s,
@@ -102,6 +110,7 @@ def main() -> None:
     parser.add_argument("--mbps", type=float, default=100.0)
     parser.add_argument("--chunks", type=int, default=8, help="into how many tables one by hand is cut")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps-alone", action="store_true", help="measure the plain steps and nothing beside them")
     parser.add_argument("--json", action="store_true", help="print only the line of JSON")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, _end)

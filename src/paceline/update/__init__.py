@@ -18,6 +18,10 @@ Other folders use `clipping`, `cuts`, `filters.check`, `filters.encoding`, `filt
 `rows.column`, `rows.cuts`, `rows.export`, `rows.index`, `rows.initializers`, `rows.layout`, `rows.ops`,
 `rows.pending`, `rows.rules`, `rows.spec`, `rows.store`, `rows.walk`, `rules`, `shard`, `summing`, `table`,
 `torch_rule`, `user_code`.
+Other folders use `clipping`, `cuts`, `filters`, `filters.check`, `filters.encoding`, `filters.key_cache`,
+`filters.pipeline`, `filters.traffic`, `functions`, `kernels`, `lasting`, `named_rules`, `placement`, `rows.changes`,
+`rows.column`, `rows.contribution`, `rows.cuts`, `rows.export`, `rows.index`, `rows.initializers`, `rows.layout`, `rows.ops`, `rows.pending`,
+`rows.rules`, `rows.spec`, `rows.store`, `rows.walk`, `rules`, `shard`, `summing`, `table`, `torch_rule`, `user_code`.
 """
 
 from importlib import import_module
