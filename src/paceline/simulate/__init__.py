@@ -1,5 +1,4 @@
 """The simulator: the real cores on virtual time, with seeded delays and faults.
 
-Other folders use `outcome`, `scenario`.
-Other folders use `history`, `scenario`, `world`.
+Other folders use `history`, `outcome`, `scenario`, `world`.
 """

@@ -86,7 +86,6 @@ def _check(arguments: Mapping[str, Any]) -> None:
         num_servers=arguments["servers"],
         num_data_servers=arguments["data_servers"],
         transport=arguments["transport"],
-        grace_s=arguments["grace_s"],
         server_threads=arguments["server_threads"],
         policy=arguments["policy"],
     ).validate()
