@@ -149,7 +149,12 @@ def _scenario(run: Run, steps: Mapping[int, Sequence[Step]], spec: ClusterSpec, 
         num_workers=len(steps),
         num_servers=num_servers,
         num_clocks=max(map(len, steps.values())),
-        recorded=tuple(_computed_s(own, free, fetch_s or 0.0) for own in steps.values()),
+        recorded=tuple(
+            tuple(step.own_s + step.load_s for step in own)  # a push that leaves slowly is the line's, not the worker's
+            if spec.transport in _NETWORKS
+            else _computed_s(own, free, fetch_s or 0.0)
+            for own in steps.values()
+        ),
         refresh=1.0 if len(fetched) == len(reads) else 0.0,
         num_reads=max(1, round(len(reads) / num_tables / num_steps)),
         apply_s=apply_s,
@@ -173,16 +178,12 @@ def _computed_s(own: Sequence[Step], free: Mapping[tuple[int, int], float], fetc
 def _server_s(run: Run, num_steps: int, num_servers: int, *, is_network: bool) -> tuple[float, float]:
     """Return the seconds that a server takes to apply a push, and for each of its messages beside that.
 
-    Over a network its thread counts as busy while a body comes in or leaves, so there processor time counts.
+    Over a network its thread counts as busy while a body comes in or leaves, which the line accounts for.
     """
     applied_s = sum(record.took_s for record in run.applied) / num_servers / num_steps
-    last = {record.server: record.busy_s for record in (*run.serving, *run.loads)}
     if is_network:
-        used = {record.rank: record.cpu_s for record in run.sampled if record.role == "server"}
-        begun = {record.rank: record.cpu_s for record in reversed(run.sampled) if record.role == "server"}
-        last = {
-            server: min(busy_s, used.get(server, busy_s) - begun.get(server, 0.0)) for server, busy_s in last.items()
-        }
+        return applied_s, 0.0
+    last = {record.server: record.busy_s for record in (*run.serving, *run.loads)}
     busy_s = fmean(last.values()) / num_steps if last else applied_s
     num_messages = 1 if num_servers == 1 else 3  # of a step: all in one, or a push, its tick and a pull
     return applied_s, max(0.0, busy_s - applied_s) / num_messages
