@@ -45,6 +45,7 @@ class RecordedRun:
         losses: mean losses of the first and of the last tenth of its steps; None without.
         scenario: rehearses it, on the same delays.
         rehearsed: outcome of that.
+        is_network: whether it went over a network, whose lines are guessed from what steps took.
     """
 
     consistency: Consistency
@@ -54,6 +55,7 @@ class RecordedRun:
     losses: tuple[float, float] | None
     scenario: Scenario
     rehearsed: Outcome
+    is_network: bool
 
     @property
     def rehearsed_clock_s(self) -> float:
@@ -96,6 +98,7 @@ def read_recorded(folder: Path, consistency: str | None = None, *, is_beside: bo
         losses=_losses(all_steps),
         scenario=scenario,
         rehearsed=rehearse(scenario),
+        is_network=spec.transport in _NETWORKS,
     )
 
 
