@@ -35,8 +35,8 @@ def main(settings: dict[str, Any]) -> int:
             script=Path(settings.pop("script")),
             args=tuple(settings.pop("args", ())),
             run_dir=None if run_dir is None else Path(run_dir),
-            policy=Policy(**settings.pop("policy", {})),
-            **{"grace_s": GRACE_S, **settings},
+            policy=Policy(**{"grace_s": settings.pop("grace_s", GRACE_S), **settings.pop("policy", {})}),
+            **settings,
         ),
         programs,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
-from paceline.core.consistency import ssp
+from paceline.core.consistency import Consistency
 from paceline.errors import PacelineError
 from paceline.simulate.history import Violation
 from paceline.simulate.scenario import Faults, Network, Scenario, Stragglers
@@ -70,7 +70,7 @@ def _run(options: ClaimOptions) -> Finding:
 
 def _scenario(bound: int, seed: int) -> Scenario:
     return Scenario(
-        ssp(bound),
+        Consistency.parse(f"ssp:{bound}"),
         num_workers=6,
         num_servers=2,
         num_clocks=60,

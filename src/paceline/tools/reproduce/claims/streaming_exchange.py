@@ -69,7 +69,7 @@ def _run(options: ClaimOptions) -> Finding:
             ),
         ),
         f"{_WORKERS} workers, rounds of {_ROUND} inner steps, outer rate 0.7 with Nesterov momentum 0.9, on virtual "
-        "time: which fragment is pushed when is the schedule of paceline.diloco(fragments=F), "
+        "time: which fragment is pushed when is the schedule of paceline.strategies.diloco(fragments=F), "
         "and bytes are those of its parameters. No quantization to 4 bits, so the paper's factor of 100 is not shown.",
     )
 
