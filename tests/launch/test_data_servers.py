@@ -9,13 +9,15 @@ from tests.launch.launching import launch, write_script
 from paceline.api.join import start
 from paceline.errors import UsageError
 
-# A worker kills data servers, in the order of these ranks; where one is started again it waits for its new address.
+# A worker kills data servers, in the order of these ranks. It waits until the launcher has taken each away, as it would
+# otherwise end in the same moment, and where one is started again for its new address.
 KILLER = """
 from paceline.job.addresses import data_addresses
 from paceline.job.folders import wait_for
 def kill(rank, again=False):
     before = data_addresses(spec)[rank]
     os.kill(int(before), signal.SIGKILL)
+    wait_for(lambda: not os.path.exists(f'/proc/{before}') or None, 10.0, lambda: 'it is still there')
     if again:
         wait_for(lambda: data_addresses(spec)[rank] != before or None, 10.0, lambda: 'it is not started again')
 """
