@@ -274,7 +274,7 @@ class VersionSubscription:
                 links = self._connected(deadline)
                 lists = [link.find(self.name, (), 0.0) for link in links]
                 problem = next((link.problem for link in links if link.problem), "")
-                wanted = [each for each in lists[0] if is_wanted(each)]
+                wanted = [each for each in self._not_older(lists[0]) if is_wanted(each)]
                 whole = [each for each in wanted if all(each in found for found in lists)]
                 if whole:
                     try:
@@ -290,6 +290,11 @@ class VersionSubscription:
                 self._wait_change(lists, wanted, deadline)
 
         return self._servers.repeat(once, deadline, what)
+
+    def _not_older(self, found: tuple[PublicationId, ...]) -> tuple[PublicationId, ...]:
+        """Return what was not published before the version that was taken last, as by an earlier publisher."""
+        last = self._newest
+        return found[found.index(last) :] if last is not None and last in found else found
 
     def _wait_change(
         self, lists: list[tuple[PublicationId, ...]], wanted: list[PublicationId], deadline: Deadline
