@@ -128,6 +128,8 @@ class _Tracks:
     def _counters(self) -> Iterator[Event]:
         for serving in self._run.serving:
             yield _counter("queue", _SERVER_PIDS + serving.server, self._us(serving.t), serving.num_waiting)
+            if serving.num_behind is not None:
+                yield _counter("replica lag", _SERVER_PIDS + serving.server, self._us(serving.t), serving.num_behind)
         for step in self._run.steps:
             if step.loss is not None:
                 yield _counter("loss", step.worker, self._us(step.t), step.loss)

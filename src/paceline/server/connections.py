@@ -446,6 +446,7 @@ class LoadMeter:
         trace: gets the totals while the server works, and at its end.
         peers: count the bytes that are sent.
         acceptor: has the frames that wait for the server's thread.
+        num_behind: returns by how many clocks the server's replica lags; None without one.
         now: a monotonic clock.
     """
 
@@ -453,6 +454,7 @@ class LoadMeter:
     trace: Trace
     peers: Connections
     acceptor: Acceptor
+    num_behind: Callable[[], int | None] = lambda: None
     now: Callable[[], float] = time.monotonic
     _resources: ResourceUsage = field(default_factory=ResourceUsage)
     _process: ProcessSamples = field(init=False)
@@ -536,6 +538,7 @@ class LoadMeter:
                 self.peers.sent_bytes,
                 self.acceptor.num_waiting(),
                 self._rows.hottest(),
+                self.num_behind(),
             )
         )
         if now >= self._carried_due_t:

@@ -188,7 +188,9 @@ class ServerNode:
         send, clock_of = self._peers.send_worker, self._core.clock_of
         self._request_handler = RequestHandler(self._tables, send)
         self._table_rpc = TableRpc(self._tables, send, clock_of, self._note_began, self._readable.versions)
-        self._load_meter = LoadMeter(settings.server, self.trace, self._peers, self._acceptor)
+        self._load_meter = LoadMeter(
+            settings.server, self.trace, self._peers, self._acceptor, lambda: self.replica.num_behind
+        )
         self._records = ServerRecords(self.trace, settings.server)
         self._wait_reports = WaitReports(self._core, self._request_handler)
         self._preload = RulePreload(lambda call: self.do(lambda _: call()))

@@ -324,6 +324,13 @@ class ReplicaLink:
         return self._connection is not None
 
     @property
+    def num_behind(self) -> int | None:
+        """By how many clocks the replica lags, as `ReplicaLag` counts; None where there is none."""
+        if not self.is_connected:
+            return None
+        return 0 if self.lag is None else self.lag.num_behind(self._num_received)
+
+    @property
     def is_there(self) -> bool:
         """Whether there is a replica by now, and still, or a record."""
         return self.is_connected or self.record is not None

@@ -73,6 +73,8 @@ class ReplicaLag:
         >>> lag.note_told(Clock(sender, 2), 3)
         >>> lag.num_needed, lag.take_received(2)
         (2, {(0, 0): [5]})
+        >>> lag.num_behind(2), lag.num_behind(3)
+        (1, 0)
     """
 
     clocks: int
@@ -109,6 +111,10 @@ class ReplicaLag:
             _, life, seqs = self._told.popleft()
             found.setdefault(life, []).extend(seqs)
         return found
+
+    def num_behind(self, num_frames: int) -> int:
+        """Return by how many clocks of a worker a replica that has so many frames lags, or pushes shown on arrival."""
+        return max((sum(frame > num_frames for frame in latest) for latest in self._latest.values()), default=0)
 
     def restart(self) -> None:
         """Count from zero again: there is another replica, which has all, or none."""
