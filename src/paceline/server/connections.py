@@ -32,6 +32,7 @@ from paceline.wire.messages import (
     EarlyValues,
     FetchedRest,
     Hello,
+    FactoredPush,
     PushFrame,
     PushPiece,
     RowPushFrame,
@@ -498,7 +499,7 @@ class LoadMeter:
             self.trace.record(ArrivedRecord(self.now(), self.server, worker, message.clock - 1))
         elif isinstance(message, PushFrame | RowPushFrame):
             self._note_push(message, body)
-        elif isinstance(message, PushPiece):
+        elif isinstance(message, PushPiece | FactoredPush):
             self._note_push(message.push, body)
 
     def _note_push(self, message: PushFrame | RowPushFrame, body: memoryview) -> None:

@@ -47,6 +47,7 @@ from paceline.wire.messages import (
     Keys,
     KeysWanted,
     PullFrame,
+    FactoredPush,
     PushFrame,
     PushPiece,
     RowPullFrame,
@@ -323,6 +324,10 @@ class ServedRowTable:
     def accept_piece(self, piece: PushPiece, body: memoryview, connection: Connection) -> Frame | None:
         """Raise PeerError: pushes of rows come whole."""
         raise PeerError(f"a piece of a push of row table '{self.spec.name}'")
+
+    def expand(self, push: FactoredPush, body: memoryview) -> Frame:
+        """Raise PeerError: rows have no factors."""
+        raise PeerError(f"factors for row table '{self.spec.name}'")
 
     @property
     def has_early_readers(self) -> bool:
