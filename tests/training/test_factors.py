@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.distant import make_distant
-from tests.jobs import DEADLINE_S, job, run_job
+from tests.jobs import job, run_job
 from tests.training.recipes import seeded
 from torch import Tensor, nn
 from torch.nn import functional
@@ -165,9 +165,7 @@ def in_place() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [tied, in_place])
-def test_a_weight_of_two_layers_and_outputs_that_change_in_place(
-    tmp_path: Path, make: Callable[[], nn.Module]
-) -> None:
+def test_a_weight_of_two_layers_and_outputs_that_change_in_place(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
     assert beside_gradients(tmp_path, make=make) == NUM_STEPS
 
 
@@ -209,24 +207,24 @@ def in_bfloat16(model: nn.Module, rank: int, step: int) -> None:
     loss.backward()
 
 
+def of_bfloat16(model: nn.Module, rank: int, step: int) -> None:
+    model(batch(rank, step).bfloat16()).square().mean().backward()
+
+
 def test_gradients_of_rounded_factors_are_sent_whole(tmp_path: Path) -> None:
     assert beside_gradients(tmp_path, backward=in_bfloat16) == 0
-    make = partial(two_layers().to, torch.bfloat16)
-    half = run_job(
-        tmp_path,
-        lambda worker: learn(worker, make, lambda m, *_: m(torch.ones(1, SIZE).bfloat16()).sum().backward(), factors=True),
-        carrier="tcp",
-    )
-    assert half[0][1] == 0
+    half = partial(two_layers().to, torch.bfloat16)
+    assert run_job(tmp_path, lambda worker: learn(worker, half, of_bfloat16, factors=True), carrier="tcp")[0][1] == 0
 
 
-def test_a_compiled_model_has_its_gradients_sent_whole(tmp_path: Path) -> None:
-    def compiled() -> nn.Module:
-        model = two_layers()
-        model.compile(backend="eager", fullgraph=True)
-        return model
-
-    assert beside_gradients(tmp_path, make=compiled) == 0
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
+def test_a_compiled_layer_records_nothing() -> None:
+    layer = nn.Linear(SIZE, SIZE)
+    known = WeightFactors("weight", layer.weight, pytest.fail)
+    known.follow([layer])
+    torch.compile(layer, backend="eager")(batch(0, 0)).sum().backward()
+    assert layer.weight.grad is not None
+    assert known.take(layer.weight.grad) is None
 
 
 def test_gradients_that_are_not_finite_are_refused_as_ever(tmp_path: Path) -> None:
@@ -251,15 +249,16 @@ def test_products_that_overflow_on_the_server_are_refused_there(
         model = two_layers()
         optimizer = paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.1), model=model, factors=True)
         assert isinstance(optimizer, DistributedOptimizer)
-        model(1e30 * batch(0, 0)).mul(1e30).sum().backward()
-        for parameter in model.parameters():
+        assert isinstance(model, nn.Sequential)
+        model[0](1e30 * batch(0, 0)).mul(1e30).sum().backward()
+        for parameter in model[0].parameters():
             assert parameter.grad is not None
             parameter.grad.zero_()  # what the worker looks at is finite
         optimizer.step()
         worker.barrier()
         return optimizer.num_refused, optimizer.num_factored
 
-    assert run_job(tmp_path, work, carrier="tcp") == [(1, 2)]
+    assert run_job(tmp_path, work, carrier="tcp") == [(1, 1)]
 
 
 def test_a_lost_push_is_repeated_with_its_factors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +272,7 @@ def test_a_lost_push_is_repeated_with_its_factors(tmp_path: Path, monkeypatch: p
         dispatch(node, hello, connection, message, frame)
 
     monkeypatch.setattr(ServerNode, "_dispatch", lose_the_first)
-    with job(tmp_path, carrier="tcp", retry_s=0.2) as started:
+    with job(tmp_path, carrier="tcp") as started:
         ((_, num_factored),) = started.run(lambda worker: learn(worker, factors=True))
     assert num_factored == 2 * NUM_STEPS
     assert all(isinstance(each, FactoredPush) for each in seen)
@@ -284,10 +283,11 @@ def test_a_lost_push_is_repeated_with_its_factors(tmp_path: Path, monkeypatch: p
 def test_hooks_end_with_the_worker(tmp_path: Path) -> None:
     model = two_layers()
 
-    def work(worker: Session) -> None:
-        paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.1), model=model, factors=True)
+    def work(worker: Session) -> paceline.Distributed:
+        return paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.1), model=model, factors=True)
 
-    run_job(tmp_path, work, carrier="tcp")
+    kept = run_job(tmp_path, work, carrier="tcp")
+    assert kept
     assert not any(layer._forward_hooks for layer in model.modules())
     assert not any(each._backward_hooks for each in model.parameters())
 
@@ -309,10 +309,11 @@ def test_what_it_does_not_go_with_is_refused(tmp_path: Path) -> None:
 def test_slices_are_refused(tmp_path: Path) -> None:
     def work(worker: Session) -> None:
         model = two_layers()
-        paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.1), model=model, factors=True)
+        kept = paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.1), model=model, factors=True)
         loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(batch(0, 0)), batch_size=4)
         with pytest.raises(UsageError, match="does not go with factors=True"):
             next(iter(paceline.shard(loader, slices=2)))
+        assert kept.no_slices
 
     run_job(tmp_path, work, carrier="tcp")
 
@@ -328,6 +329,3 @@ def test_what_is_recorded_of_a_graph_that_is_dropped_goes_with_it() -> None:
     taken = known.take(layer.weight.grad)
     assert taken is not None
     assert torch.equal(taken.product(), layer.weight.grad)
-
-
-assert DEADLINE_S

@@ -30,9 +30,9 @@ from paceline.transport.poller import Poller, receive_all
 from paceline.wire.connection import SMALL_IN_A_ROW, LargeBodies
 from paceline.wire.messages import (
     EarlyValues,
+    FactoredPush,
     FetchedRest,
     Hello,
-    FactoredPush,
     PushFrame,
     PushPiece,
     RowPushFrame,

@@ -44,10 +44,10 @@ from paceline.update.summing import num_nonfinite
 from paceline.update.table import TableSpec
 from paceline.wire.malformed import REQUEST_ERRORS, describe_broken_table
 from paceline.wire.messages import (
+    FactoredPush,
     Keys,
     KeysWanted,
     PullFrame,
-    FactoredPush,
     PushFrame,
     PushPiece,
     RowPullFrame,

@@ -35,9 +35,9 @@ from paceline.update.rows.spec import RowTableSpec
 from paceline.update.rules import Hyper
 from paceline.update.table import TableSpec
 from paceline.wire.messages import (
+    FactoredPush,
     KeysWanted,
     PullFrame,
-    FactoredPush,
     PushFrame,
     PushPiece,
     RowPullFrame,

@@ -1,4 +1,4 @@
-"""Records the factors of gradients while backward runs: of each linear layer its inputs and the gradients at its outputs.
+"""The factors of gradients, recorded while backward runs: of each linear layer its inputs and its output gradients.
 
 Gradients are computed as without it. Factors are only another way to send them, and count only where they are the
 gradient that `step` pushes.

@@ -403,7 +403,9 @@ class DistributedOptimizer(Distributed):
         """Record factors of gradients that leave this machine or process, while backward runs."""
         name, job = self._settings.name, self._job
         if model is None:
-            raise UsageError(f"'{name}' is told factors=True, which follows the layers of a module: give model=... too.")
+            raise UsageError(
+                f"'{name}' is told factors=True, which follows the layers of a module: give model=... too."
+            )
         for bucket in self._buckets:
             if bucket.table.client.send_factors():
                 known = follow_layers(

@@ -1,4 +1,4 @@
-"""Sufficient factors: the gradient of a linear layer's weight as the product of two small matrices, and pushes of these.
+"""Sufficient factors: the gradient of a linear layer's weight as the product of two small matrices, which are pushed.
 
 Over K samples the gradient of a weight (M, N) is outputs^T inputs, of the gradients at the layer's outputs (K, M) and
 its inputs (K, N): K (M + N) numbers in place of M N (Xie et al. 2016; "Poseidon", Zhang et al. 2017). Workers send
