@@ -1,4 +1,4 @@
-"""A worker of two large layers; prints what it sent, received and took in a step, with factors or without."""
+"""A worker of two large layers; prints for each batch what it sent, received and took in a step."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import paceline
 from paceline.observe.resources import ResourceUsage, Usage
 from paceline.training.parameter_server import DistributedOptimizer
 
+WARM_STEPS = 2
+
 
 def usage_of(resources: ResourceUsage) -> Usage:
     """Return the bytes of this process so far."""
@@ -22,38 +24,38 @@ def usage_of(resources: ResourceUsage) -> Usage:
 
 
 def main() -> None:
-    """Take two steps to warm up, then some that are counted."""
-    width, batch, num_steps, factors = map(int, sys.argv[1:])
+    """Take some steps with each batch, after two to warm up."""
+    pushes, (width, num_steps, *batches) = sys.argv[1], map(int, sys.argv[2:])
     ps = paceline.init()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
     plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer = paceline.distributed(plain, model=model, factors=bool(factors))
+    optimizer = paceline.distributed(plain, model=model, factors=pushes == "factors")
     assert isinstance(optimizer, DistributedOptimizer)
-    inputs = torch.randn(batch, width, generator=torch.Generator().manual_seed(ps.rank))
-    resources, took, loss = ResourceUsage(), list[float](), torch.zeros(())
-    before = usage_of(resources)
-    for step in range(2 + num_steps):
-        if step == 2:
-            ps.barrier()
-            before = usage_of(resources)
-        began = time.perf_counter()
-        optimizer.zero_grad()
-        loss = (model(inputs) - inputs).square().mean()
-        loss.backward()
-        optimizer.step()
-        took.append(time.perf_counter() - began)
-    after = usage_of(resources)
-    ps.barrier()
-    if ps.rank == 0:
-        told = {
-            "sent_bytes": (after.sent_bytes - before.sent_bytes) / num_steps,
-            "received_bytes": (after.received_bytes - before.received_bytes) / num_steps,
-            "step_s": took[2:],
-            "num_factored": optimizer.num_factored,
-            "loss": loss.item(),
-        }
-        print("found", json.dumps(told))
+    resources = ResourceUsage()
+    for batch in batches:
+        inputs = torch.randn(batch, width, generator=torch.Generator().manual_seed(ps.rank))
+        took, before, factored = list[float](), usage_of(resources), 0
+        for step in range(WARM_STEPS + num_steps):
+            if step == WARM_STEPS:
+                ps.barrier()
+                before, factored = usage_of(resources), optimizer.num_factored
+            began = time.perf_counter()
+            optimizer.zero_grad()
+            (model(inputs) - inputs).square().mean().backward()
+            optimizer.step()
+            took.append(time.perf_counter() - began)
+        after = usage_of(resources)
+        ps.barrier()
+        if ps.rank == 0:
+            told = {
+                "batch": batch,
+                "sent_bytes": (after.sent_bytes - before.sent_bytes) / num_steps,
+                "received_bytes": (after.received_bytes - before.received_bytes) / num_steps,
+                "step_s": took[WARM_STEPS:],
+                "num_factored": optimizer.num_factored - factored,
+            }
+            print("found", json.dumps(told))
 
 
 if __name__ == "__main__":

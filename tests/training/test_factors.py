@@ -134,7 +134,7 @@ def of_a_sample(model: nn.Module, rank: int, step: int) -> None:
 
 
 def after_an_evaluation(model: nn.Module, rank: int, step: int) -> None:
-    model(batch(rank, step))  # with a graph that nobody runs backward through
+    model(batch(rank, step))  # whose graph is dropped
     with torch.no_grad():
         model(batch(rank, step))
     one_batch(model, rank, step)
