@@ -298,7 +298,7 @@ def test_what_it_does_not_go_with_is_refused(tmp_path: Path) -> None:
         for settings, said in (
             ({"factors": True}, "factors=True, which follows the layers"),
             ({"factors": True, "model": model, "strategy": "all-reduce"}, "AllReduce.* and factors=True"),
-            ({"factors": True, "model": model, "strategy": "local-sgd:2"}, "and factors=True, which is for gradients"),
+            ({"factors": True, "model": model, "strategy": "local-sgd:2"}, "and factors=True, which is for servers"),
         ):
             with pytest.raises(UsageError, match=said):
                 paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.1), **settings)

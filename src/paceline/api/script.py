@@ -546,9 +546,7 @@ def distributed(
     if consistency is not None and chosen != ParameterServer():
         raise UsageError(f"'{name}' is told both {chosen} and consistency={consistency!r}, which is for servers.")
     if factors and not isinstance(chosen, ParameterServer):
-        raise UsageError(
-            f"'{name}' is told both {chosen} and factors=True, which is for gradients that servers add up."
-        )
+        raise UsageError(f"'{name}' is told both {chosen} and factors=True, which is for servers: leave it out.")
     policy = session.policy(consistency)
     divide_lr = session.divide_lr if divide_lr is None else divide_lr
     settings = Settings(
