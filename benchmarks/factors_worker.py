@@ -1,10 +1,11 @@
-"""A worker of two large layers; prints for each batch what it sent, received and took in a step."""
+"""A worker of two large layers; writes down for each batch what it sent, received and took in a step."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ def usage_of(resources: ResourceUsage) -> Usage:
 
 def main() -> None:
     """Take some steps with each batch, after two to warm up."""
-    pushes, (width, num_steps, *batches) = sys.argv[1], map(int, sys.argv[2:])
+    out, pushes, (width, num_steps, *batches) = sys.argv[1], sys.argv[2], map(int, sys.argv[3:])
     ps = paceline.init()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
@@ -55,7 +56,8 @@ def main() -> None:
                 "step_s": took[WARM_STEPS:],
                 "num_factored": optimizer.num_factored - factored,
             }
-            print("found", json.dumps(told))
+            with Path(out).open("a") as file:
+                print(json.dumps(told), file=file)
 
 
 if __name__ == "__main__":

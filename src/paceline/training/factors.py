@@ -53,10 +53,10 @@ class WeightFactors:
         self._arrived, self._kept = [], []
 
     def take(self, gradient: Tensor) -> Factors | None:
-        """Return the factors of a gradient (M, N), and forget them; None if there are none, or others, or too many.
+        """Return the factors of a gradient (M, N), and forget them; None if there are none or too many.
 
-        Not of the gradient of another shape of the loss: of a weight that is used outside of its layers as well, or a
-        gradient that was clipped or scaled since backward. This is told once.
+        None, too, if the gradient is not their product, as of a weight that is used outside of its layers as well, or
+        after the gradient was clipped or scaled. This is told once.
         """
         found, self._kept, self._arrived = self._kept, [], []
         num_samples = sum(each.num_samples for each in found)
@@ -65,7 +65,6 @@ class WeightFactors:
         factors = found[0]
         if len(found) > 1:
             factors = Factors(torch.cat([each.outputs for each in found]), torch.cat([each.inputs for each in found]))
-        factors = Factors(factors.outputs.to(gradient.device), factors.inputs.to(gradient.device))
         if factors.explain(gradient):
             return factors
         if not self._has_told and bool(gradient.isfinite().all()):
@@ -103,14 +102,15 @@ class WeightFactors:
 def follow_layers(
     model: nn.Module, parameters: Iterable[tuple[str, Tensor]], tell: Callable[[str], None]
 ) -> dict[Tensor, WeightFactors]:
-    """Record the factors of the weights of all linear layers of a model that are among these named parameters."""
+    """Record factors for the large weights of linear layers on the CPU that are among these named parameters."""
     layers: dict[Tensor, list[nn.Linear]] = {}
     for layer in model.modules():
         if isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward:
             layers.setdefault(layer.weight, []).append(layer)
     found: dict[Tensor, WeightFactors] = {}
     for name, weight in parameters:
-        if weight in layers and weight.dtype in _DTYPES and weight.nbytes >= _LEAST_BYTES:
+        is_fit = weight.device.type == "cpu" and weight.dtype in _DTYPES and weight.nbytes >= _LEAST_BYTES
+        if weight in layers and is_fit:
             found[weight] = WeightFactors(name, weight, tell)
             found[weight].follow(layers[weight])
     return found
