@@ -30,6 +30,7 @@ from paceline.transport.poller import Poller, receive_all
 from paceline.wire.connection import SMALL_IN_A_ROW, LargeBodies
 from paceline.wire.messages import (
     EarlyValues,
+    FactoredPush,
     FetchedRest,
     Hello,
     PushFrame,
@@ -500,7 +501,7 @@ class LoadMeter:
             self.trace.record(ArrivedRecord(self.now(), self.server, worker, message.clock - 1))
         elif isinstance(message, PushFrame | RowPushFrame):
             self._note_push(message, body)
-        elif isinstance(message, PushPiece):
+        elif isinstance(message, PushPiece | FactoredPush):
             self._note_push(message.push, body)
 
     def _note_push(self, message: PushFrame | RowPushFrame, body: memoryview) -> None:

@@ -30,6 +30,7 @@ from paceline.transport.base import Connection, Frame, SharesMemory
 from paceline.transport.buffer_pool import Buffer, BufferPool, ExactAllocator
 from paceline.transport.buffers import LentMemory, fresh_buffer
 from paceline.update.cuts import TableCut
+from paceline.update.factors import MatrixPart, matrix_parts, packed_elements, unpack
 from paceline.update.kernels import Kernel
 from paceline.update.lasting import ShardMemory
 from paceline.update.named_rules import resolve
@@ -39,7 +40,16 @@ from paceline.update.rules import Hyper, UpdateRule
 from paceline.update.shard import Contribution, Shard
 from paceline.update.table import TableSpec, differences, encode_table
 from paceline.wire.malformed import REQUEST_ERRORS, describe_broken_table
-from paceline.wire.messages import PullFrame, PushFrame, PushPiece, RowPullFrame, RowPushFrame, RowsUsed, Unsubscribe
+from paceline.wire.messages import (
+    FactoredPush,
+    PullFrame,
+    PushFrame,
+    PushPiece,
+    RowPullFrame,
+    RowPushFrame,
+    RowsUsed,
+    Unsubscribe,
+)
 from paceline.wire.requests import SMALL_BYTES, CallFunction, Initialise, LoadState, TableOperation
 
 MAX_STATE_FACTOR = 64  # the state of a rule is at most this many times as large as the values
@@ -111,6 +121,7 @@ class ServedDenseTable:
     _compared_until: float = inf  # a push of a later clock is not looked at for gradients that workers share
     _assemblies: Assemblies = field(init=False)
     _early: EarlySeries | None = None
+    _matrices: dict[int, MatrixPart] = field(init=False)  # by the index of their parameter
     _cold: str = ""
 
     def __post_init__(self) -> None:
@@ -147,6 +158,7 @@ class ServedDenseTable:
         self.send_buffers = SendBuffers(transport.allocate, host.checks_memory)
         pool = BufferPool(ExactAllocator(fresh_buffer), poisons=host.checks_memory)
         self._assemblies = Assemblies(spec.name, size_bytes, self._dtype, pool)
+        self._matrices = matrix_parts(spec, parts[server])
         if self.consistency.lockstep and self.shard.can_preview and has_plenty(size_bytes):
             self._early = EarlySeries(spec.name, self.memory, self._dtype.itemsize, self.shard.preview)
         if server == holders(parts)[0]:  # one server warns
@@ -299,6 +311,31 @@ class ServedDenseTable:
         if self._early is not None and is_new and not piece.at:
             self._early.add_reader((push_id.worker, push_id.incarnation), connection)
         return self._assemblies.add(piece, body, connection, _contribution(frame, _NOTHING) if is_new else None)
+
+    def expand(self, push: FactoredPush, body: memoryview) -> Frame:
+        """Return a push that came with factors as a frame with its whole gradient; see `ServedTable.expand`."""
+        num_samples = {matrix.index: matrix.num_samples for matrix in push.matrices}
+        problem = self._factors_problem(push, num_samples, len(body))
+        if problem:
+            raise PeerError(f"a push of table '{self.spec.name}' with factors {problem}")
+        buffer = self._assemblies.pool.lend(self.memory.nbytes)
+        unpack(as_tensor(body, self._dtype), self._matrices, num_samples, as_tensor(buffer.memory, self._dtype))
+        return Frame(b"", buffer.memory, buffer)
+
+    def _factors_problem(self, push: FactoredPush, num_samples: Mapping[int, int], size_bytes: int) -> str:
+        """Return why factors cannot be multiplied, "" if they can: whether all sizes are those of the table."""
+        if not num_samples or list(num_samples) != sorted(matrix.index for matrix in push.matrices):
+            return "names no matrix, or one twice, or not in order"
+        unknown = [index for index in num_samples if index not in self._matrices]
+        if unknown:
+            return f"has some of parameter {unknown[0]}, which is no matrix with elements on {self.host.name}"
+        large = [index for index, num in num_samples.items() if num < 0 or not self._matrices[index].is_smaller(num)]
+        if large:
+            return f"has {num_samples[large[0]]} samples of parameter {large[0]}, which has fewer elements, or none"
+        expected = packed_elements(self.shard.span.length, self._matrices, num_samples) * self._dtype.itemsize
+        if size_bytes != expected:
+            return f"has {size_bytes} bytes, expected {expected}"
+        return ""
 
     @property
     def has_early_readers(self) -> bool:
@@ -465,6 +502,8 @@ class ServedDenseTable:
                 return self.memory.nbytes, self.memory.nbytes
             case PushPiece():
                 return 1, self.memory.nbytes
+            case FactoredPush():
+                return 0, self.memory.nbytes
             case LoadState():
                 return 0, self.memory.nbytes * MAX_STATE_FACTOR + _STATE_SLACK_BYTES
             case _:

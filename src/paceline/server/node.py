@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -64,6 +65,7 @@ from paceline.transport.lasting_memory import LastingMemory
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.table import TableSpec
 from paceline.wire.messages import (
+    FactoredPush,
     FetchedRest,
     Hello,
     PullFrame,
@@ -348,6 +350,9 @@ class ServerNode:
                 self._send_early(message.push.table)
             case PushPiece():
                 self._on_piece(message, connection, frame)
+            case FactoredPush():
+                self._on_push(message.push, self._tables.expand(message, frame))
+                self._send_early(message.push.push.table)
             case PullFrame() | RowPullFrame():
                 self._on_pull(message, connection, body)
             case Join():
@@ -381,10 +386,9 @@ class ServerNode:
                 pass
 
     def _on_request(self, life: Life, message: Request, body: memoryview) -> None:
-        if isinstance(message, Declare):
-            again = partial(self._on_request, life, message, body)
-            if self._preload.defer(life, message.spec.rule, again):
-                return
+        again = partial(self._on_request, life, message, body)
+        if isinstance(message, Declare) and self._preload.defer(life, message.spec.rule, again):
+            return
         self._do_request(life, message, body)
 
     def _do_request(self, life: Life, message: Request, body: memoryview) -> None:
@@ -407,8 +411,7 @@ class ServerNode:
     def _note_declared(self, life: Life, message: object) -> None:
         if isinstance(message, Declare | DeclareRows):
             self._declarations.note(life, message)
-            name = message.spec.name
-            cold = self._tables[name].cold
+            cold = self._tables[message.spec.name].cold
             if cold:
                 self._keep_no_more(cold, tells=self.settings.server == LEAD)
 
@@ -763,23 +766,25 @@ class ServerNode:
         losses = catch_up.losses()
         for text in losses:
             self.tell(text)
-        for table in list(self._tables) if losses else ():
-            for _ in range(lag * len(losses)):  # values that lack what others have read are newer, not older
-                self._handle(Changed(table))
+        for table in list(self._tables) * (lag * len(losses)):  # what lacks values that others have read is newer
+            self._handle(Changed(table))
         return True
 
     def _take_again(self, item: Incoming, recovery: Recovery) -> bool:
         """Let a worker come back, or take in the tensor of a push that is known; False for all else."""
-        found = said_by(item, self.settings.num_servers)
-        if found is None or item.frame is None:
+        found, frame = said_by(item, self.settings.num_servers), item.frame
+        if found is None or frame is None:
             return False
-        _, said = found
-        match said:
+        match said := found[1]:
             case Join(sender) if not self._core.lives.objection(sender):
                 self._on_incoming(item)
                 return True
             case PushFrame(push) | RowPushFrame(push) if push.id in recovery.wanted:
-                self._take_tensor(said, item.frame, recovery)
+                self._take_tensor(said, frame, recovery)
+                return True
+            case FactoredPush(PushFrame(push)) if push.id in recovery.wanted:
+                with suppress(PeerError):  # then it does not count, as if it had not come
+                    self._take_tensor(said.push, self._tables.expand(said, frame), recovery)
                 return True
             case _:
                 return False

@@ -44,6 +44,7 @@ from paceline.update.summing import num_nonfinite
 from paceline.update.table import TableSpec
 from paceline.wire.malformed import REQUEST_ERRORS, describe_broken_table
 from paceline.wire.messages import (
+    FactoredPush,
     Keys,
     KeysWanted,
     PullFrame,
@@ -323,6 +324,10 @@ class ServedRowTable:
     def accept_piece(self, piece: PushPiece, body: memoryview, connection: Connection) -> Frame | None:
         """Raise PeerError: pushes of rows come whole."""
         raise PeerError(f"a piece of a push of row table '{self.spec.name}'")
+
+    def expand(self, push: FactoredPush, body: memoryview) -> Frame:
+        """Raise PeerError: rows have no factors."""
+        raise PeerError(f"factors for row table '{self.spec.name}'")
 
     @property
     def has_early_readers(self) -> bool:

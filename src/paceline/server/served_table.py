@@ -35,6 +35,7 @@ from paceline.update.rows.spec import RowTableSpec
 from paceline.update.rules import Hyper
 from paceline.update.table import TableSpec
 from paceline.wire.messages import (
+    FactoredPush,
     KeysWanted,
     PullFrame,
     PushFrame,
@@ -222,6 +223,14 @@ class ServedTable(Protocol):
 
     def accept_piece(self, piece: PushPiece, body: memoryview, connection: Connection) -> Frame | None:
         """Add a piece of a push; return the push once all of it is here, for `accept`.
+
+        Raises:
+            PeerError: it breaks the protocol.
+        """
+        ...
+
+    def expand(self, push: FactoredPush, body: memoryview) -> Frame:
+        """Return a push that came with factors as a frame with its whole gradient, for `accept`.
 
         Raises:
             PeerError: it breaks the protocol.

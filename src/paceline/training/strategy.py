@@ -116,6 +116,7 @@ class Settings:
     name: str
     views: bool | None = None
     overlap: bool = False
+    factors: bool = False  # of gradients are sent, where they have fewer bytes
     divide_lr: bool = False  # among the pushes of a clock, where each is an update of its own
     average_buffers: bool = True  # of the model; False where another part of the same model averages them
     part: ModelPart | None = None  # of a model that several workers hold; None for a whole one
@@ -140,6 +141,8 @@ class Settings:
         """Reason why gradients of several slices of a clock cannot be added up; empty where they can."""
         if self.overlap:
             return "overlap=True, which sends gradients while backward runs: leave one of the two out."
+        if self.factors:
+            return "factors=True, as the mean over slices is no product of factors: leave one of the two out."
         if self.scale != "samples" and self.consistency.visible == "on_clock":
             return f'scale="{self.scale}", as workers do not do the same number of slices: leave it at "samples".'
         return ""
@@ -628,7 +631,7 @@ def distribute(
 
     Raises:
         UsageError: a `SyncBatchNorm` that would not combine batches; for a part, `overlap`, as each micro-batch adds to
-            the gradients, or an optimizer that needs whole tensors, for layers that are split.
+            the gradients, `factors`, or an optimizer that needs whole tensors, for layers that are split.
     """
     part = settings.part
     if model is not None and settings.num_replicas(job) > 1:
@@ -639,6 +642,11 @@ def distribute(
         raise UsageError(
             f"'{settings.name}' is told overlap=True, but the gradients of a model that is cut are whole only when "
             "forward_backward is over: leave it out."
+        )
+    if settings.factors:
+        raise UsageError(
+            f"'{settings.name}' is told factors=True, which is for a model that each worker holds as a whole, and this "
+            "one is cut over several: leave it out."
         )
     if part.grid.tensor > 1 and model is not None:
         _require_elements(optimizer, model, settings.name)
