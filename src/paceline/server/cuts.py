@@ -63,8 +63,7 @@ class OpenCuts:
         if table.has_values:
             made = table.cut(values_only=request.values_only)
             self._cuts[life, name] = _OpenCut(made)
-            fixed = save(dict(made.fixed))
-            head = CutHead(clock, table.version, made.num_pieces, table.hyper, made.layout, fixed)
+            head = head_of(table, made, clock)
         else:
             head = CutHead(clock, table.version)
         return memoryview(msgspec.msgpack.encode(head))
@@ -87,6 +86,11 @@ class OpenCuts:
         for other, name in list(self._cuts):
             if other == life:
                 self.end(other, name)
+
+
+def head_of(table: ServedTable, made: TableCut, clock: int) -> CutHead:
+    """Return what is to be known of a cut of a table that was just made."""
+    return CutHead(clock, table.version, made.num_pieces, table.hyper, made.layout, save(dict(made.fixed)))
 
 
 def listed(tables: Mapping[str, ServedTable]) -> bytes:

@@ -37,6 +37,7 @@ DEFAULT_KEEP: Final = 3
 MAX_MANIFEST_BYTES: Final = 256 << 20
 _PREFIX: Final = "snapshot-"
 _UNFINISHED: Final = ".unfinished-"
+_DAMAGED: Final = ".damaged"
 _LOCK: Final = ".lock"
 _MAX_DIGITS: Final = 18
 
@@ -178,23 +179,35 @@ def newest(folder: Path) -> Snapshot:
     return Snapshot.read(found[-1])
 
 
+def set_aside(snapshot: Path) -> None:
+    """Rename a snapshot that is damaged: it does not count any more, and is not removed."""
+    snapshot.rename(snapshot.with_name(f"{snapshot.name}{_DAMAGED}"))
+
+
+def has_any(folder: Path) -> bool:
+    """Return whether there is a snapshot in a folder, or was one that is damaged."""
+    return any(_number_of(path, set_aside=True) is not None for path in folder.glob(f"{_PREFIX}*"))
+
+
 def write_snapshot(folder: Path, fill: Callable[[Path], SnapshotManifest], keep: int = DEFAULT_KEEP) -> Snapshot:
     """Write a snapshot, whose files `fill` writes into a new folder, and keep the newest ones; blocks.
 
     Raises:
         UsageError: another process writes snapshots there now.
+        CheckpointError: its manifest would be too large to be read again.
         OSError: the disk is full or fails. What was there before counts then.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
         for left in folder.glob(f"{_UNFINISHED}*"):
-            shutil.rmtree(left, ignore_errors=True)
-        number = max((number for path in folder.glob(f"{_PREFIX}*") if (number := _number_of(path))), default=0) + 1
+            _remove(left)
+        numbers = [_number_of(path, set_aside=True) or 0 for path in folder.glob(f"{_PREFIX}*")]
+        number = max(numbers, default=0) + 1
         unfinished = folder / f"{_UNFINISHED}{number}"
         unfinished.mkdir()
         try:
             manifest = fill(unfinished)
-            entry = write_file(unfinished / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+            entry = write_file(unfinished / MANIFEST, _encoded(manifest, folder))
             write_file(unfinished / MANIFEST_DIGEST, entry.sha256.encode())
             sync(unfinished)
             final = unfinished.rename(folder / f"{_PREFIX}{number}")
@@ -210,6 +223,24 @@ def write_snapshot(folder: Path, fill: Callable[[Path], SnapshotManifest], keep:
 def now_s() -> float:
     """Return the seconds since 1970."""
     return time.time()
+
+
+def _encoded(manifest: SnapshotManifest, folder: Path) -> bytes:
+    text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    if len(text) > MAX_MANIFEST_BYTES:
+        raise CheckpointError(
+            f"the manifest of a snapshot in {folder} would have {len(text)} bytes, at most {MAX_MANIFEST_BYTES} are "
+            "read: declare fewer tables, or tables with fewer parameters"
+        )
+    return text
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder with all its content, or a file, or a link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _discard(old: Path) -> None:
@@ -235,7 +266,8 @@ def _locked(folder: Path) -> Generator[None]:
         os.close(lock)
 
 
-def _number_of(path: Path) -> int | None:
+def _number_of(path: Path, *, set_aside: bool = False) -> int | None:
     text = path.name.removeprefix(_PREFIX)
+    text = text.removesuffix(_DAMAGED) if set_aside else text
     is_number = text.isdecimal() and text.isascii() and len(text) <= _MAX_DIGITS
     return int(text) if path.name.startswith(_PREFIX) and is_number else None

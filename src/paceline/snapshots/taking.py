@@ -19,6 +19,7 @@ from paceline.core.consistency import Consistency
 from paceline.core.partition import Range
 from paceline.errors import CheckpointError, DeadlineExceeded, PacelineError, UsageError
 from paceline.snapshots.folder import DEFAULT_KEEP, Snapshot, SnapshotManifest, SnapshotTable, now_s, write_snapshot
+from paceline.snapshots.options import LEAST_AUTO_S, auto_interval_s
 from paceline.snapshots.reading import row_pieces, saved_dense, saved_rows, spec_of
 from paceline.snapshots.writing import CutOfTable, FolderWriter
 from paceline.update.rows.layout import RowPiece
@@ -28,9 +29,6 @@ from paceline.wire.requests import ListedTable
 from paceline.worker.cuts import CutReader, list_tables
 from paceline.worker.node import WorkerNode
 
-LEAST_AUTO_S: Final = 60.0
-# A snapshot slows training by a tenth while it is written, at most; ten times as long between two, that is a hundredth.
-_AUTO_TIMES: Final = 10.0
 _LAST_TIMEOUT_S: Final = 600.0
 
 Positions = Sequence[Mapping[str, int]]
@@ -211,7 +209,7 @@ class SnapshotTaker:
             self._tell_failure(error)
         elif self.plan is not None and self.plan.every_s is None and not done.cancelled():
             took_s = Snapshot.read(done.result()).manifest.took_s
-            every_s = max(LEAST_AUTO_S, _AUTO_TIMES * took_s)
+            every_s = auto_interval_s(took_s)
             if every_s > 2 * self._every_s or self._every_s == LEAST_AUTO_S < every_s:
                 self._tell(
                     f"a snapshot takes {took_s:.1f} s, so one is made every {every_s:.0f} s, and they cost 1 % at most"

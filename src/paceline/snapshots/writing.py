@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 import torch
@@ -27,11 +27,18 @@ from paceline.update.table import Segment, TableSpec, cut
 from paceline.wire.requests import CutHead
 
 if TYPE_CHECKING:
-    from paceline.core.settings import WorkerSettings
-    from paceline.worker.cuts import CutReader
+    from paceline.core.settings import ServerSettings, WorkerSettings
 
 ROWS_FILE_BYTES: Final = 64 << 20  # of a file of rows, before it is written: these are in memory
 Place = tuple[int, int, int]  # where elements begin and end in a piece, and the number of their segment
+
+
+class PieceReader(Protocol):
+    """Reads the parts of a cut."""
+
+    def pieces(self, server: int, num_pieces: int) -> Iterator[memoryview]:
+        """Return the pieces of one server's part, in order; may block for each, and raise PacelineError."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +48,7 @@ class CutOfTable:
     spec: TableSpec | RowTableSpec
     encoded: bytes  # the declaration as it came
     heads: Sequence[CutHead]
-    reader: CutReader
+    reader: PieceReader
 
     @property
     def clock(self) -> int:
@@ -65,12 +72,12 @@ class FolderWriter:
 
     Args:
         folder: exists, and is empty.
-        settings: of the worker that reads the cuts.
+        settings: how the tables are spread over servers.
         num_dense: dense tables that will come.
     """
 
     folder: Path
-    settings: WorkerSettings
+    settings: WorkerSettings | ServerSettings
     num_dense: int
     files: list[FileEntry] = field(default_factory=list[FileEntry])
     tables: list[SnapshotTable] = field(default_factory=list[SnapshotTable])
