@@ -261,6 +261,10 @@ class NamespaceEnded(ConnectionLost):
     """The namespace has ended; the next client starts it again."""
 
 
+class _Stopped(Exception):
+    """The server of a namespace handles nothing more."""
+
+
 @final
 class Namespace:
     """A namespace that is served, from its first client to its last.
@@ -363,9 +367,9 @@ class Namespace:
             self.unsaved = str(error)
         except DeadlineExceeded as error:
             self._note_unsaved(error)
-        with self._changed:
-            if self._node is not None:
-                self._node.stop()
+            with self._changed:
+                if self._node is not None:
+                    self._node.do(self._save_and_end)  # it may come to it yet
         self.wait_end(_END_TIMEOUT_S)
 
     def wait_end(self, timeout_s: float) -> None:
@@ -414,7 +418,8 @@ class Namespace:
                 self._node = node
                 node.expel(self._expelled)
                 self._changed.notify_all()
-            node.run()
+            with suppress(_Stopped):
+                node.run()
             problem = ""
         except CannotGoOn as error:
             problem = f"namespace '{self.name}' goes on from its newest snapshot when it is next asked for: {error}"
@@ -591,13 +596,12 @@ class Namespace:
         return None if self._writing is None else self._writing[1]
 
     def _save_and_end(self, held: ServerState) -> None:
-        """Save what has changed, and stop before anything else can change."""
+        """Save what has changed, and end; raises `_Stopped`, so that nothing which waits is acknowledged and lost."""
         if self._has_written():
             self._save(held, waits=True)
         else:
             self._note_unsaved(DeadlineExceeded(f"the snapshot before was not on disk after {SAVE_TIMEOUT_S:g} s"))
-        assert self._node is not None
-        self._node.stop()
+        raise _Stopped
 
     def _note_unsaved(self, error: Exception) -> None:
         self._due_s = time.monotonic() + min(self._interval_s, _RETRY_S)
