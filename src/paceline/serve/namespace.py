@@ -37,6 +37,7 @@ from paceline.serve.saving import NamespaceCut, Read, TableVersions, restore_tab
 from paceline.server.journal import COLD, COLD_BYTES
 from paceline.server.node import ServerNode
 from paceline.server.recovery import CannotGoOn
+from paceline.snapshots.increments import Increments
 from paceline.snapshots.options import LEAST_AUTO_S, auto_interval_s
 from paceline.transport.base import EMPTY, Connection, Frame, PeerIdentity, Place
 from paceline.transport.deadline import seconds
@@ -310,6 +311,7 @@ class Namespace:
         self._interval_s = config.snapshot_every_s or LEAST_AUTO_S
         self._due_s = 0.0  # when the next snapshot is
         self._holds_workers = False  # while the next one is written
+        self._increments = Increments()
         self._writer = ThreadPoolExecutor(1, f"paceline-snapshot-{name}")
         self._writing: tuple[NamespaceCut, Future[Snapshot]] | None = None
         self._admission: Admission | None = None
@@ -551,7 +553,7 @@ class Namespace:
         if TableVersions.read(held) == self._saved_versions:
             return
         try:
-            cut = NamespaceCut.make(held, _read_here if waits else self._read_on_server)
+            cut = NamespaceCut.make(held, _read_here if waits else self._read_on_server, self._increments)
         except PacelineError as error:
             self._note_unsaved(error)
             return

@@ -15,6 +15,7 @@ import msgspec
 from paceline.errors import CheckpointError, PacelineError, UsageError
 from paceline.server.cuts import head_of
 from paceline.snapshots.folder import Snapshot, SnapshotManifest, SnapshotTable, now_s, write_snapshot
+from paceline.snapshots.increments import Increments, marks_of
 from paceline.snapshots.reading import SavedDense, hyper_of, row_pieces, spec_of
 from paceline.snapshots.writing import CutOfTable, FolderWriter
 from paceline.update.table import TableSpec
@@ -87,10 +88,12 @@ class NamespaceCut:
     versions: TableVersions
     num_workers: int
     tables: tuple[CutOfTable, ...]
+    increments: Increments
+    base: Snapshot | None
     opened: ExitStack  # the cuts: closed on the thread of the server
 
     @staticmethod
-    def make(held: ServerState, ask: AskServer) -> NamespaceCut:
+    def make(held: ServerState, ask: AskServer, increments: Increments) -> NamespaceCut:
         """Cut the tables that have values, on the thread of the server.
 
         Raises:
@@ -98,13 +101,18 @@ class NamespaceCut:
         """
         with ExitStack() as opened:
             made = [
-                _cut_table(table, held.core.clock_of(name), ask, opened)
+                _cut_table(table, held.core.clock_of(name), ask, increments.since(name, 1)[0], opened)
                 for name, table in held.tables.items()
                 if table.has_values
             ]
-            num_workers = len(held.core.members)
             return NamespaceCut(
-                held.core.settings, TableVersions.read(held), num_workers, tuple(made), opened.pop_all()
+                held.core.settings,
+                TableVersions.read(held),
+                len(held.core.members),
+                tuple(made),
+                increments,
+                increments.begin(),
+                opened.pop_all(),
             )
 
     def write(self, folder: Path) -> Snapshot:
@@ -116,6 +124,7 @@ class NamespaceCut:
             for each in self.tables:
                 writer.add(each)
             writer.finish()
+            base, base_sha256 = writer.based_on(self.base)
             return SnapshotManifest(
                 self.versions.clock,
                 self.settings.generation,
@@ -125,13 +134,17 @@ class NamespaceCut:
                 tuple(writer.files),
                 written_at_s=now_s(),
                 took_s=time.monotonic() - began_s,
+                base=base,
+                base_sha256=base_sha256,
             )
 
-        return write_snapshot(folder, fill, KEPT_SNAPSHOTS)
+        written = write_snapshot(folder, fill, KEPT_SNAPSHOTS)
+        self.increments.note(written, marks_of({each.spec.name: each.heads for each in self.tables}))
+        return written
 
 
-def _cut_table(table: ServedTable, clock: int, ask: AskServer, opened: ExitStack) -> CutOfTable:
-    made = table.cut()
+def _cut_table(table: ServedTable, clock: int, ask: AskServer, since: str, opened: ExitStack) -> CutOfTable:
+    made = table.cut(since=since)
     opened.callback(made.close)
     encoded = table.encoded_spec()
     spec = spec_of(SnapshotTable("", table.kind, encoded, clock, (), b""))

@@ -61,7 +61,7 @@ class OpenCuts:
             raise UsageError(f"table '{name}' is at clock {clock}, and cannot be cut at clock {needs} any more")
         self.end(life, name)
         if table.has_values:
-            made = table.cut(values_only=request.values_only)
+            made = table.cut(values_only=request.values_only, since=request.since)
             self._cuts[life, name] = _OpenCut(made)
             head = head_of(table, made, clock)
         else:
@@ -90,7 +90,8 @@ class OpenCuts:
 
 def head_of(table: ServedTable, made: TableCut, clock: int) -> CutHead:
     """Return what is to be known of a cut of a table that was just made."""
-    return CutHead(clock, table.version, made.num_pieces, table.hyper, made.layout, save(dict(made.fixed)))
+    fixed = save(dict(made.fixed))
+    return CutHead(clock, table.version, made.num_pieces, table.hyper, made.layout, fixed, made.base, made.marks)
 
 
 def listed(tables: Mapping[str, ServedTable]) -> bytes:

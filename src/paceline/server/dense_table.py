@@ -513,8 +513,9 @@ class ServedDenseTable:
         self.shard.load_state(load(bytes(body)), version=self.shard.version + 1)
         self.broken = ""  # all that a failed update may have changed is replaced
 
-    def cut(self, *, values_only: bool = False) -> TableCut:
+    def cut(self, *, values_only: bool = False, since: str | None = None) -> TableCut:
         """Return the values and the rule's state of now, after merging pushes that wait for a quorum."""
+        del since  # all of it may have changed
         self._settle(all_kept=True)
         return self.shard.cut(has_plenty, values_only=values_only)
 

@@ -526,15 +526,15 @@ class ServedRowTable:
     def _has_no_shape(self) -> UsageError:
         return UsageError(f"table '{self.spec.name}' on {self.host.name} has rows, and no shape")
 
-    def cut(self, *, values_only: bool = False) -> TableCut:
+    def cut(self, *, values_only: bool = False, since: str | None = None) -> TableCut:
         """Return the rows of now; see `ServedTable.cut`."""
-        return self._cut(values_only=values_only)
+        return self._cut(values_only=values_only, since=since)
 
-    def _cut(self, *, values_only: bool) -> RowsCut:
+    def _cut(self, *, values_only: bool, since: str | None = None) -> RowsCut:
         if self.broken:
             raise UsageError(self.broken)
         require_memory(f"a cut of table '{self.spec.name}'", CUT_SLOT_BYTES * self.store.num_slots)
-        return self.store.cut(has_plenty, values_only=values_only)
+        return self.store.cut(has_plenty, values_only=values_only, since=since)
 
     # -- readers that are no workers ---------------------------------------------------------------------------------
 

@@ -361,10 +361,11 @@ class ServedTable(Protocol):
         """Replace values and rule state by those of `state`; raises PacelineError if they do not fit."""
         ...
 
-    def cut(self, *, values_only: bool = False) -> TableCut:
+    def cut(self, *, values_only: bool = False, since: str | None = None) -> TableCut:
         """Return what the table is now, to be read while updates go on; called between two updates.
 
-        With `values_only`, a dense table gives no state of its rule.
+        With `values_only`, a dense table gives no state of its rule. With `since`, rows are marked from now on as they
+        change, and only those are read that have changed since these marks began, if it names the ones that there are.
 
         Raises:
             UsageError: an update of the table has failed.
