@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import ClassVar, NoReturn
 
 import torch
-from safetensors.torch import load, load_file, save, save_file
+from safetensors.torch import load, save, save_file
 from torch import Tensor
 
 from paceline.core.consistency import Consistency
@@ -25,7 +25,15 @@ from paceline.server.early_values import Assemblies, EarlyBody, EarlySeries
 from paceline.server.functions import call_over_range
 from paceline.server.memory_check import has_plenty, require_memory, require_room
 from paceline.server.push_checks import push_problem
-from paceline.server.served_table import ACCEPTED, Acceptance, Kind, PartToPublish, ServedValues, TableHost
+from paceline.server.served_table import (
+    ACCEPTED,
+    Acceptance,
+    Kind,
+    PartToPublish,
+    SavedTable,
+    ServedValues,
+    TableHost,
+)
 from paceline.transport.base import Connection, Frame, SharesMemory
 from paceline.transport.buffer_pool import Buffer, BufferPool, ExactAllocator
 from paceline.transport.buffers import LentMemory, fresh_buffer
@@ -544,8 +552,9 @@ class ServedDenseTable:
         self.shard.load_state(load(bytes(body)), version=self.shard.version + 1)
         self.broken = ""  # all that a failed update may have changed is replaced
 
-    def cut(self, *, values_only: bool = False) -> TableCut:
+    def cut(self, *, values_only: bool = False, since: str | None = None) -> TableCut:
         """Return the values and the rule's state of now, after merging pushes that wait for a quorum."""
+        del since  # all of it may have changed
         self._settle(all_kept=True)
         return self.shard.cut(has_plenty, values_only=values_only)
 
@@ -579,8 +588,8 @@ class ServedDenseTable:
         """See `ServedTable.save`."""
         save_file({name: tensor.contiguous() for name, tensor in self._state().items()}, path)
 
-    def restore(self, path: Path, clock: int, version: int, hyper: tuple[Hyper, ...]) -> None:
+    def restore(self, saved: SavedTable, clock: int, version: int, hyper: tuple[Hyper, ...]) -> None:
         """See `ServedTable.restore`."""
         self._prepare_change()
-        self.shard.load_state(load_file(path), version=version)
+        self.shard.load_state(saved.tensors(self.shard.span), version=version)
         self.shard.restore_hyper(hyper)

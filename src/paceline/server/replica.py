@@ -30,6 +30,7 @@ from paceline.server.memory_check import require_memory
 from paceline.server.record import RecordFile, UnreadableRecord, read_frames
 from paceline.server.recovery import ServerParts
 from paceline.server.replica_lag import ReplicaLag
+from paceline.server.served_table import SavedFile
 from paceline.server.tables import ServedTables
 from paceline.stopwatch import Stopwatch
 from paceline.transport.base import EMPTY, Connection, Frame, Listener, Transport
@@ -540,7 +541,7 @@ class Replay:
                 with TemporaryDirectory(prefix=_FOLDER) as folder:
                     path = Path(folder) / "table"
                     path.write_bytes(frame.body)
-                    self.tables[table].restore(path, clock, version, hyper)
+                    self.tables[table].restore(SavedFile(path), clock, version, hyper)
             case Pushed(push):
                 self._keep(push, frame)
             case Happened(now, written):

@@ -21,7 +21,15 @@ from paceline.server.early_values import EarlyBody
 from paceline.server.functions import call_over_rows
 from paceline.server.memory_check import has_plenty, require_memory
 from paceline.server.push_checks import push_problem
-from paceline.server.served_table import ACCEPTED, Acceptance, Kind, PartToPublish, ServedValues, TableHost
+from paceline.server.served_table import (
+    ACCEPTED,
+    Acceptance,
+    Kind,
+    PartToPublish,
+    SavedTable,
+    ServedValues,
+    TableHost,
+)
 from paceline.transport.base import Connection, Frame
 from paceline.transport.buffer_pool import Buffer
 from paceline.update.cuts import TableCut
@@ -31,7 +39,7 @@ from paceline.update.lasting import RowsMemory
 from paceline.update.rows.changes import LEAST_LOG_BYTES, ChangeLog
 from paceline.update.rows.column import RowColumn
 from paceline.update.rows.cuts import CUT_SLOT_BYTES, RowsCut
-from paceline.update.rows.export import load_rows, save_rows
+from paceline.update.rows.export import save_rows
 from paceline.update.rows.index import RowIndex
 from paceline.update.rows.layout import IDS, VALUES, RowPiece, use_columns
 from paceline.update.rows.ops import RowOps, tell_of_missing_library
@@ -523,15 +531,15 @@ class ServedRowTable:
     def _has_no_shape(self) -> UsageError:
         return UsageError(f"table '{self.spec.name}' on {self.host.name} has rows, and no shape")
 
-    def cut(self, *, values_only: bool = False) -> TableCut:
+    def cut(self, *, values_only: bool = False, since: str | None = None) -> TableCut:
         """Return the rows of now; see `ServedTable.cut`."""
-        return self._cut(values_only=values_only)
+        return self._cut(values_only=values_only, since=since)
 
-    def _cut(self, *, values_only: bool) -> RowsCut:
+    def _cut(self, *, values_only: bool, since: str | None = None) -> RowsCut:
         if self.broken:
             raise UsageError(self.broken)
         require_memory(f"a cut of table '{self.spec.name}'", CUT_SLOT_BYTES * self.store.num_slots)
-        return self.store.cut(has_plenty, values_only=values_only)
+        return self.store.cut(has_plenty, values_only=values_only, since=since)
 
     # -- readers that are no workers ---------------------------------------------------------------------------------
 
@@ -601,8 +609,8 @@ class ServedRowTable:
         walk = RowWalk(self.store, clock, self.mark_changed)
         save_rows(path, self.spec, self._rule, walk.pieces(), len(self.store))
 
-    def restore(self, path: Path, clock: int, version: int, hyper: tuple[Hyper, ...]) -> None:
+    def restore(self, saved: SavedTable, clock: int, version: int, hyper: tuple[Hyper, ...]) -> None:
         """See `ServedTable.restore`."""
-        for piece in load_rows(path, self.spec, self._rule):
+        for piece in saved.rows(self.spec, self._rule):
             self.store.load(piece, clock)
         self.store.restore(version, hyper)

@@ -10,15 +10,19 @@ What holds for both:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
+from safetensors.torch import load_file
+from torch import Tensor
+
 from paceline.core.consistency import Consistency
 from paceline.core.messages import Delivered, Fetched, PushId, value_class
+from paceline.core.partition import Range
 from paceline.core.settings import ServerSettings
 from paceline.core.work_queue import Life
 from paceline.server.early_values import EarlyBody
@@ -30,7 +34,10 @@ from paceline.transport.lasting_memory import LastingMemory
 from paceline.update.cuts import TableCut
 from paceline.update.rows.changes import ChangeLog
 from paceline.update.rows.cuts import RowsCut
+from paceline.update.rows.export import load_rows
+from paceline.update.rows.layout import RowPiece
 from paceline.update.rows.ops import RowOps, row_ops
+from paceline.update.rows.rules import RowRule
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.rules import Hyper
 from paceline.update.table import TableSpec
@@ -47,7 +54,7 @@ from paceline.wire.messages import (
 )
 from paceline.wire.requests import TableOperation
 
-Kind = Literal["shape", "rows"]  # as checkpoints name it
+Kind = Literal["shape", "rows"]  # as snapshots name it
 
 
 def _change_unnoticed(_table: str) -> None:
@@ -149,6 +156,34 @@ class ServedValues:
     body: memoryview
     lent: LentBody | None = None
     num_early: int = 0
+
+
+class SavedTable(Protocol):
+    """What a table goes on from."""
+
+    def tensors(self, span: Range) -> Mapping[str, Tensor]:
+        """Return values and rule state of a range of a dense table; see `Shard.load_state`."""
+        ...
+
+    def rows(self, spec: RowTableSpec, rule: RowRule) -> Iterator[RowPiece]:
+        """Return the rows of a row table, piece by piece."""
+        ...
+
+
+@value_class
+class SavedFile:
+    """A file that `ServedTable.save` wrote; see `SavedTable`."""
+
+    path: Path
+
+    def tensors(self, span: Range) -> Mapping[str, Tensor]:
+        """See `SavedTable.tensors`; the file is of this range."""
+        del span
+        return load_file(self.path)
+
+    def rows(self, spec: RowTableSpec, rule: RowRule) -> Iterator[RowPiece]:
+        """See `SavedTable.rows`."""
+        return load_rows(self.path, spec, rule)
 
 
 class ServedTable(Protocol):
@@ -335,10 +370,11 @@ class ServedTable(Protocol):
         """Replace values and rule state by those of `state`; raises PacelineError if they do not fit."""
         ...
 
-    def cut(self, *, values_only: bool = False) -> TableCut:
+    def cut(self, *, values_only: bool = False, since: str | None = None) -> TableCut:
         """Return what the table is now, to be read while updates go on; called between two updates.
 
-        With `values_only`, a dense table gives no state of its rule.
+        With `values_only`, a dense table gives no state of its rule. With `since`, rows are marked from now on as they
+        change, and only those are read that have changed since these marks began, if it names the ones that there are.
 
         Raises:
             UsageError: an update of the table has failed.
@@ -386,6 +422,6 @@ class ServedTable(Protocol):
         """
         ...
 
-    def restore(self, path: Path, clock: int, version: int, hyper: tuple[Hyper, ...]) -> None:
-        """Continue from what `save` wrote at this clock and version; raises what reading the file raises."""
+    def restore(self, saved: SavedTable, clock: int, version: int, hyper: tuple[Hyper, ...]) -> None:
+        """Continue from what was saved at this clock and version; raises what reading it raises."""
         ...
