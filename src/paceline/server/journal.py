@@ -116,6 +116,8 @@ _CODEC: Final = MessageCodec[Written](
     Asked,
     Began,
     events.NotFinite,
+    events.ClippedPush,
+    events.Measured,
 )
 
 
