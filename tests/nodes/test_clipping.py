@@ -9,11 +9,17 @@ import torch
 from tests.nodes.cluster import open_table, read_values, table
 from tests.nodes.test_checks_in_updates import Kill
 from tests.nodes.test_faults import NUM_WORKERS
+from tests.nodes.test_replicas import replicated
 from tests.nodes.test_successors import KillableServer, killable
 from torch import Tensor, nn
 
 from paceline.core.events import ClippedPush, Measured
 from paceline.core.messages import Closed, Follow
+from paceline.job.addresses import SPEC_NAME
+from paceline.job.spec import ClusterSpec
+from paceline.launch.replaying import replay_server
+from paceline.server.record import RecordFile, record_path
+from paceline.server.replica import ReplicaLink
 from paceline.update.clipping import with_clip
 from paceline.update.named_rules import SGD
 from paceline.update.shard import Shard
@@ -61,6 +67,11 @@ class Trained:
         read_values(node, "model", seen)
         self.values[rank] = seen
 
+    def require_expected(self) -> None:
+        for rank in range(NUM_WORKERS):
+            torch.testing.assert_close(self.values[rank], expected(), rtol=1e-6, atol=1e-6)
+            assert torch.equal(self.values[rank], self.values[0])
+
 
 def trained(kind: str, directory: Path, strides: tuple[int, ...]) -> tuple[list[Tensor], int]:
     """Return what workers end with, and how many servers were killed; a server at every so many points."""
@@ -94,7 +105,9 @@ def test_one_norm_is_clipped_by_wherever_servers_are_killed(
 
 def test_servers_that_are_killed_as_they_tell_of_norms_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def tells(kind: type, has_norm: bool) -> object:
-        return lambda _, written, *__: isinstance(written, kind) and (getattr(written, "norm", None) is None) != has_norm
+        return lambda _, written, *__: (
+            isinstance(written, kind) and (getattr(written, "norm", None) is None) != has_norm
+        )
 
     kills = [
         Kill(KillableServer, "_write_down", 4, is_before=False, counts=tells(ClippedPush, has_norm=False)),
@@ -109,8 +122,38 @@ def test_servers_that_are_killed_as_they_tell_of_norms_go_on(tmp_path: Path, mon
     ]
     for kill in kills:
         kill.install(monkeypatch)
-    values, _ = trained("shm", tmp_path / "killed", (0, 0))
+    job = Trained()
+    with killable("shm", tmp_path, (0, 0)) as (servers, _):
+        servers.run(NUM_WORKERS, job.work)
     assert [kill for kill in kills if not kill.is_done] == []
-    for found in values:
-        torch.testing.assert_close(found, expected(), rtol=1e-6, atol=1e-6)
-        assert torch.equal(found, values[0])
+    job.require_expected()
+
+
+@pytest.mark.parametrize(("points", "lag"), [((41, 57), 0), ((0, 83), 2), ((97, 0), 2)])
+def test_replicas_know_the_norms_that_updates_were_made_with(points: tuple[int, ...], lag: int, tmp_path: Path) -> None:
+    job = Trained()
+    with replicated(tmp_path / "job", points, lag=lag) as (servers, pairs):
+        servers.run(NUM_WORKERS, job.work)
+    assert [pair.fate.num_kills for pair in pairs] == [int(point > 0) for point in points]
+    for pair in pairs:
+        if not pair.told:
+            head, other = pair.states
+            assert head == other
+    job.require_expected()
+
+
+def test_a_record_has_the_norms_as_well(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir(mode=0o700)
+    spec = ClusterSpec(job="clip", num_workers=NUM_WORKERS, num_servers=2, transport="shm", run_dir=str(run_dir))
+    spec.write(run_dir / SPEC_NAME)
+
+    def link(rank: int) -> ReplicaLink:
+        return ReplicaLink(record=RecordFile(record_path(run_dir, rank), 1 << 30, pytest.fail))
+
+    job = Trained()
+    with killable("shm", run_dir, (83, 71), link) as (servers, _):
+        servers.run(NUM_WORKERS, job.work)
+    job.require_expected()
+    for rank in range(2):
+        assert replay_server(run_dir, rank).is_proved

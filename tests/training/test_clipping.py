@@ -86,13 +86,13 @@ def test_where_servers_cannot_clip_the_mean_each_worker_clips_its_own_and_says_s
     tmp_path: Path, capsys: pytest.CaptureFixture[str], shares: tuple[float, ...], options: dict[str, Any], reason: str
 ) -> None:
     def own(worker: Session) -> float:
-        net = nn.Linear(2, 1, bias=False)
+        net = nn.Linear(200, 1, bias=False)
         optimizer = paceline.distributed(torch.optim.SGD(net.parameters(), lr=1.0), **options)
         norm = torch.tensor(0.0)
         for sign in (1.0, -1.0):
             optimizer.zero_grad()
             with optimizer.accumulate():
-                (sign * 100.0 * net(torch.ones(2))).sum().backward()
+                (sign * 100.0 * net(torch.ones(200))).sum().backward()
             optimizer.clip_gradients(0.5)
             norm = net.weight.grad.norm() if net.weight.grad is not None else norm
             optimizer.step()

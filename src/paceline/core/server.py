@@ -129,7 +129,7 @@ class ServerCore:
             case ClippedPush():
                 self._on_clipped(event.push, effects)
             case Measured():
-                self._on_measured(event, now, effects)
+                self._on_measured(event, effects)
             case Unapplied():
                 for push_id in event.ids:
                     self._answer(push_id, event.table, PushRefused(push_id, event.reason), effects)
@@ -371,11 +371,11 @@ class ServerCore:
         """Have the update of the current clock measured, which is decided but waits for its norm."""
         effects.append(Measure(name, tuple(table.commit.await_norm(decision)), table.commit.clock))
 
-    def _on_measured(self, event: Measured, now: float, effects: list[ServerEffect]) -> None:
+    def _on_measured(self, event: Measured, effects: list[ServerEffect]) -> None:
         table = self.tables[event.table]
         table.commit.note_norm(self.settings.server, event.clock, event.norm)
         if self._follows:
-            self._ask_lead(event.table, table, now, effects)
+            effects.append(Tell(LEAD, self._question(event.table, table)))
         else:
             self._close_measured(event.table, table, effects)
 
@@ -440,9 +440,11 @@ class ServerCore:
 
     def _ask_lead(self, name: str, table: TableCore, now: float, effects: list[ServerEffect]) -> None:
         table.ask_lead_at = now + self.settings.retry_s
+        effects.append(Tell(LEAD, self._question(name, table)))
+
+    def _question(self, name: str, table: TableCore) -> Follow:
         server, commit = self.settings.server, table.commit
-        follow = Follow(self.settings.generation, server, name, commit.clock, commit.norm_of(server))
-        effects.append(Tell(LEAD, follow))
+        return Follow(self.settings.generation, server, name, commit.clock, commit.norm_of(server))
 
     # -- reads -------------------------------------------------------------------------------------------------------
 
