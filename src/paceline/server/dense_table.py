@@ -27,6 +27,7 @@ from paceline.server.memory_check import has_plenty, require_memory, require_roo
 from paceline.server.push_checks import push_problem
 from paceline.server.served_table import (
     ACCEPTED,
+    TO_CLIP,
     Acceptance,
     Kind,
     PartToPublish,
@@ -37,6 +38,7 @@ from paceline.server.served_table import (
 from paceline.transport.base import Connection, Frame, SharesMemory
 from paceline.transport.buffer_pool import Buffer, BufferPool, ExactAllocator
 from paceline.transport.buffers import LentMemory, fresh_buffer
+from paceline.update.clipping import CLIP_NORM
 from paceline.update.cuts import TableCut
 from paceline.update.factors import MatrixPart, matrix_parts, packed_elements, unpack
 from paceline.update.kernels import Kernel
@@ -261,7 +263,10 @@ class ServedDenseTable:
         finally:
             if buffer is not None and frame.push.id not in self._waiting:
                 buffer.release()
-        return Acceptance(problem) if problem else ACCEPTED
+        if problem:
+            return Acceptance(problem)
+        is_clipped = frame.hyper and CLIP_NORM in frame.hyper[0]
+        return TO_CLIP if is_clipped and not self.shard.is_whole else ACCEPTED
 
     def _keep(self, frame: PushFrame | RowPushFrame, body: memoryview, buffer: Buffer | None) -> str:
         """Store the gradient of a push; return why it is refused, "" if it is accepted."""
@@ -375,11 +380,16 @@ class ServedDenseTable:
         """See `ServedTable.has`."""
         return push_id in self._waiting
 
-    def apply(self, push_ids: Sequence[PushId], clock: int) -> str:
+    def measure(self, push_ids: Sequence[PushId]) -> float:
+        """See `ServedTable.measure`."""
+        contributions = [self._waiting[push_id].contribution for push_id in push_ids]
+        return self.shard.measure(contributions) if contributions and not self.broken else 0.0
+
+    def apply(self, push_ids: Sequence[PushId], clock: int, norm: float | None = None) -> str:
         """See `ServedTable.apply`."""
         pushes = [self._waiting[push_id] for push_id in push_ids]
         self.not_finite = {}
-        problem = self._attempt(partial(self._update, push_ids, pushes))
+        problem = self._attempt(partial(self._update, push_ids, pushes, norm))
         if self.not_finite:
             return ""
         if self._early is not None and self._early.is_used:
@@ -390,7 +400,7 @@ class ServedDenseTable:
                 buffer.release()
         return problem
 
-    def _update(self, push_ids: Sequence[PushId], pushes: Sequence[_WaitingPush]) -> None:
+    def _update(self, push_ids: Sequence[PushId], pushes: Sequence[_WaitingPush], norm: float | None) -> None:
         """Apply these pushes, or note which of them are not finite."""
         for push in pushes if self.host.checks_memory else ():
             if zlib.crc32(push.body) != push.checksum:
@@ -401,7 +411,7 @@ class ServedDenseTable:
         if not pushes:
             self.shard.pass_over()
             return
-        found = self.shard.apply([push.contribution for push in pushes])
+        found = self.shard.apply([push.contribution for push in pushes], norm)
         self.not_finite = {push_ids[index]: self._not_finite_problem(num) for index, num in found.items()}
         if found:
             for push_id, push in zip(push_ids, pushes, strict=True):

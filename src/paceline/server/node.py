@@ -9,13 +9,26 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from paceline.core.consistency import Consistency
-from paceline.core.effects import Advanced, Apply, Discard, Hold, MembershipChanged, Reply, Serve, ServerEffect, Tell
+from paceline.core.effects import (
+    Advanced,
+    Apply,
+    Discard,
+    Hold,
+    Measure,
+    MembershipChanged,
+    Reply,
+    Serve,
+    ServerEffect,
+    Tell,
+)
 from paceline.core.events import (
     Changed,
+    ClippedPush,
     Declared,
     Died,
     Disconnected,
     InvalidPush,
+    Measured,
     NotFinite,
     Resumed,
     Timeout,
@@ -55,7 +68,7 @@ from paceline.server.recovery import CannotGoOn, Declarations, JournalReplay, Re
 from paceline.server.replica import Follower, RecordFollower, Replay, ReplicaLink
 from paceline.server.replica_lag import may_lag
 from paceline.server.requests import RequestHandler, WaitReports
-from paceline.server.served_table import ACCEPTED, TableHost
+from paceline.server.served_table import ACCEPTED, Acceptance, TableHost
 from paceline.server.table_rpc import TableRpc
 from paceline.server.tables import ServedTables, ServerCall, ServerState
 from paceline.stopwatch import Stopwatch
@@ -100,6 +113,13 @@ _NO_REQUEST = -1  # of a delivery, which answers no pull
 _CLOSING_TIMEOUT_S = 10.0  # to wait for an import that is running
 _LOOK_S = 0.5  # between two looks at the time, while workers come back
 _KEPT = Declare | DeclareRows | Barrier | ClaimWork  # requests that change what is kept beside the core and the tables
+
+
+def _arrival(push: Push, accepted: Acceptance) -> Push | InvalidPush | ClippedPush:
+    """Return the event that a push has arrived."""
+    if accepted.problem:
+        return InvalidPush(push, accepted.problem)
+    return ClippedPush(push) if accepted.clips else push
 
 
 @dataclass(slots=True)
@@ -422,15 +442,16 @@ class ServerNode:
             if table is not None and table.keyed:
                 frame.release()
                 raise PeerError(f"step of row table '{part.table}'")
-        kept, refused = self._keep_pushes(message, frame)
-        for push, problem in refused.items():
-            self._handle(InvalidPush(push, problem))
+        kept, special = self._keep_pushes(message, frame)
+        for push, accepted in special.items():
+            if push.id not in self._handle(_arrival(push, accepted)) and accepted.clips:
+                self._tables[push.table].discard(push.id)
         for pull in message.pulls:
             table = self._tables.get(pull.pull.table)
             if table is not None:
                 table.accept_pull(pull, connection, EMPTY)
-        if refused:
-            step = replace(step, pushes=tuple(push for push in step.pushes if push not in refused))
+        if special:
+            step = replace(step, pushes=tuple(push for push in step.pushes if push not in special))
         if step.pushes or step.pulls:
             held = self._handle(step)
             for push in kept:
@@ -439,10 +460,10 @@ class ServerNode:
         elif step.tick is not None:
             self._handle(step.tick)
 
-    def _keep_pushes(self, message: StepFrame, frame: Frame) -> tuple[list[Push], dict[Push, str]]:
-        """Store the gradients of a step; return the pushes stored, and those that are invalid with the reasons."""
+    def _keep_pushes(self, message: StepFrame, frame: Frame) -> tuple[list[Push], dict[Push, Acceptance]]:
+        """Store the gradients of a step; return the pushes stored, and those that are invalid or to be clipped."""
         kept: list[Push] = []
-        refused: dict[Push, str] = {}
+        special: dict[Push, Acceptance] = {}
         is_one = len(message.sizes) == 1  # else the bodies share memory, which is in no pool
         for part, body in zip(message.all_pushes, message.bodies(frame.body), strict=True):
             push, table = part.push, self._tables.get(part.push.table)
@@ -450,12 +471,12 @@ class ServerNode:
                 if is_one:
                     frame.release()
                 continue
-            problem = table.accept(part, body, frame.buffer if is_one else None).problem
-            if problem:
-                refused[push] = problem
-            else:
+            accepted = table.accept(part, body, frame.buffer if is_one else None)
+            if accepted == ACCEPTED:
                 kept.append(push)
-        return kept, refused
+            else:
+                special[push] = accepted
+        return kept, special
 
     def _on_push(self, message: PushFrame | RowPushFrame, frame: Frame) -> None:
         push = message.push
@@ -467,7 +488,7 @@ class ServerNode:
         accepted = table.accept(message, frame.body, frame.buffer)
         if accepted.wanted is not None:
             self._peers.send_worker(push.id.worker, push.id.incarnation, accepted.wanted)
-        elif push.id not in self._handle(InvalidPush(push, accepted.problem) if accepted.problem else push):
+        elif push.id not in self._handle(_arrival(push, accepted)):
             table.discard(push.id)
 
     def _on_piece(self, message: PushPiece, connection: Connection, frame: Frame) -> None:
@@ -554,6 +575,8 @@ class ServerNode:
             match effect:
                 case Apply():
                     unapplied.update(self._apply(effect))
+                case Measure():
+                    self._measure(effect)
                 case Reply(message=Applied(id=push_id)) if push_id in unapplied:
                     pass  # its sender has already received a refusal
                 case Hold():
@@ -575,16 +598,15 @@ class ServerNode:
     def _apply(self, effect: Apply) -> tuple[PushId, ...]:
         """Update a table; return the pushes that are not in it, after their senders have received a refusal."""
         clock, table = self._core.clock_of(effect.table), self._tables[effect.table]
-        if self._journal is not None and not all(map(table.has, effect.ids)):
-            raise CannotGoOn(f"clock {clock} of table '{effect.table}' needs pushes of workers that did not come back")
+        self._require_pushes(effect, clock)
         began_t = time.monotonic()
-        problem, refused = table.apply(effect.ids, clock), dict(table.not_finite)
+        problem, refused = table.apply(effect.ids, clock, effect.norm), dict(table.not_finite)
         if refused:
             for push_id, reason in refused.items():
                 self._handle(NotFinite(effect.table, push_id, reason))  # first: another process leaves them out, too
                 table.discard(push_id)
             effect = effect.without(refused)
-            problem = table.apply(effect.ids, clock)
+            problem = table.apply(effect.ids, clock, effect.norm)
         if table.cold:
             self._keep_no_more(table.cold)
         if problem:
@@ -597,6 +619,15 @@ class ServerNode:
         if self.trace.is_kept and effect.ids:
             self._records.applied(effect, clock, began_t)
         return tuple(refused)
+
+    def _measure(self, effect: Measure) -> None:
+        self._require_pushes(effect, effect.clock)
+        self._handle(Measured(effect.table, effect.clock, self._tables[effect.table].measure(effect.ids)))
+
+    def _require_pushes(self, effect: Apply | Measure, clock: int) -> None:
+        """Raise CannotGoOn if this process has taken the place of another, and pushes have not come again."""
+        if self._journal is not None and not all(map(self._tables[effect.table].has, effect.ids)):
+            raise CannotGoOn(f"clock {clock} of table '{effect.table}' needs pushes of workers that did not come back")
 
     def _advance(self, effect: Advanced) -> None:
         if self.trace.is_kept:

@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final, Protocol, cast, final
 
-from paceline.core.events import Changed, Declared, NotFinite, Unapplied
+from paceline.core.events import Changed, ClippedPush, Declared, Measured, NotFinite, Unapplied
 from paceline.core.messages import Push, PushId, WholeStep
 from paceline.core.server import ServerEvent
 from paceline.core.work_queue import Life
@@ -593,7 +593,7 @@ class Replay:
                 if not self.tables[table].broken:
                     raise Diverged(f"an update of table '{table}' has failed on the head alone: {reason}")
                 self._broken.add(table)
-            case Began() | Declared() | Changed() | NotFinite():
+            case Began() | Declared() | Changed() | NotFinite() | Measured():
                 pass  # comes of what is done here
             case event:
                 self._compare_broken()
@@ -617,6 +617,8 @@ def _pushes_of(event: ServerEvent) -> tuple[Push, ...]:
     match event:
         case Push():
             return (event,)
+        case ClippedPush(push):
+            return (push,)
         case WholeStep():
             return event.pushes
         case _:

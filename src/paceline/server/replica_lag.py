@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, final
 
+from paceline.core.events import ClippedPush
 from paceline.core.messages import (
     Applied,
     Clock,
@@ -39,6 +40,12 @@ _REPEATED: Final = Push | WholeStep | Clock | Pull | Taken | Follow | Closed
 _MAY_LAG: Final = (
     Held | Applied | Ticked | Fetched | FetchedRest | EarlyValues | Delivered | KeysWanted | Replicated | Closed
 )
+
+
+def _is_repeated(written: Written) -> bool:
+    """Return whether an event is said again; a norm is not, as a server that has made the update forgets it."""
+    has_norm = isinstance(written, Follow | Closed) and written.norm is not None
+    return isinstance(written, _REPEATED) and not has_norm
 
 
 def may_lag(message: object) -> bool:
@@ -92,6 +99,8 @@ class ReplicaLag:
         match written:
             case Push():
                 self._note_pushes((written,), num_frames)
+            case ClippedPush(push):
+                self._note_pushes((push,), num_frames)
             case WholeStep():
                 self._note_pushes(written.pushes, num_frames)
                 if written.tick is not None:
@@ -100,7 +109,7 @@ class ReplicaLag:
                 self._note_tick(written, num_frames)
             case _:
                 pass
-        if not isinstance(written, _REPEATED) or self._is_decided_by_order():
+        if not _is_repeated(written) or self._is_decided_by_order():
             self.num_needed = num_frames
             self._latest.clear()  # the replica has all of it before anything leaves
 

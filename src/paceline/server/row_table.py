@@ -16,7 +16,7 @@ from paceline.core.consistency import Consistency
 from paceline.core.messages import Delivered, Fetched, PushId
 from paceline.core.server import LEAD
 from paceline.core.work_queue import Life
-from paceline.errors import PeerError, UsageError
+from paceline.errors import PeerError, ProtocolBug, UsageError
 from paceline.server.early_values import EarlyBody
 from paceline.server.functions import call_over_rows
 from paceline.server.memory_check import has_plenty, require_memory
@@ -350,7 +350,11 @@ class ServedRowTable:
         """See `ServedTable.has`."""
         return push_id in self._waiting
 
-    def apply(self, push_ids: Sequence[PushId], clock: int) -> str:
+    def measure(self, push_ids: Sequence[PushId]) -> float:
+        """Refuse: updates of rows are not clipped."""
+        raise ProtocolBug(f"table '{self.spec.name}' has rows: an update of {len(push_ids)} pushes is not clipped")
+
+    def apply(self, push_ids: Sequence[PushId], clock: int, norm: float | None = None) -> str:
         """See `ServedTable.apply`."""
         self._waiting_ids = None
         pushes = [self._waiting.pop(push_id) for push_id in push_ids]

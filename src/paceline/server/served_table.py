@@ -121,14 +121,17 @@ class TableHost:
 class Acceptance:
     """What became of a push or a pull that has arrived; with both fields empty it is accepted.
 
-    `problem`: why it is refused. `wanted`: a request for its ids, which are not known here.
+    `problem`: why it is refused. `wanted`: a request for its ids, which are not known here. `clips`: it is accepted,
+    and its update is to be clipped by a norm to which other servers have parts.
     """
 
     problem: str = ""
     wanted: KeysWanted | None = None
+    clips: bool = False
 
 
 ACCEPTED = Acceptance()
+TO_CLIP = Acceptance(clips=True)
 
 
 @value_class
@@ -290,8 +293,14 @@ class ServedTable(Protocol):
         """Return whether the gradients of this push wait here."""
         ...
 
-    def apply(self, push_ids: Sequence[PushId], clock: int) -> str:
+    def measure(self, push_ids: Sequence[PushId]) -> float:
+        """Return the norm of the gradient that these pushes make together here, as `apply` combines them."""
+        ...
+
+    def apply(self, push_ids: Sequence[PushId], clock: int, norm: float | None = None) -> str:
         """Apply these pushes in this order as one update; return why that failed, "" if it did not.
+
+        `norm`: of the combined gradient over all servers, where several clip it.
 
         Some that `accept` has not looked at may be in `not_finite` then. These and the others still wait: the caller
         discards them, and calls this again with what is left, be it nothing, which counts as an update.

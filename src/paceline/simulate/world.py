@@ -9,7 +9,18 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from paceline.core.consistency import Consistency
-from paceline.core.effects import Advanced, Apply, Discard, Hold, MembershipChanged, Reply, Serve, ServerEffect, Tell
+from paceline.core.effects import (
+    Advanced,
+    Apply,
+    Discard,
+    Hold,
+    Measure,
+    MembershipChanged,
+    Reply,
+    Serve,
+    ServerEffect,
+    Tell,
+)
 from paceline.core.events import Declared, Died, Disconnected, InvalidPush, Timeout
 from paceline.core.messages import (
     Applied,
@@ -385,7 +396,7 @@ class World:
                 self._between(server, effect.server, effect.message)
             case MembershipChanged():
                 self._on_membership(server, effect)
-            case Hold() | Discard() | Advanced():
+            case Hold() | Discard() | Advanced() | Measure():  # no simulated push is to be clipped
                 pass
 
     def _note_answered(self, server: int, push_id: PushId, *, refused: bool) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from paceline.core.consistency import Consistency
+from paceline.core.server import LEAD
 from paceline.errors import UsageError
 from paceline.training.buffers import open_buffers
 from paceline.training.device_copies import DeviceCopies
@@ -451,16 +452,17 @@ class DistributedOptimizer(Distributed):
         return weight
 
     def clip_gradients(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
-        """Have the server clip the mean of all workers' gradients; see `Distributed.clip_gradients`.
+        """Have the servers clip the mean of all workers' gradients; see `Distributed.clip_gradients`.
 
-        Only one server that has the whole model in one table can do so, in lockstep and with scale="samples". Otherwise
-        each worker clips its own gradients, which under bsp is told once.
+        They do so for a model in one table, in lockstep and with scale="samples"; several servers tell each other the
+        norms of their parts. Otherwise each worker clips its own gradients, which under bsp is told once.
         """
         if self._job.size == 1 or norm_type != 2.0 or not self._lockstep:
             return super().clip_gradients(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
-        num_servers = self._buckets[0].table.node.settings.num_servers
+        holders = self._buckets[0].table.client.cache.servers
+        is_led = len(holders) == 1 or LEAD in holders  # one that has all of it clips it by itself
         reason = (
-            f"there are {num_servers} servers, each with a part of the model" * (num_servers > 1)
+            f"server {LEAD}, which leads the others, has no part of the model" * (not is_led)
             or "overlap=True sends gradients in parts" * (self._overlap is not None)
             or f"the scale is {self._settings.scale!r}" * (self._settings.scale != "samples")
         )

@@ -526,3 +526,5 @@ def _check_server(hello: Hello, message: messages.Follow | messages.Closed, num_
     follows = isinstance(message, messages.Follow)
     if not 0 <= hello.rank < num_servers or (follows and message.server != hello.rank):
         raise PeerError(f"{message} came from server {hello.rank} of {num_servers}")
+    if message.norm is not None and message.norm < 0.0:
+        raise PeerError(f"server {hello.rank} tells of a norm of {message.norm}")
