@@ -15,6 +15,7 @@ from random import Random
 from paceline.core.effects import (
     Advanced,
     Apply,
+    BoundMoved,
     Discard,
     Fail,
     Install,
@@ -52,6 +53,7 @@ from paceline.simulate.happenings import (
     ChangedMember,
     FinishedClock,
     Happening,
+    MovedBound,
     ReachedClock,
     ReadValues,
     RefusedPush,
@@ -502,6 +504,8 @@ class Rehearsal:
                 server.pushed.pop(effect.id, None)
             case Advanced() if self.happenings is not None:
                 self.happenings.append(ReachedClock(at, server.rank, effect.clock))
+            case BoundMoved(_, before, bound, waiting, staleness) if self.happenings is not None:
+                self.happenings.append(MovedBound(at, server.rank, before, bound, waiting, staleness))
             case MembershipChanged():
                 self._on_membership(server, effect)
             case _:
