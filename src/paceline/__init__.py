@@ -108,7 +108,9 @@ __all__ = [
 
 # Where a name is, if not in paceline.api.script.
 _HOMES = {
-    **dict.fromkeys(("Consistency", "adaptive", "asynchronous", "backup", "bsp", "essp", "ssp"), "paceline.core.consistency"),
+    **dict.fromkeys(
+        ("Consistency", "adaptive", "asynchronous", "backup", "bsp", "essp", "ssp"), "paceline.core.consistency"
+    ),
     **dict.fromkeys(("Embedding", "EmbeddingBag"), "paceline.api.embedding"),
     **dict.fromkeys(
         ("all_gather", "all_reduce", "broadcast", "pull", "push", "receive", "reduce", "send", "wait"),

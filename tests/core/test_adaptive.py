@@ -68,6 +68,12 @@ def test_under_a_worker_that_is_always_slow_it_stays_at_its_lowest_and_tries_eve
     assert 8 <= moves(seen) <= 26
 
 
+def test_a_lower_bound_that_costs_more_is_tried_ever_more_rarely() -> None:
+    seen = play(AdaptiveBound(0, 8), 200, lambda at: max(0.0, 0.4 - 0.2 * at), same)
+    assert sum(at == 2 for at in seen) > 0.9 * len(seen)
+    assert 8 <= moves(seen) <= 30
+
+
 def test_where_no_worker_waits_it_never_moves() -> None:
     assert set(play(AdaptiveBound(0, 8), 40, lambda _: 0.0, half)) == {0}
 
@@ -89,7 +95,9 @@ def test_it_starts_at_its_lowest_and_reaches_its_highest_and_no_further() -> Non
 
 @given(
     st.lists(
-        st.tuples(st.floats(-1, 10), st.integers(0, 9), st.integers(1, 9), st.integers(-5, 1 << 60), st.integers(-2, 9)),
+        st.tuples(
+            st.floats(-1, 10), st.integers(0, 9), st.integers(1, 9), st.integers(-5, 1 << 60), st.integers(-2, 9)
+        ),
         max_size=400,
     ),
     st.integers(0, 5),
@@ -205,8 +213,8 @@ def test_ssp6_a_cached_read_keeps_the_lowest_bound_as_a_worker_does_not_know_the
     core.handle(WantClock(), 0.0)
     assert of(core.handle(WantRead("w", refresh=False), 0.0), ReadDone)[0].source == "cache"
     core.handle(WantClock(), 0.0)
-    (asked,) = said(core.handle(WantRead("w", refresh=False), 0.0), Pull)
-    assert (asked.clock, asked.needs) == (2, 0)
+    asked = said(core.handle(WantRead("w", refresh=False), 0.0), Pull)
+    assert [(each.clock, each.needs) for each in asked] == [(2, 0)]
     (done,) = of(core.handle(Arrived(0, Fetched(3, "w", 0, 0, 0, ())), 0.0), ReadDone)
     assert (done.clock, done.source) == (0, "fetch")
 

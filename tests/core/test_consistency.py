@@ -54,8 +54,14 @@ def test_what_can_be_said(text: str, point: Consistency) -> None:
 
 @pytest.mark.parametrize(
     ("point", "text"),
-    [(bsp(), "bsp"), (ssp(0), "ssp:0"), (essp(2), "essp:2"), (asynchronous(), "asynchronous"), (backup(3), "backup:3"),
-     (adaptive(1, 4), "adaptive:1:4")],
+    [
+        (bsp(), "bsp"),
+        (ssp(0), "ssp:0"),
+        (essp(2), "essp:2"),
+        (asynchronous(), "asynchronous"),
+        (backup(3), "backup:3"),
+        (adaptive(1, 4), "adaptive:1:4"),
+    ],
 )
 def test_a_named_point_says_its_name(point: Consistency, text: str) -> None:
     assert str(point) == text
@@ -84,7 +90,10 @@ def test_a_named_point_says_its_name(point: Consistency, text: str) -> None:
         ("backup:0", "backup:0 asks for 0 backup workers, expected 1 or more (or bsp)."),
         ("bound=0,backups=-1", "number of backup workers is -1, expected 0 or more."),
         ("bound=0,backups=1", "backup workers need visible=on_clock: a quorum completes a clock"),
-        ("visible=on_clock", "consistency 'visible=on_clock' does not say its bound. Expected bound=S|L..S|none,visible="),
+        (
+            "visible=on_clock",
+            "consistency 'visible=on_clock' does not say its bound. Expected bound=S|L..S|none,visible=",
+        ),
         ("bound=1,colour=red", "consistency 'bound=1,colour=red' has no axis 'colour'. Expected bound=S|L..S|none"),
         ("bound=1,visible=later", "visible is 'later', expected on_arrival or on_clock."),
         ("bound=1,deliver=never", "deliver is 'never', expected on_pull or on_clock."),

@@ -72,8 +72,8 @@ class Consistency:
         """Refuse a bound that cannot move, or that the answers to pulls do not decide."""
         if self.bound is None or not 0 <= lowest < self.bound:
             raise UsageError(
-                f"an adaptive bound moves from {lowest} to {'none' if self.bound is None else self.bound}, expected two "
-                "numbers of clocks, the lower one first: adaptive:0:8, for example."
+                f"an adaptive bound moves from {lowest} to {'none' if self.bound is None else self.bound}, expected "
+                "two numbers of clocks, the lower one first: adaptive:0:8, for example."
             )
         if self.deliver != "on_pull" or self.backups:
             raise UsageError(
@@ -194,7 +194,7 @@ def backup(backups: int) -> Consistency:
 
 @checked
 def adaptive(lowest: int = 0, highest: int = 8) -> Consistency:
-    """A bound that servers move while a run goes on, where waiting and staleness together cost least.
+    """Bound that servers move while a run goes on, to where waiting and staleness together cost least.
 
     A read keeps the bound in force when it is asked for, and never lacks more than `highest` clocks.
 

@@ -42,7 +42,11 @@ class _Tracks:
     def __init__(self, run: Run) -> None:
         self._run = run
         begins = [step.t - step.step_s for step in run.steps]
-        begins += [record.t for records in (run.memberships, run.applied, run.exits, run.serving, run.bounds) for record in records]
+        begins += [
+            record.t
+            for records in (run.memberships, run.applied, run.exits, run.serving, run.bounds)
+            for record in records
+        ]
         self._began_t = min(begins, default=0.0)
         self._steps = {(step.worker, step.clock): step for step in run.steps}
         self._ends: dict[int, list[tuple[float, int]]] = defaultdict(list)  # of steps, by worker, in order
