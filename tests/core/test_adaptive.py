@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -37,7 +38,7 @@ def play(
 
 
 def moves(seen: list[int]) -> int:
-    return sum(before != after for before, after in zip(seen, seen[1:], strict=False))
+    return sum(before != after for before, after in pairwise(seen))
 
 
 def mostly(seen: list[int]) -> int:

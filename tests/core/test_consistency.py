@@ -92,7 +92,7 @@ def test_a_named_point_says_its_name(point: Consistency, text: str) -> None:
         ("bound=0,backups=1", "backup workers need visible=on_clock: a quorum completes a clock"),
         (
             "visible=on_clock",
-            "consistency 'visible=on_clock' does not say its bound. Expected bound=S|L..S|none,visible=",
+            "'visible=on_clock' does not say its bound. Expected bound=S|L..S|none,visible=",
         ),
         ("bound=1,colour=red", "consistency 'bound=1,colour=red' has no axis 'colour'. Expected bound=S|L..S|none"),
         ("bound=1,visible=later", "visible is 'later', expected on_arrival or on_clock."),
