@@ -22,6 +22,7 @@ WORTH: Final = 0.03  # the share of waiting from which a higher bound is tried
 CHANGED: Final = 0.08
 WINDOW: Final = 16  # clocks
 _MOST_PAUSE: Final = 32  # windows
+_SLACK: Final = 2  # clocks after a move in which workers still use up, or lose, what it gave them
 _PAUSE_AFTER_RISE: Final = 4
 
 
@@ -69,7 +70,7 @@ class AdaptiveBound:
     seen: Costs = field(default_factory=lambda: Costs(0.0, 0.0))  # in the last whole window
     _now: float | None = None  # of the last event
     _clock: int = 0  # that the table has reached
-    _settling: int = 2  # clocks that do not count: after a move, until workers are as far apart as it allows
+    _settling: int = _SLACK  # clocks that do not count: after a move, until workers are as far apart as it allows
     # Since the window began: seconds of workers that took part, and that waited; clocks; answers, and what they lack.
     _worker_s: float = 0.0
     _waiting_s: float = 0.0
@@ -122,7 +123,7 @@ class AdaptiveBound:
         self.seen = Costs(self._waiting_s / self._worker_s, self._num_lacking / self._num_answers)
         before, self.bound = self.bound, self._decide()
         self._begin()
-        self._settling = abs(self.bound - before)
+        self._settling = 0 if self.bound == before else abs(self.bound - before) + _SLACK
         return before if self.bound != before else None
 
     def _begin(self) -> None:

@@ -54,6 +54,7 @@ _R = TypeVar(
     Fed,
     Epoch,
     MinClock,
+    BoundRecord,
     AppliedRecord,
     ArrivedRecord,
     Serving,

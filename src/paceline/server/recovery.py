@@ -13,7 +13,18 @@ from typing import Final, cast, final
 
 import msgspec
 
-from paceline.core.effects import Advanced, Apply, Discard, Hold, MembershipChanged, Reply, Serve, ServerEffect, Tell
+from paceline.core.effects import (
+    Advanced,
+    Apply,
+    BoundMoved,
+    Discard,
+    Hold,
+    MembershipChanged,
+    Reply,
+    Serve,
+    ServerEffect,
+    Tell,
+)
 from paceline.core.events import Died, NotFinite, Unapplied
 from paceline.core.messages import Push, PushId
 from paceline.core.server import ServerCore
@@ -228,5 +239,5 @@ class JournalReplay:
                 self.tables[table].advance(clock)
             case MembershipChanged():
                 self.change_members(effect)
-            case Discard():
+            case Discard() | BoundMoved():
                 pass
