@@ -39,6 +39,7 @@ def run_job(num_servers: int, options: argparse.Namespace, *, is_beside: bool) -
         HostedJob(network, hosted_spec(NUM_WORKERS, num_servers), servers, workers, command, START_S) as job,
     ):
         job.wait(TIMEOUT_S)
+        job.stop_servers()
         return read_recorded(job.folder, is_beside=is_beside)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tests.core import test_adaptive as adaptive_bounds
 from tests.core.cores import make_server, make_worker, of, pull, push, push_id, said, sender, tick
 
 from paceline.core.consistency import Consistency, asynchronous, backup, bsp, essp, ssp
@@ -198,4 +199,16 @@ CHECKS: tuple[Callable[[], None], ...] = (
     joiners,
     windows,
     patience,
+    adaptive_bounds.test_it_rises_while_that_saves_more_time_than_it_costs_staleness,
+    adaptive_bounds.test_under_a_worker_that_is_always_slow_it_stays_at_its_lowest_and_tries_ever_more_rarely,
+    adaptive_bounds.test_a_lower_bound_that_costs_more_is_tried_ever_more_rarely,
+    adaptive_bounds.test_where_no_worker_waits_it_never_moves,
+    adaptive_bounds.test_it_comes_down_when_the_straggler_has_gone_and_rises_when_one_comes,
+    adaptive_bounds.test_it_starts_at_its_lowest_and_reaches_its_highest_and_no_further,
+    adaptive_bounds.test_ssp6_a_pull_waits_for_the_bound_in_force_and_not_for_the_highest,
+    adaptive_bounds.test_ssp6_a_pull_that_waits_keeps_the_bound_of_its_arrival_and_so_does_its_copy,
+    adaptive_bounds.test_a_read_that_asks_for_more_than_the_bound_gets_it,
+    adaptive_bounds.test_only_reads_that_wait_for_others_count_and_each_worker_once,
+    adaptive_bounds.test_the_time_in_which_a_server_was_stopped_does_not_count,
+    adaptive_bounds.test_ssp6_a_cached_read_keeps_the_lowest_bound_as_a_worker_does_not_know_the_one_in_force,
 )

@@ -9,8 +9,8 @@ from paceline.cli import answer
 from paceline.errors import UsageError
 from paceline.launch.running import find_run
 from paceline.observe.progress import RunView
-from paceline.observe.screen import RunPicture, WorkerRow, as_data, picture, screen_lines, server_row
-from paceline.observe.trace import Exit, MembershipRecord, Record, Serving, Trace, trace_path
+from paceline.observe.screen import RunPicture, WorkerRow, as_data, event_line, picture, screen_lines, server_row
+from paceline.observe.trace import BoundRecord, Exit, MembershipRecord, Record, Serving, Trace, trace_path
 from paceline.observe.verdict import ProcessState, judge
 
 
@@ -75,6 +75,14 @@ def test_a_state_and_refusals_stand_in_a_row() -> None:
 def test_texts_of_other_processes_do_not_control_the_terminal() -> None:
     lines = screen_lines(RunPicture(1.0, events=["refused: \x1b[2J"]))
     assert "\x1b" not in "".join(lines)
+
+
+def test_a_bound_that_moves_is_an_event_once_and_not_for_each_server() -> None:
+    moved = BoundRecord(12.5, 0, "w", 1, 2, 0.18, 0.75)
+    assert event_line(moved, 10.0) == (
+        "    2.5 s  table 'w': the bound moves from 1 to 2; workers waited 18% of the time, on values 0.8 clocks behind"
+    )
+    assert event_line(BoundRecord(12.5, 1, "w", 1, 2, 0.18, 0.75), 10.0) == ""
 
 
 def test_a_server_says_rates_and_its_hottest_row() -> None:

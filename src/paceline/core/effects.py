@@ -94,6 +94,21 @@ class Advanced:
 
 
 @value_class
+class BoundMoved:
+    """For the record: the adaptive bound of `table` is `bound` here from now on, for pulls that come.
+
+    `waiting` is the share of their time in which workers waited for values, and `staleness` how many clocks these
+    lacked on average, in the window before.
+    """
+
+    table: str
+    before: int
+    bound: int
+    waiting: float
+    staleness: float
+
+
+@value_class
 class MembershipChanged:
     """For the record: a worker's life began or ended; `change` is "joined", "left" or "died"."""
 
@@ -103,7 +118,7 @@ class MembershipChanged:
     reason: str = ""
 
 
-ServerEffect = Hold | Measure | Apply | Discard | Reply | Serve | Tell | Advanced | MembershipChanged
+ServerEffect = Hold | Measure | Apply | Discard | Reply | Serve | Tell | Advanced | BoundMoved | MembershipChanged
 
 
 # -- of a worker -----------------------------------------------------------------------------------------------------

@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from paceline.core.adaptive import AdaptiveBound
 from paceline.core.effects import (
     Advanced,
     Apply,
+    BoundMoved,
     Discard,
     Hold,
     Measure,
@@ -96,6 +98,7 @@ class ServerCore:
     _has_more: bool = False  # some complete clocks are still open: one event closes at most MAX_AT_ONCE
     # Tables for which the end of a clock may change something; the others are brought to it when they are used again.
     _awake: dict[str, TableCore] = field(default_factory=dict[str, TableCore])
+    _adaptive: dict[str, AdaptiveBound] = field(default_factory=dict[str, AdaptiveBound])  # by table, where it moves
     # From followers, about tables that are not declared here yet.
     _early: list[Follow] = field(default_factory=list[Follow])
 
@@ -113,6 +116,8 @@ class ServerCore:
     def handle(self, event: ServerEvent, now: float) -> list[ServerEffect]:
         """Process one event; return the effects to perform, in order."""
         effects: list[ServerEffect] = []
+        if self._adaptive:
+            self._pass_time(event, now)
         match event:
             case Push():
                 self._on_push(event, "", effects)
@@ -330,6 +335,10 @@ class ServerCore:
     def _advance(self, name: str, table: TableCore, effects: list[ServerEffect]) -> int:
         clock = table.reached = self.clock_of(name)
         effects.append(Advanced(name, clock))
+        if table.adaptive is not None:
+            bound, before = table.adaptive, table.adaptive.reach(clock)
+            if before is not None:
+                effects.append(BoundMoved(name, before, bound.bound, bound.seen.waiting, bound.seen.staleness))
         return clock
 
     def _close_complete(self, name: str, table: TableCore, effects: list[ServerEffect]) -> None:
@@ -476,6 +485,8 @@ class ServerCore:
             if pull.table not in self._awake:
                 self._wake(pull.table, table, effects)
             clock = self.clock_of(pull.table)
+            if table.adaptive is not None:
+                pull = table.readers.waiting_copy(pull) or table.adaptive.admit(pull)
             if table.readers.add_pull(pull, clock):
                 self._fetch(pull, table, clock, life, effects)
 
@@ -503,6 +514,14 @@ class ServerCore:
         fetched = table.fetched(pull, clock, self._clocks.of(pull.sender.worker), life.dedup)
         effects.append(Serve(pull.sender.worker, pull.sender.incarnation, fetched))
 
+    def _pass_time(self, event: ServerEvent, now: float) -> None:
+        """Count the time until this event for the bounds that move."""
+        for name, bound in self._adaptive.items():
+            if isinstance(event, Woke | Resumed):
+                bound.start_over(now)
+            else:
+                bound.pass_time(now, self.tables[name].readers.num_waiting, len(self._clocks))
+
     # -- tables ------------------------------------------------------------------------------------------------------
 
     def _on_declared(self, event: Declared, now: float, effects: list[ServerEffect]) -> None:
@@ -518,6 +537,8 @@ class ServerCore:
             event.table, event.consistency, ClockCommit(followers, clock=self._clocks.slowest), event.keyed
         )
         self.tables[event.table] = self._awake[event.table] = table
+        if table.adaptive is not None:
+            self._adaptive[event.table] = table.adaptive
         if self._follows and table.closes_clocks:
             self._ask_lead(event.table, table, now, effects)
         early = [follow for follow in self._early if follow.table == event.table]

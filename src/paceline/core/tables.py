@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from math import hypot
 from typing import final
 
+from paceline.core.adaptive import AdaptiveBound
 from paceline.core.consistency import Consistency
 from paceline.core.exactly_once import DedupWindow
 from paceline.core.membership import Clocks
@@ -273,6 +274,16 @@ class ReadQueue(ABC):
         """Return the pulls that wait for a clock, lowest rank first."""
         return [pull for _, pull in sorted(self._waiting.items())]
 
+    def waiting_copy(self, pull: Pull) -> Pull | None:
+        """Return the pull that waits already and that this one repeats, or None."""
+        waiting = self._waiting.get(self._place(pull))
+        return waiting if waiting is not None and waiting.request == pull.request else None
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of workers with a pull that waits for a clock."""
+        return len({worker for worker, _ in self._waiting})
+
     def start_deliveries(self, clock: int) -> list[int]:
         """Return the free subscribers that have not been sent this clock, and mark them busy."""
         return [worker for worker in sorted(self._subscribers) if self.start_delivery(worker, clock)]
@@ -380,6 +391,7 @@ class TableCore:
     keyed: bool = False  # a table of rows
     readers: ReadQueue = field(init=False)
     closes_clocks: bool = field(init=False)  # updates become visible clock by clock
+    adaptive: AdaptiveBound | None = field(init=False)  # the bound in force, where it moves
     # Number of updates applied here; a reader orders values by it.
     version: int = 0
     ask_lead_at: float = 0.0
@@ -390,6 +402,8 @@ class TableCore:
         self.closes_clocks = self.consistency.visible == "on_clock"
         subscribing = self.consistency.deliver == "on_clock"
         self.readers = RowReadQueue(subscribing) if self.keyed else DenseReadQueue(subscribing)
+        lowest, highest = self.consistency.lowest, self.consistency.bound
+        self.adaptive = None if lowest is None or highest is None else AdaptiveBound(lowest, highest)
 
     @property
     def is_idle(self) -> bool:
@@ -407,6 +421,8 @@ class TableCore:
 
     def fetched(self, pull: Pull, clock: int, ticked: int, dedup: DedupWindow) -> Fetched:
         """Return the answer to a pull, to be sent with the current values."""
+        if self.adaptive is not None:
+            self.adaptive.note_answer(pull.clock - clock)
         settled, includes = dedup.settled_in(self.name), dedup.applied_in(self.name)
         return Fetched(pull.request, self.name, clock, self.version, settled, includes, ticked)
 

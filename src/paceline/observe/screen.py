@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from paceline.notices import printable
-from paceline.observe.trace import Exit, MembershipRecord, Refusal
+from paceline.observe.trace import BoundRecord, Exit, MembershipRecord, Refusal
 from paceline.observe.verdict import HEALTHY, busy_share
 from paceline.observe.window import latest_life, percentile, worker_times
 
@@ -159,6 +159,11 @@ def event_text(record: Record) -> str:
     match record:
         case MembershipRecord(server=0):
             return f"worker {record.worker} {record.event}"
+        case BoundRecord(server=0):
+            return (
+                f"table '{record.table}': the bound moves from {record.before} to {record.bound}; workers waited "
+                f"{record.waiting:.0%} of the time, on values {record.staleness:.1f} clocks behind"
+            )
         case Exit():
             return f"{record.name} {record.happened}; {record.then}"
         case Refusal(server=-1):

@@ -286,6 +286,18 @@ class MinClock(msgspec.Struct, frozen=True, tag_field="kind", tag="min_clock"):
     clock: int
 
 
+class BoundRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="bound"):
+    """This server has moved the adaptive bound of a table, as `BoundMoved` of its core says."""
+
+    t: float
+    server: int
+    table: str
+    before: int
+    bound: int
+    waiting: float
+    staleness: float
+
+
 class AppliedRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="applied"):
     """A server applied the updates of these workers, in this order; `took_s` is how long it took until `t`."""
 
@@ -440,6 +452,7 @@ Record = (
     | Fed
     | Epoch
     | MinClock
+    | BoundRecord
     | AppliedRecord
     | ArrivedRecord
     | Serving

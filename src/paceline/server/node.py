@@ -12,6 +12,7 @@ from paceline.core.consistency import Consistency
 from paceline.core.effects import (
     Advanced,
     Apply,
+    BoundMoved,
     Discard,
     Hold,
     Measure,
@@ -591,6 +592,8 @@ class ServerNode:
                     self._peers.send_server(effect.server, effect.message)
                 case Advanced():
                     self._advance(effect)
+                case BoundMoved():
+                    self._records.moved(effect)
                 case MembershipChanged():
                     self._on_membership(effect)
         return held

@@ -16,6 +16,7 @@ import msgspec
 from paceline.core.effects import (
     Advanced,
     Apply,
+    BoundMoved,
     Discard,
     Hold,
     Measure,
@@ -242,5 +243,5 @@ class JournalReplay:
                 self.tables[table].advance(clock)
             case MembershipChanged():
                 self.change_members(effect)
-            case Discard():
+            case Discard() | BoundMoved():
                 pass

@@ -157,8 +157,8 @@ def simulate(
     Parameters
     ----------
     consistency
-        bsp, ssp:S, essp:S, asynchronous or backup:B, separated by commas or given several times. A policy may also
-        be given by its axes, on its own: bound=2,visible=on_clock.
+        bsp, ssp:S, essp:S, asynchronous, backup:B or adaptive:L:S, separated by commas or given several times. A policy
+        may also be given by its axes, on its own: bound=2,visible=on_clock.
     workers
         Number of workers.
     servers

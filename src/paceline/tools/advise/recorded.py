@@ -163,7 +163,11 @@ def _scenario(run: Run, steps: Mapping[int, Sequence[Step]], spec: ClusterSpec, 
         apply_s=apply_s,
         handle_s=handle_s,
         network=Network(latency_s=(latency_s, latency_s)),
-        lines=SimulatedLines(gradient_bytes=received / num_steps, value_bytes=sent / num_fetches),
+        lines=SimulatedLines(
+            gradient_bytes=received / num_steps,
+            value_bytes=sent / num_fetches,
+            early=spec.transport in _NETWORKS,
+        ),
         retry_s=1e6,
     )
 
