@@ -52,6 +52,7 @@ campaign: $(STAMPS)/dev  ## Run the long searches for broken promises, which `ma
 	$(BIN)/python -m pytest -m campaign -n 2 --timeout 3600
 	$(BIN)/python -m pytest -m 'hypothesis and not campaign' --hypothesis-profile search -n 2 --timeout 3600
 	$(BIN)/python -m tests.faults.kill_campaign --kills 1600
+	$(BIN)/python -m tests.faults.kill_readers --kills 400
 
 bench: $(STAMPS)/demo  ## Measure this machine and print a table of the numbers.
 	$(BIN)/python -m benchmarks

@@ -1,29 +1,32 @@
 """What publishing costs the trainer, and how soon readers have what it publishes.
 
-    python benchmarks/publish.py [--json] [--readers 2] [--elements 4194304] [--rounds 10]
+    python benchmarks/publish.py [--json] [--readers 2] [--relay] [--elements 4194304] [--rounds 10]
 
 Rounds with and without publishing alternate in one job, so that other work on the machine meets both. Readers are
 processes. `visible_ms`: from the call of `publish` until a reader has the whole version, over shared memory.
-`fanout_ratio`: how long all readers together take over tcp for one version, in times of what one takes alone; without
-relays it grows with their number. `delta_ratio`: the bytes that
-a version takes over tcp of which 1 % of bfloat16 elements differ from the one before, in times of the whole.
+`fanout_ratio`: the bytes that leave the server of the trainer over tcp until all readers have one version, in times of
+those of the version, as the kernel counts them (`ss`); with `--relay` readers take it from one. `delta_ratio`: the
+bytes that a version takes over tcp of which 1 % of bfloat16 elements differ from the one before, in times of the whole.
 """
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from measuring import Sample, machine, print_json, progress
 
 import paceline
+from paceline.job.addresses import CLUSTER_NAME
+from paceline.job.spec import ClusterSpec
 
 HERE: Final = Path(__file__).resolve().parent
 PATIENCE_S: Final = 600.0
@@ -32,9 +35,9 @@ PATIENCE_S: Final = 600.0
 class Reader:
     """One reader process."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, *source: str) -> None:
         self.process: Final = subprocess.Popen(
-            [sys.executable, str(HERE / "publish_reader.py"), str(run_dir)],
+            [sys.executable, str(HERE / "publish_reader.py"), *source],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -87,7 +90,7 @@ def steps_of(folder: Path) -> dict[str, dict[str, list[float]]]:
 def measure_steps(num_readers: int, rounds: int, elements: int) -> tuple[float, Sample, Sample]:
     """Return the trainer's overhead, when readers had versions (ms), and how long forward passes paused (ms)."""
     with job("shm", rounds, elements) as folder:
-        readers = [Reader(folder / "run") for _ in range(num_readers)]
+        readers = [Reader(str(folder / "run")) for _ in range(num_readers)]
         try:
             for reader in readers:
                 reader.ask("pull")
@@ -116,29 +119,44 @@ def delta_ratio(run_dir: Path) -> float:
         return second.received_bytes / sum(tensor.nbytes for tensor in first.values())
 
 
-def measure_tcp(num_readers: int, elements: int) -> tuple[float, float]:
-    """Return how long readers together take over tcp, in times of what one takes, and the ratio of a delta."""
-    with job("tcp", 1, elements) as folder:
+@contextmanager
+def relayed(run_dir: Path) -> Generator[tuple[str, ...]]:
+    """Start a relay, and yield what a reader of it is given."""
+    command = [sys.executable, "-m", "paceline", "relay", str(run_dir), "--listen", "127.0.0.1:0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().split()[-1], str(run_dir / "token")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def sent_bytes(run_dir: Path) -> int:
+    """Return how many bytes have left the server over connections that are open, as the kernel counts them."""
+    (address,) = ClusterSpec.read(run_dir / CLUSTER_NAME).addresses
+    command = ["ss", "-tinH", "state", "established", "sport", "=", f":{address.rpartition(':')[2]}"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return sum(map(int, re.findall(r"bytes_sent:(\d+)", said)))
+
+
+def measure_tcp(num_readers: int, elements: int, *, by_relay: bool) -> tuple[float, float]:
+    """Return what leaves the server for one version of all readers, in times of its bytes, and the ratio of a delta."""
+    with job("tcp", 1, elements) as folder, ExitStack() as opened:
         steps_of(folder)
-        ratio = delta_ratio(folder / "run")
-        readers = [Reader(folder / "run") for _ in range(num_readers)]
-        try:
-            alone: list[float] = []
-            for reader in readers:  # which connects
-                reader.ask("pull")
-                reader.answer()
-            for reader in readers:
-                reader.ask("pull")
-                began_s, ended_s, _ = reader.answer()
-                alone.append(ended_s - began_s)
-            for reader in readers:
-                reader.ask("pull")
-            together: list[list[float]] = [reader.answer() for reader in readers]
-        finally:
-            for reader in readers:
-                reader.close()
-    took_s = max(ended for _, ended, _ in together) - min(began for began, _, _ in together)
-    return took_s / statistics.median(alone), ratio
+        run_dir = folder / "run"
+        ratio = delta_ratio(run_dir)
+        before = sent_bytes(run_dir)
+        source = opened.enter_context(relayed(run_dir)) if by_relay else (str(run_dir),)
+        readers = [Reader(*source) for _ in range(num_readers)]
+        for reader in readers:
+            opened.callback(reader.close)
+            reader.ask("pull")
+        answers: list[tuple[str, int, int]] = [tuple(reader.answer()) for reader in readers]
+        ((_, received, size),) = set(answers)  # the same digest and bytes, all of them over the network
+        if received != size:
+            raise AssertionError(f"a reader has received {received} of {size} bytes")
+        return (sent_bytes(run_dir) - before) / size, ratio
 
 
 def main() -> None:
@@ -146,16 +164,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--readers", type=int, default=2)
+    parser.add_argument("--relay", action="store_true")
     parser.add_argument("--elements", type=int, default=1 << 22)
     parser.add_argument("--rounds", type=int, default=10)
     asked = parser.parse_args()
     progress(f"publishing {asked.elements} float32 to {asked.readers} readers on {machine()}")
     overhead, visible, swap = measure_steps(asked.readers, asked.rounds, asked.elements)
-    fanout, delta = measure_tcp(asked.readers, asked.elements)
+    fanout, delta = measure_tcp(asked.readers, asked.elements, by_relay=asked.relay)
     if asked.json:
         values: dict[str, object] = {
             "name": f"publish {4 * asked.elements >> 20} MiB",
             "readers": asked.readers,
+            "relay": asked.relay,
             "trainer_overhead": overhead,
             "visible_ms": visible.median,
             "fanout_ratio": fanout,
@@ -165,7 +185,9 @@ def main() -> None:
         print_json(values)
     else:
         print(f"trainer: {100 * overhead:+.1f} % a step; visible after {visible.text(' ms')}")
-        print(f"a forward pass pauses {swap.text(' ms', 3)}; {asked.readers} readers over tcp take {fanout:.2f} x one")
+        print(f"a forward pass pauses {swap.text(' ms', 3)}")
+        how = "by a relay" if asked.relay else "each from the server"
+        print(f"{asked.readers} readers over tcp, {how}: {fanout:.2f} x the bytes of a version leave the server")
         print(f"a version of which 1 % of bfloat16 elements changed takes {100 * delta:.1f} % of its bytes")
 
 

@@ -1,6 +1,8 @@
 """A reader of `publish.py`: does what its standard input says, one word a line, and answers each with a line of JSON.
 
 `follow` takes versions until there is none for a while, `pull` the newest one; `swap` gives versions to a module.
+
+`publish_reader.py SOURCE [TOKEN]`
 """
 
 import json
@@ -16,9 +18,13 @@ from paceline.versions.swap import ForwardGate, pairs_of
 NUM_SWAPS, QUIET_S = 20, 3.0
 
 
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.nbytes
+
+
 def main() -> None:
     """Obey until the input ends."""
-    with paceline.subscribe(sys.argv[1]) as reader:
+    with paceline.subscribe(sys.argv[1], token=sys.argv[2] if sys.argv[2:] else None) as reader:
         for line in sys.stdin:
             match line.strip():
                 case "follow":
@@ -30,9 +36,8 @@ def main() -> None:
                     except DeadlineExceeded:
                         answer: object = came
                 case "pull":
-                    began_s = time.monotonic()
                     version = reader.latest()
-                    answer = [began_s, time.monotonic(), sum(tensor.nbytes for tensor in version.values())]
+                    answer = [version.digest, version.received_bytes, sum(map(_size, version.values()))]
                 case "swap":
                     version, gate, pauses = reader.latest(), ForwardGate(), list[float]()
                     (weight,) = version.values()

@@ -58,6 +58,7 @@ app.command("paceline.simulate.command:simulate", name="simulate", help="Rehears
 app.command("paceline.tools.advise.command:advise", name="advise", help="Say what would make a recorded run faster.")
 app.command("paceline.tools.reproduce.command:reproduce", name="reproduce", help="Show and judge what papers claim.")
 app.command("paceline.serve.command:serve", name="serve", help="Serve jobs that come and go, and keep their state.")
+app.command("paceline.tools.relay:relay", name="relay", help="Hand versions of a job on to many readers.")
 app.command("paceline.snapshots.command:app", name="snapshot", help="List, check and convert snapshots of a job.")
 app.command("paceline.tools.plan.command:plan", name="plan", help="Say what fits where, and how to distribute.")
 

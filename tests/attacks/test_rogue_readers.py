@@ -20,6 +20,7 @@ from paceline.wire import messages as wire
 from paceline.wire import versions as spoken
 from paceline.wire.messages import Hello, PushFrame
 from paceline.wire.versions import (
+    ChooseServer,
     DescribeRows,
     EndLease,
     FetchBytes,
@@ -111,6 +112,10 @@ def test_what_is_not_there_is_refused_and_the_next_request_is_answered(tmp_path:
                 refused = ask(message)
                 assert isinstance(refused, ReaderRefused)
                 assert refused.is_gone
+            assert isinstance(ask(ChooseServer(2, 1)), ReaderRefused)
+            assert isinstance(ask(LeaseVersion(3, there)), spoken.VersionLeased)
+            assert ask(ChooseServer(3, 0)) == spoken.ServerChosen(3, 1)
+            assert isinstance(ask(FetchBytes(3, there, 0, 0, 16)), ReaderRefused)  # as the lease has ended
             assert isinstance(ask(LeaseVersion(3, there)), spoken.VersionLeased)
             for part, start, size in ((0, 0, 17), (0, 16, 1), (1, 0, 1), (0, 1 << 62, 1), (1 << 62, 0, 1)):
                 refused = ask(FetchBytes(4, there, part, start, size))

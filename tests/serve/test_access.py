@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Literal
 from unittest.mock import Mock
 
 import pytest
@@ -20,11 +21,13 @@ from paceline.errors import (
     ConnectionLost,
     DeadlineExceeded,
     PeerError,
+    Refused,
     UsageError,
 )
 from paceline.job.credentials.holders import Holder
 from paceline.job.credentials.key_store import issue_keys, make_keys, revoke
 from paceline.serve.access import ClientCredentials, ServeUrl, server_access
+from paceline.serve.client import enter_namespace
 from paceline.serve.messages import EnterFrame, EnterRefused, EnterRequest, encode
 from paceline.transport.base import EMPTY, Connection
 from paceline.version import __version__
@@ -148,6 +151,18 @@ def test_a_client_whose_certificate_is_revoked_after_its_handshake_is_not_admitt
         served.namespaces.expel(set())
         with served.connect(token=None, keys=third) as ps:
             assert ps.rank == 3
+
+
+@pytest.mark.parametrize("role", ["reader", "relay"])
+def test_a_certificate_that_reads_does_not_train(role: Literal["reader", "relay"], tmp_path: Path) -> None:
+    keys, own = tmp_path / "keys", tmp_path / "own"
+    make_keys(keys)
+    issue_keys(keys, Holder(role, 0), own)
+    with daemon(tmp_path / "state", keys) as served:
+        url = ServeUrl.parse(served.address())
+        access = ClientCredentials(keys=own).access(url, None, role)
+        with pytest.raises(Refused, match=f"its certificate is for {role}-0, which may read what is published"):
+            enter_namespace(url, access, None, None)
 
 
 @pytest.mark.parametrize(

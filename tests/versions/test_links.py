@@ -14,7 +14,7 @@ import paceline
 from paceline.errors import ConnectionLost, PeerError
 from paceline.transport.base import Connection, Frame
 from paceline.versions.link import DamagedVersion, PartMemory, ReaderLink
-from paceline.versions.places import PublishingServers
+from paceline.versions.places import PublishingServers, VersionPlaces
 from paceline.versions.subscription import VersionSubscription
 from paceline.wire.versions import CHUNK_BYTES, BytesFetched, DeltaFetched, VersionLeased, decode, encode
 
@@ -57,7 +57,8 @@ class Published:
         self.change = change
         self.num_connections = 0
         servers = PublishingServers(self.started.transport, self.started.spec.addresses)
-        self.reader = VersionSubscription("w", "the test", lambda: servers)
+        self.servers = servers
+        self.reader = VersionSubscription("w", VersionPlaces("the test", (lambda: servers,)))
 
     def change_some(self, *, keep: int = 2) -> None:
         """Publish another version, in which two elements of the first piece have changed."""
@@ -108,7 +109,7 @@ def test_bytes_that_are_always_damaged_are_never_shown(tmp_path: Path) -> None:
         return damaged(frame) if isinstance(message, BytesFetched) else frame
 
     with Published(tmp_path, change) as published:
-        link = ReaderLink(published.started.transport, published.started.spec.addresses[0], 0, 0, PATIENCE_S)
+        link = ReaderLink(published.servers, 0, PATIENCE_S)
         (wanted,) = link.find("w", (), PATIENCE_S)
         with pytest.raises(DamagedVersion, match="without the digest that they should have, 3 times in a row"):
             link.fetch(link.lease(wanted), PartMemory())
@@ -120,7 +121,7 @@ def test_a_description_without_its_digest_is_refused(tmp_path: Path) -> None:
         return damaged(frame) if isinstance(message, VersionLeased) else frame
 
     with Published(tmp_path, change) as published:
-        link = ReaderLink(published.started.transport, published.started.spec.addresses[0], 0, 0, PATIENCE_S)
+        link = ReaderLink(published.servers, 0, PATIENCE_S)
         (wanted,) = link.find("w", (), PATIENCE_S)
         with pytest.raises(PeerError, match="does not have its digest"):
             link.lease(wanted)

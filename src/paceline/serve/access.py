@@ -21,7 +21,7 @@ from paceline.transport.tls import TlsSettings
 JOB: Final = "paceline serve"  # name in the proof of the token
 
 PathLike = Path | str
-ClientRole = Literal["worker", "reader"]
+ClientRole = Literal["worker", "reader", "relay"]
 SCHEME: Final = "paceline"
 DEFAULT_NAMESPACE: Final = "default"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -49,25 +49,47 @@ def server_access(host: str, state: Path, keys: Path | None, notice: Callable[[s
             them, or they are not valid now.
     """
     if keys is not None:
-        from paceline.job.credentials.key_store import check_keys
-
-        holder = Holder("server", 0)
-        access = ServerCredentials(TokenFiles(keys, JOB), tls_settings(keys, holder))
-        soon = check_keys(keys, holder)
-        if soon:
-            notice(soon)
-        return access
-    if not is_loopback(host):
-        raise UsageError(
-            f"{host} is not a loopback address: who listens where other machines reach it needs certificates, and so "
-            "do its clients. Make them once with `paceline keys make KEYS`, serve with --keys KEYS, and carry what "
-            "`paceline keys issue KEYS worker-0 --out FOLDER` writes to the machine of each client, for connect(..., "
-            "keys=FOLDER); or listen at 127.0.0.1"
-        )
+        return _access_by_keys(keys, Holder("server", 0), notice)
+    _require_loopback(host, "serve", "connect", "worker")
     if not (state / TOKEN_NAME).exists():
         write_token(state)
     check_private(state, [state / TOKEN_NAME])
     return ServerCredentials(TokenFiles(state, JOB))
+
+
+def relay_access(
+    host: str, secret: Callable[[], Secret], keys: Path | None, notice: Callable[[str], None] = tell
+) -> ServerCredentials:
+    """Return the credentials of a relay that listens at this host; `secret` makes those for readers on this machine.
+
+    Raises:
+        UsageError: as `server_access` does; or `keys` has no certificate for a relay.
+    """
+    if keys is not None:
+        return _access_by_keys(keys, find_holder(keys, None, "relay"), notice)
+    _require_loopback(host, "relay", "subscribe", "reader")
+    return ServerCredentials(secret())
+
+
+def _access_by_keys(keys: Path, holder: Holder, notice: Callable[[str], None]) -> ServerCredentials:
+    from paceline.job.credentials.key_store import check_keys
+
+    access = ServerCredentials(TokenFiles(keys, JOB), tls_settings(keys, holder))
+    soon = check_keys(keys, holder)
+    if soon:
+        notice(soon)
+    return access
+
+
+def _require_loopback(host: str, command: str, call: str, client: ClientRole) -> None:
+    """Raise UsageError where other machines could reach a listener that has no certificates."""
+    if not is_loopback(host):
+        raise UsageError(
+            f"{host} is not a loopback address: who listens where other machines reach it needs certificates, and so "
+            f"do its clients. Make them once with `paceline keys make KEYS`, {command} with --keys KEYS, and carry "
+            f"what `paceline keys issue KEYS {client}-0 --out FOLDER` writes to the machine of each client, for "
+            f"{call}(..., keys=FOLDER); or listen at 127.0.0.1"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +111,7 @@ class ClientCredentials:
     key: PathLike | None = None
 
     def access(self, location: ServeUrl, rank: int | None, role: ClientRole = "worker") -> ServerCredentials:
-        """Return the credentials for this address and worker, or for any worker; or for a reader.
+        """Return the credentials for this address and worker, or for any worker; or for a reader or relay.
 
         Raises:
             UsageError: an argument is missing or not needed.
@@ -104,14 +126,15 @@ class ClientCredentials:
                 f"{location} is on another machine, which frames reach encrypted alone: give keys=FOLDER, as "
                 "`paceline keys issue` writes it, or ca=..., certificate=... and key=..."
             )
-        secret = self._secret(location)
+        secret = self.secret(location)
         if self.keys is not None:
             return ServerCredentials(secret, tls_settings(Path(self.keys), find_holder(Path(self.keys), rank, role)))
         if self.ca is not None and self.certificate is not None and self.key is not None:
             return ServerCredentials(secret, TlsSettings(Path(self.certificate), Path(self.key), Path(self.ca)))
         return ServerCredentials(secret)
 
-    def _secret(self, location: ServeUrl) -> Secret:
+    def secret(self, location: ServeUrl) -> Secret:
+        """Return what the processes at this address know; raises UsageError where it is not given."""
         if isinstance(self.token, bytes):
             return Credentials(self.token, JOB)
         if self.token is None and self.keys is not None:

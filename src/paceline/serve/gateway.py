@@ -97,7 +97,7 @@ class Namespaces:
         check_name(name)
         if self._is_expelled(peer_identity):
             raise Refused(f"its certificate ({peer_identity.holder}, {peer_identity.serial}) was revoked")
-        if peer_identity.holder.startswith("reader-"):
+        if peer_identity.has_role("reader") or peer_identity.has_role("relay"):
             raise Refused(
                 f"its certificate is for {peer_identity.holder}, which may read what is published and no more"
             )

@@ -52,7 +52,7 @@ RowsAnswer = RowsDescribed | RowsShown | RowsFetched | ChangesFetched
 
 
 class HasNoRows(UsageError):
-    """Rows are asked for of a table that has a shape."""
+    """Rows are asked for of a table that has a shape, or where there are no tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +68,16 @@ class _Server:
 class RowFeeds:
     """The row tables of one server, as its readers see them, whatever node serves them. Thread-safe.
 
+    Args:
+        absence: why there never are any tables here; empty where there may be.
+
     Attributes:
         is_followed: whether a table may have a log; for the server's thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, absence: str = "") -> None:
         self.is_followed = False
+        self._absence = absence
         self._server: _Server | None = None
         self._free = threading.BoundedSemaphore(MAX_SHOWN)
 
@@ -151,6 +155,8 @@ class RowFeeds:
 
     def _required(self) -> _Server:
         server = self._server
+        if self._absence:
+            raise HasNoRows(self._absence)
         if server is None:
             raise UsageError("no tables are served here now: no worker takes part")
         return server

@@ -1,18 +1,19 @@
 """Serves readers: processes that take published versions and rows as they change, and can change nothing.
 
-Each has a thread of its own. Nothing that it does reaches the thread of the server, but what `feeds` says.
+A relay serves its readers so, too. Each reader has a thread of its own. Nothing that it does reaches the thread of the
+server, but what `feeds` says.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, NoReturn, final
 
-from paceline.errors import DeadlineExceeded, PeerError, UsageError
+from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
 from paceline.server.feeds import HasNoRows, RowFeeds, RowReading, RowsRequest
 from paceline.server.versions import PublishedVersion, PublishedVersions, VersionGone
 from paceline.transport.base import EMPTY, Connection
@@ -22,6 +23,7 @@ from paceline.wire.messages import Hello, check_caller
 from paceline.wire.messages import decode as decode_hello
 from paceline.wire.versions import (
     BytesFetched,
+    ChooseServer,
     DeltaFetched,
     EndLease,
     FetchBytes,
@@ -30,6 +32,7 @@ from paceline.wire.versions import (
     LeaseVersion,
     PublicationId,
     ReaderRefused,
+    ServerChosen,
     VersionLeased,
     VersionsFound,
     decode,
@@ -54,14 +57,16 @@ class Published:
 
 @final
 class ReaderService:
-    """The readers that are connected to one server.
+    """The readers that are connected to one server, or to a relay, which has the parts of several.
 
     Args:
         published: what they may read, which goes on after `close`; by default what lasts until then.
+        others: the same of the further servers, by rank.
     """
 
-    def __init__(self, published: Published | None = None) -> None:
+    def __init__(self, published: Published | None = None, others: Sequence[Published] = ()) -> None:
         self.published: Final = Published() if published is None else published
+        self.parts: Final = (self.published, *others)
         self._owns_published = published is None
         self._lock = threading.Lock()
         self._serving: dict[Connection, threading.Thread] = {}
@@ -100,8 +105,9 @@ class ReaderService:
     def close(self) -> None:
         """End all connections, and join their threads."""
         self._closing.set()
-        self.published.versions.wake()
-        self.published.feeds.wake()
+        for part in self.parts:
+            part.versions.wake()
+            part.feeds.wake()
         with self._lock:
             serving = dict(self._serving)
         for connection in serving:
@@ -112,38 +118,24 @@ class ReaderService:
             self.published.versions.close()
 
     def _serve(self, connection: Connection) -> None:
-        leased: dict[PublicationId, PublishedVersion] = {}
-        rows = RowReading(self.published.feeds, self._closing)
+        reading = _Reading(connection, self.parts, self._closing)
         try:
-            while not self._closing.is_set() and self._serve_for_a_second(connection, leased, rows):
+            while not self._closing.is_set() and self._serve_for_a_second(reading):
                 pass
         finally:
-            rows.close()
-            for version in leased.values():
-                self.published.versions.release(version)
+            reading.end()
             with self._lock:
                 self._serving.pop(connection, None)
             connection.close()
 
-    def _serve_for_a_second(
-        self, connection: Connection, leased: dict[PublicationId, PublishedVersion], rows: RowReading
-    ) -> bool:
+    def _serve_for_a_second(self, reading: _Reading) -> bool:
         """Answer as many requests as a reader may make in a second; return False when its connection has ended."""
         until = time.monotonic() + 1.0
         for _ in range(MAX_REQUESTS_PER_S):
             try:
-                frame = connection.receive(timeout_s=_RECEIVE_S, place=_refuse_body)
+                reading.answer_next()
             except DeadlineExceeded:
                 return True
-            except PeerError:
-                return False
-            try:
-                message = decode(frame.header)
-                require_said_by_reader(message)
-                if isinstance(message, RowsRequest):
-                    _answer_rows(connection, rows, message)
-                else:
-                    self._answer(connection, leased, message)
             except PeerError:
                 return False
             if time.monotonic() >= until:
@@ -151,42 +143,95 @@ class ReaderService:
         self._closing.wait(until - time.monotonic())
         return True
 
-    def _delta(
-        self, leased: dict[PublicationId, PublishedVersion], wanted: FetchDelta
-    ) -> tuple[int | None, memoryview]:
-        new = _bytes_of(leased, wanted)
-        return _delta_between(new, self.published.versions.find(wanted.base), wanted)
 
-    def _answer(self, connection: Connection, leased: dict[PublicationId, PublishedVersion], message: object) -> None:
+@final
+class _Reading:
+    """One reader, which reads the part of one server: what it has leased and was shown there. For one thread."""
+
+    def __init__(self, connection: Connection, parts: Sequence[Published], closing: threading.Event) -> None:
+        self._connection = connection
+        self._parts = parts
+        self._closing = closing
+        self._begin(parts[0])
+
+    def _begin(self, published: Published) -> None:
+        self._versions = published.versions
+        self._leased: dict[PublicationId, PublishedVersion] = {}
+        self._rows = RowReading(published.feeds, self._closing)
+
+    def answer_next(self) -> None:
+        """Wait for a request, and answer it.
+
+        Raises:
+            DeadlineExceeded: there is none yet.
+            PeerError: the connection has ended, or has to: the reader says what it may not.
+        """
+        frame = self._connection.receive(timeout_s=_RECEIVE_S, place=_refuse_body)
+        message = decode(frame.header)
+        require_said_by_reader(message)
+        try:
+            if isinstance(message, RowsRequest):
+                _answer_rows(self._connection, self._rows, message)
+            else:
+                self._answer(message)
+        except DeadlineExceeded as error:  # an answer that the reader did not take
+            raise ConnectionLost(str(error)) from error
+
+    def end(self) -> None:
+        """Let go of what is leased and shown."""
+        self._rows.close()
+        for version in self._leased.values():
+            self._versions.release(version)
+
+    def _answer(self, message: object) -> None:
         """Answer one request; raises PeerError when the connection has ended."""
         number = -1
         try:
             match message:
+                case ChooseServer():
+                    number = message.number
+                    self._choose(message.server)
+                    _say(self._connection, ServerChosen(number, len(self._parts)))
                 case FindVersions():
                     number = message.number
-                    found = self.published.versions.wait_new(message, self._closing.is_set)
-                    _say(connection, VersionsFound(number, found))
+                    self._versions.problem_of(message.name)  # raises for a name that is never here
+                    found = self._versions.wait_new(message, self._closing.is_set)
+                    problem = self._versions.problem_of(message.name)
+                    _say(self._connection, VersionsFound(number, found, problem))
                 case LeaseVersion():
                     number = message.number
-                    version = leased.get(message.id)
+                    version = self._leased.get(message.id)
                     if version is None:
-                        version = leased[message.id] = self.published.versions.lease(message.id)
-                    _say(connection, VersionLeased(number, version.head), memoryview(version.layout + version.digests))
+                        version = self._leased[message.id] = self._versions.lease(message.id)
+                    described = memoryview(version.layout + version.digests)
+                    _say(self._connection, VersionLeased(number, version.head), described)
                 case FetchBytes():
                     number = message.number
-                    _say(connection, BytesFetched(number), _bytes_of(leased, message))
+                    _say(self._connection, BytesFetched(number), _bytes_of(self._leased, message))
                 case FetchDelta():
                     number = message.number
-                    num_words, body = self._delta(leased, message)
-                    _say(connection, DeltaFetched(number, num_words), body)
+                    new, base = _bytes_of(self._leased, message), self._versions.find(message.base)
+                    num_words, body = _delta_between(new, base, message)
+                    _say(self._connection, DeltaFetched(number, num_words), body)
                 case EndLease():
-                    version = leased.pop(message.id, None)
+                    version = self._leased.pop(message.id, None)
                     if version is not None:
-                        self.published.versions.release(version)
+                        self._versions.release(version)
                 case _:
                     pass
         except UsageError as error:
-            _say(connection, ReaderRefused(number, str(error), is_gone=isinstance(error, VersionGone)))
+            refused = ReaderRefused(number, str(error), is_gone=isinstance(error, VersionGone))
+            _say(self._connection, refused)
+
+    def _choose(self, server: int) -> None:
+        """Read the part of another server from now on."""
+        if server >= len(self._parts):
+            raise UsageError(
+                f"a version has parts of {len(self._parts)} servers here, and none of server {server}: connect anew, "
+                "as the job may have begun anew with others"
+            )
+        self.end()
+        self._begin(self._parts[server])
 
 
 def _delta_between(new: memoryview, base: PublishedVersion | None, wanted: FetchDelta) -> tuple[int | None, memoryview]:
@@ -215,7 +260,7 @@ def is_reader(connection: Connection) -> bool:
         hello = decode_hello(connection.identity)
     except PeerError:
         return False
-    return isinstance(hello, Hello) and hello.role == "reader"
+    return isinstance(hello, Hello) and hello.role in ("reader", "relay")
 
 
 def _bytes_of(leased: dict[PublicationId, PublishedVersion], wanted: FetchBytes | FetchDelta) -> memoryview:

@@ -64,6 +64,12 @@ class _Published:
     versions: dict[PublicationId, PublishedVersion] = field(default_factory=dict[PublicationId, PublishedVersion])
     unfinished: dict[PublicationId, _Unfinished] = field(default_factory=dict[PublicationId, _Unfinished])
 
+    def show(self, version: PublishedVersion, keep: int) -> None:
+        """Add a version that is whole, and drop those that are no longer kept."""
+        self.keep = keep
+        self.versions.setdefault(version.head.id, version)
+        self.retain()
+
     def retain(self) -> None:
         """Drop versions that are neither among the newest nor leased."""
         old = list(self.versions)[: -self.keep]
@@ -80,9 +86,16 @@ class PublishedVersions:
     """The published versions of one server by name. Thread-safe; a thread of its own copies values and makes digests.
 
     A version is there for readers when all its tables are here and its digest is known; until then it is not seen.
+
+    Args:
+        max_leased: versions of a name that may be leased at once.
+        problem_of: says why versions of a name may be missing here, or nothing; raises UsageError for a name of which
+            there never are any.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_leased: int = MAX_LEASED, problem_of: Callable[[str], str] = lambda _: "") -> None:
+        self.problem_of: Final = problem_of
+        self._max_leased = max_leased
         self._changed = threading.Condition()
         self._names: dict[str, _Published] = {}
         self._copying: ThreadPoolExecutor | None = None
@@ -132,6 +145,13 @@ class PublishedVersions:
                 self._copying.submit(self._seal, made, unfinished)
             return True
 
+    def show(self, version: PublishedVersion, keep: int) -> None:
+        """Show readers a version that is whole already, as a relay has it, and keep so many of its name."""
+        with self._changed:
+            if not self._closed:
+                self._names.setdefault(version.head.id.name, _Published()).show(version, keep)
+                self._changed.notify_all()
+
     def wait_new(self, wanted: FindVersions, is_over: Callable[[], bool]) -> tuple[PublicationId, ...]:
         """Return the versions of a name, the newest last; blocks as `wanted` says, or until `is_over` and `wake`."""
         with self._changed:
@@ -159,10 +179,10 @@ class PublishedVersions:
             if published is None or version is None:
                 raise VersionGone(f"version {wanted.number} of '{wanted.name}' is not here, or no longer")
             leased = {each for each, other in published.versions.items() if other.num_leases}
-            if len(leased | {wanted}) > MAX_LEASED:
+            if len(leased | {wanted}) > self._max_leased:
                 raise UsageError(
-                    f"version {wanted.number} of '{wanted.name}' cannot be kept, as readers hold {MAX_LEASED} others: "
-                    "take one of these, or end a lease"
+                    f"version {wanted.number} of '{wanted.name}' cannot be kept, as readers hold {self._max_leased} "
+                    "others: take one of these, or end a lease"
                 )
             version.num_leases += 1
             return version
@@ -225,9 +245,7 @@ class PublishedVersions:
             published = self._names.get(made.name)
             is_wanted = published is not None and published.unfinished.pop(made, None) is not None
             if published is not None and is_wanted and len(parts) == len(request.tables):
-                published.keep = request.keep
-                published.versions[made] = PublishedVersion(head, request.layout, tuple(memories), digests)
-                published.retain()
+                published.show(PublishedVersion(head, request.layout, tuple(memories), digests), request.keep)
                 self._changed.notify_all()
 
 

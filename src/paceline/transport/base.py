@@ -112,6 +112,14 @@ class PeerIdentity:
         """Return whether this identity allows a peer to act as that process; without a certificate, always True."""
         return self.holder in ("", ANY, f"{role}-{rank}")
 
+    def has_role(self, role: str) -> bool:
+        """Return whether this is a certificate for a process of that role, of any rank.
+
+        >>> PeerIdentity("relay-1").has_role("relay"), PeerIdentity("any").has_role("relay")
+        (True, False)
+        """
+        return self.holder.startswith(f"{role}-")
+
     def are_among(self, names: Collection[str]) -> bool:
         """Return whether the holder or the serial number is one of these names."""
         return self.holder in names or self.serial in names

@@ -12,8 +12,8 @@ from paceline.transport.base import ANY, PeerIdentity
 # How the names in certificates begin that are ours: paceline://mnist-7/worker/3, or paceline://mnist-7/any.
 SCHEME: Final = "paceline://"
 
-_NAME: Final = re.compile(r"paceline://([^/]*)/(?:any|(server|worker|data)/(0|[1-9]\d{0,8}))")
-_HOLDER: Final = re.compile(r"any|(server|worker|data)-(0|[1-9]\d{0,8})", re.ASCII)
+_NAME: Final = re.compile(r"paceline://([^/]*)/(?:any|(server|worker|data|reader|relay)/(0|[1-9]\d{0,8}))")
+_HOLDER: Final = re.compile(r"any|(server|worker|data|reader|relay)-(0|[1-9]\d{0,8})", re.ASCII)
 _SERIAL: Final = re.compile(r"[0-9a-fA-F]{1,2}(:?[0-9a-fA-F]{2})*|[0-9a-fA-F]+")
 
 

@@ -1,4 +1,4 @@
-"""Reads published versions in processes that take no part in training.
+"""Reads published versions in processes that take no part in training, and hands them on.
 
-Other folders use `gate`, `subscription`.
+Other folders use `gate`, `places`, `relay`, `subscription`.
 """

@@ -12,14 +12,15 @@ import msgspec
 from torch import Tensor
 
 from paceline.errors import PeerError, Refused, UsageError
-from paceline.transport.base import EMPTY, Connection, Transport
+from paceline.transport.base import EMPTY, Connection
 from paceline.transport.buffers import fresh_buffer
 from paceline.transport.deadline import Deadline
 from paceline.update.placement import torch_dtype
 from paceline.update.rows.changes import LogEntry
 from paceline.update.rows.spec import RowTableSpec
+from paceline.versions.places import PublishingServers
 from paceline.wire.deltas import WordBytes, apply_delta
-from paceline.wire.messages import Hello, check_server
+from paceline.wire.messages import Hello, check_server, check_source
 from paceline.wire.messages import encode as encode_hello
 from paceline.wire.row_codec import changes_of
 from paceline.wire.versions import (
@@ -28,6 +29,7 @@ from paceline.wire.versions import (
     MAX_WAIT_S,
     BytesFetched,
     ChangesFetched,
+    ChooseServer,
     DeltaFetched,
     DescribeRows,
     EndLease,
@@ -44,6 +46,7 @@ from paceline.wire.versions import (
     RowsDescribed,
     RowsFetched,
     RowsShown,
+    ServerChosen,
     VersionHead,
     VersionLeased,
     VersionsFound,
@@ -128,17 +131,25 @@ class _Piece:
 class ReaderLink:
     """A connection to one server. One thread at a time."""
 
-    def __init__(self, transport: Transport, address: str, server: int, rank: int, timeout_s: float) -> None:
-        """Connect; raises PeerError if the server is not there, or does not let this reader in."""
+    def __init__(self, servers: PublishingServers, server: int, timeout_s: float) -> None:
+        """Connect to a server by its rank; raises PeerError if it is not there, or does not let this reader in."""
+        transport: Final = servers.transport
+        self.num_servers = len(servers.addresses)
+        self.problem = ""  # why versions may be missing at the other end, as it said last
         self._server = server
         # Within one process, what is mapped is the server's own memory, which this reader could write to.
         self._maps = transport.maps_memory and transport.name != "memory"
         self._number = 0
         self.deadline = Deadline.after(timeout_s)  # for answers, of which each has a few seconds more
+        hello = encode_hello(Hello(servers.role, servers.rank, 0, 0))
         self._connection: Connection = transport.connect(
-            address, encode_hello(Hello("reader", rank, 0, 0)), timeout_s=min(timeout_s, CONNECT_TIMEOUT_S)
+            servers.address_of(server), hello, timeout_s=min(timeout_s, CONNECT_TIMEOUT_S)
         )
-        check_server(self._connection, server)
+        if servers.share_address:
+            check_source(self._connection)
+            self.num_servers = self._choose(server)
+        else:
+            check_server(self._connection, server)
 
     def close(self) -> None:
         """End the connection, and with it all leases."""
@@ -148,7 +159,9 @@ class ReaderLink:
         """Return the versions here, the newest last; blocks until one is not known, for `wait_s` or 5 s at most."""
         wait_s = max(0.0, min(wait_s, MAX_WAIT_S))
         number = self._ask(FindVersions(self._next(), name, known, wait_s))
-        return self._answer(number, VersionsFound)[0].ids
+        found = self._answer(number, VersionsFound)[0]
+        self.problem = found.problem
+        return found.ids
 
     def lease(self, wanted: PublicationId) -> LeasedPart:
         """Have the server keep a version.
@@ -312,13 +325,22 @@ class ReaderLink:
             f"'{leased.head.id.name}' without the digest that they should have, {_MAX_TRIES} times in a row"
         )
 
+    def _choose(self, server: int) -> int:
+        """Say which server's part is read over this connection; return how many servers there are."""
+        try:
+            return self._answer(self._ask(ChooseServer(self._next(), server)), ServerChosen)[0].num_servers
+        except PeerError:
+            self.close()
+            raise
+
     def _next(self) -> int:
         self._number += 1
         return self._number
 
     def _ask(
         self,
-        request: FindVersions
+        request: ChooseServer
+        | FindVersions
         | LeaseVersion
         | FetchBytes
         | FetchDelta

@@ -6,33 +6,42 @@ import threading
 from collections.abc import Callable
 from typing import Final, TypeVar, final
 
-from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, Refused, UsageError
+from paceline.errors import AuthenticationFailed, DeadlineExceeded, PacelineError, PeerError, Refused, UsageError
 from paceline.transport.deadline import Deadline
 from paceline.versions.link import Gone, ReaderLink
-from paceline.versions.places import FindServers
+from paceline.versions.places import VersionPlaces
 
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 _Result = TypeVar("_Result")
 
 
+class NothingYet(DeadlineExceeded):
+    """Servers have answered until the deadline, and do not have what is waited for."""
+
+
 @final
 class ServerLinks:
-    """Connections to all servers of a place. Threads may share them: one makes a call, the others wait for it.
+    """Connections to all servers of a place, or of the next one where that is lost.
+
+    Threads may share them: one makes a call, the others wait for it.
 
     Args:
         name: of what is read there, for messages.
-        place: where that is, for messages.
-        find: returns the servers that are there now.
+        places: where that is.
+
+    Attributes:
+        problem: why the last try of a call failed, or why the place may lack newer versions; else empty.
     """
 
-    def __init__(self, name: str, place: str, find: FindServers) -> None:
+    def __init__(self, name: str, places: VersionPlaces) -> None:
         self.links: list[ReaderLink] = []  # by server; none where they are not connected
         self.life = 0  # counts connections to all servers: leases end with theirs
         self.lock: Final = threading.RLock()
+        self.problem = ""
         self._name = name
-        self._place = place
-        self._find = find
+        self._places = places
+        self._turn = 0  # of the place that is connected, or is tried next
         self._closing = threading.Event()
 
     @property
@@ -40,47 +49,65 @@ class ServerLinks:
         """Whether `close` was called."""
         return self._closing.is_set()
 
+    @property
+    def has_others(self) -> bool:
+        """Whether there is another place than the one that is connected."""
+        return len(self._places.finders) > 1
+
     def repeat(self, once: Callable[[Deadline], _Result], deadline: Deadline, what: str = "an answer") -> _Result:
-        """Return what `once` returns; after a lost connection it is called again, until the deadline.
+        """Return what `once` returns; after a failure it is called again, at the next place, until the deadline.
 
         Raises:
             UsageError: this is closed.
-            Gone: what is asked for is not there, and will not be.
-            AuthenticationFailed: the servers do not let this reader in.
+            Gone: what is asked for is at no place, and will not be.
+            AuthenticationFailed: the servers of the only place do not let this reader in.
             DeadlineExceeded: `what` did not come in time; the message says why.
         """
-        pause_s = _FIRST_PAUSE_S
+        pause_s, num_gone = _FIRST_PAUSE_S, 0
         while True:
             if self._closing.is_set():
                 raise UsageError(f"the subscription to '{self._name}' is closed")
             with self.lock:
                 try:
-                    return once(deadline)
-                except AuthenticationFailed:
-                    self.drop()
-                    raise
-                except Refused as error:
-                    if isinstance(error, Gone) or not deadline.remaining_s():
-                        raise
+                    found = once(deadline)
+                except NothingYet as error:
                     problem: Exception = error
-                except (PeerError, UsageError) as error:
-                    self.drop()
+                except AuthenticationFailed as error:
+                    self._go_on(error)
+                    if not self.has_others:
+                        raise
                     problem = error
-            if not deadline.remaining_s():
-                raise DeadlineExceeded(
-                    f"waited for {what} of '{self._name}' at {self._place}, which did not come in time: {problem}"
-                ) from problem
+                except Refused as error:
+                    num_gone += isinstance(error, Gone)
+                    if num_gone == len(self._places.finders):
+                        raise
+                    self.problem = str(error)
+                    if self.has_others:
+                        self._go_on(error)
+                    problem = error
+                except (PeerError, UsageError) as error:
+                    self._go_on(error)
+                    problem = error
+                else:
+                    self.problem = ""
+                    return found
             self._closing.wait(min(pause_s, deadline.remaining_s()))
+            if not deadline.remaining_s() and not self._closing.is_set():
+                if isinstance(problem, Refused):
+                    raise problem
+                raise DeadlineExceeded(
+                    f"waited for {what} of '{self._name}' at {self._places.name}, which did not come in time: {problem}"
+                ) from problem
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def connected(self, deadline: Deadline) -> list[ReaderLink]:
         """Return connections to all servers, which are made where there are none; raises PeerError."""
         if not self.links:
-            servers = self._find()
-            made = list[ReaderLink]()
+            servers = self._places.finders[self._turn % len(self._places.finders)]()
+            made = [ReaderLink(servers, 0, deadline.remaining_s())]
             try:
-                for rank, address in enumerate(servers.addresses):
-                    made.append(ReaderLink(servers.transport, address, rank, servers.rank, deadline.remaining_s()))
+                for server in range(1, made[0].num_servers):
+                    made.append(ReaderLink(servers, server, deadline.remaining_s()))
             except PeerError:
                 for link in made:
                     link.close()
@@ -99,6 +126,12 @@ class ServerLinks:
         links, self.links = self.links, []
         for link in links:
             link.close()
+
+    def _go_on(self, problem: PacelineError) -> None:
+        """End all connections because of a problem; the next call makes others, to the next place."""
+        self.drop()
+        self.problem = str(problem)
+        self._turn += 1
 
     def close(self) -> None:
         """End all connections, and calls that wait. Idempotent."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal, cast
 
 from paceline.errors import UsageError
 from paceline.job.addresses import CLUSTER_NAME
@@ -17,53 +18,88 @@ from paceline.serve.client import NamespaceTransport, addresses_of
 from paceline.transport.base import Transport
 from paceline.worker.node import WorkerNode
 
+ReaderRole = Literal["reader", "relay"]
+
 
 @dataclass(frozen=True, slots=True)
 class PublishingServers:
-    """The servers of one life of a job: how to reach them, and as which reader."""
+    """The servers of one life of a job: how to reach them, and as which reader.
+
+    `share_address`: there is one address, which says how many servers it stands for, and to which each connection
+    says which of them it is for.
+    """
 
     transport: Transport
     addresses: tuple[str, ...]
     rank: int = 0
+    role: ReaderRole = "reader"
+    share_address: bool = False
+
+    def address_of(self, server: int) -> str:
+        """Return where a server listens."""
+        return self.addresses[0 if self.share_address else server]
 
 
 FindServers = Callable[[], PublishingServers]  # raises UsageError or PeerError where there are none now
 
 
-def find_place(source: object, shown: ClientCredentials) -> tuple[str, FindServers]:
-    """Return the name of a place, and what finds its servers.
+@dataclass(frozen=True, slots=True)
+class VersionPlaces:
+    """Where a subscription reads: the first place that works, and the next one where that is lost. `name`: of all."""
 
-    `source`: the folder of a job, the address of a server of its own, or a session of this process.
+    name: str
+    finders: tuple[FindServers, ...]
+
+
+def find_places(source: object, shown: ClientCredentials, role: ReaderRole = "reader") -> VersionPlaces:
+    """Return the places of a source, for a reader or a relay.
+
+    `source`: the folder of a job, the address of a server of its own or of a relay, a session of this process; or a
+    list of these.
 
     Raises:
         UsageError: there cannot be such a place, or credentials are missing.
     """
-    if isinstance(source, str) and source.startswith(f"{SCHEME}://"):
+    sources = cast("list[object]", list(source)) if isinstance(source, list | tuple) else [source]
+    if not sources:
+        raise UsageError("subscribe: the list of places is empty, expected the folder of a job, or an address")
+    if shown != ClientCredentials() and not any(map(is_address, sources)):
+        raise UsageError("subscribe: token, keys, ca, certificate and key are for an address: leave them out.")
+    found = [_find_place(each, shown, role) for each in sources]
+    return VersionPlaces(", ".join(name for name, _ in found), tuple(find for _, find in found))
+
+
+def is_address(source: object) -> bool:
+    """Return whether this is the address of a server of its own, or of a relay."""
+    return isinstance(source, str) and source.startswith(f"{SCHEME}://")
+
+
+def _find_place(source: object, shown: ClientCredentials, role: ReaderRole) -> tuple[str, FindServers]:
+    """Return the name of one place, and what finds its servers."""
+    if isinstance(source, str) and is_address(source):
         location = ServeUrl.parse(source)
-        access = shown.access(location, None, "reader")
-        holder = None if shown.keys is None else find_holder(Path(shown.keys), None, "reader")
-        return source, partial(_standalone, location, access, 0 if holder is None else max(0, holder.rank))
+        access = shown.access(location, None, role)
+        holder = None if shown.keys is None else find_holder(Path(shown.keys), None, role)
+        return source, partial(_of_address, location, access, 0 if holder is None else max(0, holder.rank), role)
     if isinstance(source, str | Path):
-        if shown != ClientCredentials():
-            raise UsageError("subscribe: token, keys, ca, certificate and key are for an address: leave them out.")
-        return str(source), partial(_of_folder, Path(source))
+        return str(source), partial(_of_folder, Path(source), role)
     node = getattr(source, "node", None)
     if isinstance(node, WorkerNode):
         return "this process", lambda: PublishingServers(node.transport, tuple(node.addresses))
     raise UsageError(
-        f"subscribe: {str(source)[:80]!r} is no place of versions, expected the folder of a job (--run-dir), or "
-        f"{SCHEME}://HOST:PORT/NAME"
+        f"subscribe: {str(source)[:80]!r} is no place of versions, expected the folder of a job (--run-dir), "
+        f"{SCHEME}://HOST:PORT/NAME, or a list of these"
     )
 
 
-def _of_folder(folder: Path) -> PublishingServers:
+def _of_folder(folder: Path, role: ReaderRole) -> PublishingServers:
     """Read where the servers of a job are; raises UsageError if it does not run."""
     spec = ClusterSpec.read(folder / CLUSTER_NAME)
-    holder = find_holder(Path(spec.run_dir) / KEYS_NAME, None, "reader") if spec.encrypted else Holder("reader", 0)
+    holder = find_holder(Path(spec.run_dir) / KEYS_NAME, None, role) if spec.encrypted else Holder(role, 0)
     transport = make_transport(spec, holder, notice=lambda _: None)
-    return PublishingServers(transport, spec.addresses, max(0, holder.rank))
+    return PublishingServers(transport, spec.addresses, max(0, holder.rank), role)
 
 
-def _standalone(location: ServeUrl, access: ServerCredentials, rank: int) -> PublishingServers:
+def _of_address(location: ServeUrl, access: ServerCredentials, rank: int, role: ReaderRole) -> PublishingServers:
     transport = NamespaceTransport(location, access.transport(), partial(addresses_of, location))
-    return PublishingServers(transport, (str(location),), rank)
+    return PublishingServers(transport, (str(location),), rank, role, share_address=True)

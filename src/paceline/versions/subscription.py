@@ -12,13 +12,13 @@ from typing import Final, Self, TypeAlias, final
 from torch import Tensor, nn
 
 from paceline.core.calls import checked_late
-from paceline.errors import DeadlineExceeded, PeerError, Refused
+from paceline.errors import PeerError, Refused
 from paceline.serve.access import ClientCredentials, PathLike
 from paceline.transport.deadline import Deadline
 from paceline.versions.contents import digest_of_version, shared_layout, tensors_of, word_bytes_of
 from paceline.versions.link import Base, LeasedPart, PartMemory, ReaderLink, VersionNotThere, has_digests
-from paceline.versions.links import ServerLinks
-from paceline.versions.places import FindServers, find_place
+from paceline.versions.links import NothingYet, ServerLinks
+from paceline.versions.places import VersionPlaces, find_places
 from paceline.versions.rows import SubscribedRows
 from paceline.versions.swap import ModuleUpdates
 from paceline.wire.versions import PublicationId, check_published_name
@@ -102,6 +102,10 @@ class Version(Mapping[str, Tensor]):
         """Its name on the wire."""
         return self._parts[0].head.id
 
+    def held_parts(self) -> list[tuple[LeasedPart, PartMemory]]:
+        """Return what each server says of its part, and the bytes of it; by rank, for a relay."""
+        return list(zip(self._parts, self._memories, strict=True))
+
     def verify(self) -> bool:
         """Return whether all its bytes have their digests; reads all of them. What came by a network was checked."""
         return all(has_digests(part, memory) for part, memory in zip(self._parts, self._memories, strict=True))
@@ -131,11 +135,11 @@ class VersionSubscription:
     and another one begin in its place.
     """
 
-    def __init__(self, name: str, place: str, find: FindServers) -> None:
+    def __init__(self, name: str, places: VersionPlaces) -> None:
         """Begin without connections."""
         self.name: Final = name
-        self._place, self._find = place, find
-        self._servers = ServerLinks(name, place, find)
+        self._places = places
+        self._servers = ServerLinks(name, places)
         self._unfinished: dict[PublicationId, _Unfinished] = {}
         self._newest: PublicationId | None = None  # that was taken
         self._bases = list[Base]()  # by server: of the version that came last over a network, for the next
@@ -144,7 +148,7 @@ class VersionSubscription:
         self._dropped: deque[_Lease] = deque()
 
     def __repr__(self) -> str:
-        return f"VersionSubscription('{self.name}' of {self._place})"
+        return f"VersionSubscription('{self.name}' of {self._places.name})"
 
     def __enter__(self) -> Self:
         """Return this subscription."""
@@ -153,6 +157,11 @@ class VersionSubscription:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """End it."""
         self.close()
+
+    @property
+    def problem(self) -> str:
+        """Why a call that waits has nothing yet, as its place is lost or has lost its own; else empty."""
+        return self._servers.problem
 
     # -- the user's calls --------------------------------------------------------------------------------------------
 
@@ -164,11 +173,18 @@ class VersionSubscription:
     def latest(self, *, timeout_s: float = TIMEOUT_S) -> Version:
         """Return the newest version; blocks until there is one, and its bytes are here.
 
+        Of one publisher it is never older than what this subscription has returned last, whichever place it comes from.
+
         Raises:
             DeadlineExceeded: there is none in time, or no server.
             AuthenticationFailed: the servers do not let this reader in.
         """
-        return self._take(lambda _: True, Deadline.after(timeout_s), "a version")
+        last = self._newest
+
+        def wanted(found: PublicationId) -> bool:
+            return last is None or found.series != last.series or found.number >= last.number
+
+        return self._take(wanted, Deadline.after(timeout_s), "a version")
 
     def pull(self, number: int, *, timeout_s: float = TIMEOUT_S) -> Version:
         """Return the version of this number; blocks until its bytes are here.
@@ -183,7 +199,9 @@ class VersionSubscription:
             wanted = next((each for each in reversed(found) if each.number == number), None)
             if wanted is None:
                 there = ", ".join(str(each.number) for each in found) or "none"
-                raise VersionNotThere(f"there is no version {number} of '{self.name}' at {self._place}, but {there}")
+                raise VersionNotThere(
+                    f"there is no version {number} of '{self.name}' at {self._places.name}, but {there}"
+                )
             return self._fetch(wanted)
 
         return self._servers.repeat(once, Deadline.after(timeout_s))
@@ -222,7 +240,7 @@ class VersionSubscription:
             UsageError: the module has parameters that the version has not, or of another shape.
             DeadlineExceeded: there is no version in time.
         """
-        own = VersionSubscription(self.name, self._place, self._find)
+        own = VersionSubscription(self.name, self._places)
         return ModuleUpdates(module, own, timeout_s)
 
     def table(self, name: str, *, follow: bool = True, timeout_s: float = TIMEOUT_S) -> SubscribedRows:
@@ -242,7 +260,7 @@ class VersionSubscription:
         """
 
         def links() -> ServerLinks:
-            return ServerLinks(name, self._place, self._find)
+            return ServerLinks(name, self._places)
 
         return SubscribedRows(name, links, Deadline.after(timeout_s), follow=follow)
 
@@ -253,7 +271,9 @@ class VersionSubscription:
 
         def once(deadline: Deadline) -> Version:
             while True:
-                lists = [link.find(self.name, (), 0.0) for link in self._connected(deadline)]
+                links = self._connected(deadline)
+                lists = [link.find(self.name, (), 0.0) for link in links]
+                problem = next((link.problem for link in links if link.problem), "")
                 wanted = [each for each in lists[0] if is_wanted(each)]
                 whole = [each for each in wanted if all(each in found for found in lists)]
                 if whole:
@@ -261,8 +281,12 @@ class VersionSubscription:
                         return self._fetch(whole[-1])
                     except VersionNotThere:
                         continue  # it was dropped meanwhile, so a newer one is there
+                self._servers.problem = problem
+                if problem and self._servers.has_others:
+                    raise PeerError(problem)
                 if self._servers.is_closed or not deadline.remaining_s():
-                    raise DeadlineExceeded(f"there is none yet; there are {[each.number for each in lists[0]]}")
+                    there = [each.number for each in lists[0]]
+                    raise NothingYet(f"there is none yet; there are {there}{problem and f'. {problem}'}")
                 self._wait_change(lists, wanted, deadline)
 
         return self._servers.repeat(once, deadline, what)
@@ -348,7 +372,8 @@ def subscribe(
 
     Args:
         source: where versions are published: the folder of a job (`paceline run --run-dir FOLDER`), the address of a
-            namespace of a standalone server ("paceline://HOST:PORT/NAME"), or a session of this process.
+            namespace of a standalone server ("paceline://HOST:PORT/NAME"), that of a relay (`paceline relay`), or a
+            session of this process; or a list of these, of which the next one is read where one is lost.
         name: as it was published.
         token: for an address: the server's token, see `paceline.connect`; as are the others.
         keys: for an address: a folder with a certificate for `reader-0`, or for any process.
@@ -369,5 +394,4 @@ def subscribe(
         tensor([0., 0.])
     """
     check_published_name(name)
-    place, find = find_place(source, ClientCredentials(token, keys, ca, certificate, key))
-    return VersionSubscription(name, place, find)
+    return VersionSubscription(name, find_places(source, ClientCredentials(token, keys, ca, certificate, key)))

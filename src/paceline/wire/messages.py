@@ -512,6 +512,20 @@ def check_server(connection: Connection, rank: int, role: str = "server") -> Non
         )
 
 
+def check_source(connection: Connection) -> None:
+    """Raise AuthenticationFailed, and close the connection, if its certificate is for no server of versions.
+
+    Those are a server of its own, which has rank 0, and relays of any rank.
+    """
+    shown = connection.peer_identity
+    if not shown.permit("server", 0) and not shown.has_role("relay"):
+        connection.close()
+        raise AuthenticationFailed(
+            f"{connection.peer} was to be a server or a relay, but its certificate is for {shown.holder}; do not trust "
+            "it"
+        )
+
+
 def _check_worker(hello: Hello, *said_by: PushId | Sender) -> None:
     """Raise PeerError for a message with the identity of another worker or incarnation."""
     for said in said_by:

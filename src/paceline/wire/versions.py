@@ -28,6 +28,7 @@ MAX_LEASED: Final = 8  # versions of one name that are kept for readers alone
 MAX_NAMES: Final = 64  # published on one server
 MAX_PARTS: Final = 1024  # tables in one version
 MAX_PUBLISHED_NAME: Final = 100
+MAX_SERVERS: Final = 4096  # that hold one version
 MAX_CHANGES_WAIT_S: Final = 0.5  # for one answer
 MAX_CHOSEN_IDS: Final = 4096  # of one reader of changes
 MAX_ROW_PARTS: Final = 1 << 20
@@ -165,11 +166,34 @@ class EndLease:
 
 
 @value_class
+class ChooseServer:
+    """From a reader: what I ask for from now on is of the part of this server; reply with how many servers there are.
+
+    A reader of an address says this before anything else; a relay has the parts of all servers.
+    """
+
+    number: int
+    server: Size
+
+
+@value_class
+class ServerChosen:
+    """From a server or a relay: you read that part, and a version has so many."""
+
+    number: int
+    num_servers: Annotated[int, msgspec.Meta(ge=1, le=MAX_SERVERS)]
+
+
+@value_class
 class VersionsFound:
-    """From a server: these versions of the name are here, the newest last."""
+    """From a server: these versions of the name are here, the newest last.
+
+    `problem`: why newer ones may be missing, from a relay that does not reach what it reads from; else empty.
+    """
 
     number: int
     ids: tuple[PublicationId, ...]
+    problem: str = ""
 
 
 @value_class
@@ -344,10 +368,13 @@ _CODEC: Final = MessageCodec[object](
     ChangesFetched,
     FetchDelta,
     DeltaFetched,
+    ChooseServer,
+    ServerChosen,
 )
 encode = _CODEC.encode
 decode = _CODEC.decode
 READER_SAYS: Final = (
+    ChooseServer,
     FindVersions,
     LeaseVersion,
     FetchBytes,
@@ -359,6 +386,7 @@ READER_SAYS: Final = (
     FetchChanges,
 )
 SERVER_SAYS: Final = (
+    ServerChosen,
     VersionsFound,
     VersionLeased,
     BytesFetched,

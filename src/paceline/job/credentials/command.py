@@ -42,7 +42,7 @@ def issue(folder: Path, holder: str, /, *, out: Path) -> int:
     folder
         The folder of keys, with the key of the authority.
     holder
-        The holder of the certificate: worker-3, server-0 or any.
+        The holder of the certificate: worker-3, server-0, reader-0, relay-0 or any.
     out
         The folder to carry: certificate, key, token and the authority's certificate, never its key.
     """

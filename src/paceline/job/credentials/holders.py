@@ -17,9 +17,9 @@ KEYS_NAME: Final = "keys"  # of the folder in that of the job, where its process
 AUTHORITY_NAME: Final = "authority"
 REVOKED_NAME: Final = "revoked"  # whose certificates hold no longer: a holder or a serial number a line
 
-Role = Literal["server", "worker", "data", "reader", "any"]
+Role = Literal["server", "worker", "data", "reader", "relay", "any"]
 
-_NAME: Final = re.compile(r"(?:(server|worker|data|reader)-(0|[1-9]\d{0,8})|any)", re.ASCII)
+_NAME: Final = re.compile(r"(?:(server|worker|data|reader|relay)-(0|[1-9]\d{0,8})|any)", re.ASCII)
 PREVIOUS_NAME: Final = "token.previous"  # holds until it is removed
 
 

@@ -1,0 +1,240 @@
+"""Kill readers, relays, servers and the trainer: `python -m tests.faults.kill_readers --kills 1000`.
+
+Jobs publish after each step a model whose elements all are the number of the version, over shm and tcp in turn. Readers
+follow it through two relays, of which the second follows the first, and directly. Processes are killed by SIGKILL at
+random and started again. No reader may see another value or another digest, and those that are left come to newer
+versions. Where only readers and relays are killed, no step of the trainer may take longer than `publishes.py` allows.
+A line is printed for each job, and the number of kills at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import random
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+from tests.faults.running import Run, running
+
+from paceline.job.spec import TOKEN_BYTES, write_private
+
+PUBLISHES: Final = Path(__file__).parents[1] / "versions" / "scripts" / "publishes.py"
+PATIENCE_S: Final = 200.0
+WRONG: Final = 3  # how a reader ends that has seen what it must not
+NUM_RELAYS: Final = 2
+LONGEST_PAUSE_S: Final = 0.3  # between two kills
+BESIDE: Final = "reader", "relay"
+ALL: Final = *BESIDE, "server", "worker"
+MOST_WORKERS: Final = 3  # that a job starts again
+_FORKS: Final = multiprocessing.get_context("forkserver")
+
+
+class FailedReadersError(Exception):
+    """A reader has seen a wrong byte or has not come to newer versions, or the trainer was held up."""
+
+
+def read(places: list[str], token: str | None, num_read: Any) -> None:
+    """Take version after version and check each; the entry of a reader."""
+    import paceline
+
+    with paceline.subscribe(places, token=token) as reader:
+        while True:
+            with reader.wait(timeout_s=PATIENCE_S) as version:
+                values = {bound for tensor in version.values() for bound in (tensor.min().item(), tensor.max().item())}
+                if values != {float(version.number)} or not version.verify():
+                    os._exit(WRONG)
+            num_read.value += 1
+
+
+def relay(told: list[str]) -> None:
+    """Run `paceline relay`; the entry of a relay."""
+    from paceline.cli import answer
+
+    sys.exit(answer(["relay", *told]))
+
+
+@dataclass(slots=True)
+class Reader:
+    """A reader process, and how many versions it has seen."""
+
+    process: Any
+    num_read: Any
+
+
+class Readers:
+    """The readers and relays of one job, which are started again when they are killed."""
+
+    def __init__(self, folder: Path, num_readers: int) -> None:
+        self._folder = folder / "run"
+        self._token = folder / "relay.token"
+        write_private(self._token, secrets.token_bytes(TOKEN_BYTES))
+        self._ports = [free_port() for _ in range(NUM_RELAYS)]
+        self.relays: list[Any] = [self._relay(index) for index in range(NUM_RELAYS)]
+        self.readers = [self._reader(index) for index in range(num_readers)]
+
+    def kill(self, kind: str, rng: random.Random) -> None:
+        """Kill a reader or a relay, and start another one in its place."""
+        if kind == "relay":
+            index = rng.randrange(NUM_RELAYS)
+            _kill(self.relays[index])
+            self.relays[index] = self._relay(index)
+        else:
+            index = rng.randrange(len(self.readers))
+            self.check()
+            _kill(self.readers[index].process)
+            self.readers[index] = self._reader(index)
+
+    def check(self) -> None:
+        """Raise FailedReadersError if one has ended by itself."""
+        for reader in self.readers:
+            if reader.process.exitcode is not None:
+                what = "saw a wrong byte" if reader.process.exitcode == WRONG else "ended"
+                raise FailedReadersError(f"a reader {what}, with exit code {reader.process.exitcode}")
+
+    def wait_progress(self) -> None:
+        """Wait until each reader has seen another version."""
+        before = [reader.num_read.value for reader in self.readers]
+        until = time.monotonic() + PATIENCE_S
+        while any(reader.num_read.value <= was for reader, was in zip(self.readers, before, strict=True)):
+            self.check()
+            if time.monotonic() > until:
+                raise FailedReadersError(f"readers came to no newer version in {PATIENCE_S:g} s")
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        """End all of them."""
+        for process in (*(reader.process for reader in self.readers), *self.relays):
+            _kill(process)
+
+    def _relay(self, index: int) -> Any:
+        upstream = [f"paceline://127.0.0.1:{port}" for port in self._ports[:index]] + [str(self._folder)]
+        told = [*upstream, "--listen", f"127.0.0.1:{self._ports[index]}", "--token", str(self._token)]
+        return _start(relay, told)
+
+    def _reader(self, index: int) -> Reader:
+        ports = self._ports if index % 2 else self._ports[::-1]
+        ways = [[f"paceline://127.0.0.1:{port}" for port in ports], [f"paceline://127.0.0.1:{ports[0]}"], []]
+        places = ways[index % 3]
+        num_read = _FORKS.Value("q", 0)
+        token = str(self._token) if places else None
+        return Reader(_start(read, [*places, str(self._folder)], token, num_read), num_read)
+
+
+def _start(entry: Any, *told: object) -> Any:
+    process = _FORKS.Process(target=entry, args=told, daemon=True)
+    process.start()
+    return process
+
+
+def _kill(process: Any) -> None:
+    process.kill()
+    process.join()
+
+
+def free_port() -> int:
+    """Return a port of this machine at which nothing listens now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def kill_worker(run: Run) -> None:
+    """Kill the worker of a job, when it has one."""
+    until = time.monotonic() + PATIENCE_S
+    while time.monotonic() < until:
+        for pid in run.family():
+            with suppress(psutil.Error, OSError):
+                words = psutil.Process(pid).cmdline()
+                if "paceline.launch.worker" in words:
+                    os.kill(pid, signal.SIGKILL)
+                    return
+        time.sleep(0.05)
+    raise FailedReadersError("the job has no worker")
+
+
+@contextmanager
+def publishing(folder: Path, transport: str) -> Iterator[Run]:
+    """Run a job that publishes after each step."""
+    end = folder / "end"
+    options = ("-n", "1", "-m", "2", "--transport", transport, "--on-crash", "restart")
+    with running(folder / "run", PUBLISHES, str(end), options=options, timeout_s=PATIENCE_S) as run:
+        try:
+            yield run
+        finally:
+            end.touch()
+        if run.end(PATIENCE_S):
+            raise FailedReadersError(f"the job ended otherwise than it should\n{run.output}")
+
+
+def kill_in_a_job(
+    transport: str, kinds: tuple[str, ...], num_kills: int, seed: int, num_readers: int = 6
+) -> Counter[str]:
+    """Kill so often in one job; return how often each kind was killed. Raises FailedReadersError."""
+    rng, killed, servers = random.Random(seed), Counter[str](), list[int]()
+    _FORKS.set_forkserver_preload(["paceline.versions.subscription", "paceline.versions.relay", "paceline.tools.relay"])
+    with tempfile.TemporaryDirectory(prefix="paceline-readers-") as name:
+        folder = Path(name)
+        with publishing(folder, transport) as run:
+            readers = Readers(folder, num_readers)
+            try:
+                readers.wait_progress()
+                for _ in range(num_kills):
+                    time.sleep(rng.uniform(0.0, LONGEST_PAUSE_S))  # so that a kill meets any moment
+                    may = [each for each in kinds if each != "worker" or killed["worker"] < MOST_WORKERS]
+                    kind = rng.choice(may)
+                    if kind == "server":
+                        servers.append(run.wait_for_server(rng.randrange(2), but=servers))
+                        os.kill(servers[-1], signal.SIGKILL)
+                    elif kind == "worker":
+                        kill_worker(run)
+                    else:
+                        readers.kill(kind, rng)
+                    killed[kind] += 1
+                readers.wait_progress()
+                long = run.saying("a long step")
+                if set(kinds) == set(BESIDE) and long:
+                    raise FailedReadersError(f"the trainer was held up {len(long)} times")
+            finally:
+                readers.close()
+    return killed
+
+
+def main() -> int:
+    """Kill as often as asked; return 1 where a promise was broken."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=1000, help="how many at least")
+    parser.add_argument("--each", type=int, default=50, help="how many in one job")
+    parser.add_argument("--readers", type=int, default=6, help="at once")
+    parser.add_argument("--seed", type=int, default=1)
+    asked = parser.parse_args()
+    total, num_failed, turn = Counter[str](), 0, 0
+    while total.total() < asked.kills and num_failed < 5:
+        transport, kinds = ("shm", "tcp")[turn % 2], (BESIDE, ALL)[turn // 2 % 2]
+        seed, turn = 1000 * asked.seed + turn, turn + 1
+        try:
+            found = kill_in_a_job(transport, kinds, asked.each, seed, asked.readers)
+        except (FailedReadersError, AssertionError) as problem:
+            print(f"{transport}, seed {seed}: {problem}", flush=True)
+            num_failed += 1
+        else:
+            total += found
+            print(f"{total.total()} of {asked.kills} kills: {dict(found)} over {transport}, seed {seed}", flush=True)
+    print(f"{total.total()} kills ({dict(total)}); jobs that failed: {num_failed}")
+    return 1 if num_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

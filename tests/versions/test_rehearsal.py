@@ -1,0 +1,30 @@
+"""Whatever is drawn, readers get what was published, whole; gates count each sample once, within the bound."""
+
+from __future__ import annotations
+
+import pytest
+from tests.versions.gates import rehearse_gate
+from tests.versions.rehearsal import World, small_and_quick
+
+
+@pytest.mark.parametrize("num_seeds", [60, pytest.param(3000, marks=pytest.mark.campaign)])
+def test_no_drawn_run_of_readers_and_relays_breaks_a_promise(num_seeds: int) -> None:
+    num_reads = 0
+    with small_and_quick():
+        for seed in range(num_seeds):
+            try:
+                num_reads += World(seed).run().num_reads
+            except AssertionError as error:
+                raise AssertionError(f"seed {seed}: {error}") from error
+    assert num_reads > 10 * num_seeds
+
+
+@pytest.mark.parametrize("num_samples", [20_000, pytest.param(1_000_000, marks=pytest.mark.campaign)])
+def test_no_drawn_run_of_a_gate_breaks_a_promise(num_samples: int) -> None:
+    num_used, seed = 0, 0
+    while num_used < num_samples:
+        try:
+            num_used += rehearse_gate(seed)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        seed += 1
