@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -59,13 +58,14 @@ from paceline.errors import PeerError, UsageError
 from paceline.observe.trace import Trace
 from paceline.server.buffers import BodyLimits, ReceiveBuffers
 from paceline.server.catch_up import CatchUp
-from paceline.server.connections import Acceptor, Connections, Expel, Incoming, LoadMeter, Stop, said_by
+from paceline.server.connections import Acceptor, Connections, Expel, Incoming, LoadMeter, Stop
 from paceline.server.journal import Asked, Began, Journal, JournalFull, OtherFormat, Written
 from paceline.server.preload import RulePreload
 from paceline.server.readers import Published, ReaderService
 from paceline.server.record import digest
 from paceline.server.records import ServerRecords
 from paceline.server.recovery import CannotGoOn, Declarations, JournalReplay, Recovery, ServerParts
+from paceline.server.repeated_pushes import RepeatedPushes
 from paceline.server.replica import Follower, RecordFollower, Replay, ReplicaLink
 from paceline.server.replica_lag import may_lag
 from paceline.server.requests import RequestHandler, WaitReports
@@ -112,7 +112,6 @@ from paceline.wire.requests import (
 _OVERSLEPT_S = 1.0
 _NO_REQUEST = -1  # of a delivery, which answers no pull
 _CLOSING_TIMEOUT_S = 10.0  # to wait for an import that is running
-_LOOK_S = 0.5  # between two looks at the time, while workers come back
 _KEPT = Declare | DeclareRows | Barrier | ClaimWork  # requests that change what is kept beside the core and the tables
 
 
@@ -773,15 +772,10 @@ class ServerNode:
         watch, patience_s = Stopwatch(), self.settings.lease_s
         if recovery.lagged and not self._catch_up(recovery):
             return False
-        while recovery.wanted and watch.elapsed_s() < patience_s:
-            item = self._acceptor.get(_LOOK_S)
-            if isinstance(item, Stop):
-                return False
-            if isinstance(item, Died):
-                recovery.note_death(item)
-            if item is not None and not (isinstance(item, Incoming) and self._take_again(item, recovery)):
-                recovery.postponed.append(item)
-        recovery.end_waiting()
+        num_servers, core, peers = self.settings.num_servers, self._core, self._peers
+        pushes = RepeatedPushes(num_servers, core, self._tables, peers, recovery, self._handle, self._on_incoming)
+        if not pushes.wait(self._acceptor.get, lambda: watch.elapsed_s() >= patience_s):
+            return False
         self._perform(recovery.unfinished)
         if self._journal is not None:
             self._journal.note_resumed()
@@ -803,34 +797,3 @@ class ServerNode:
         for table in list(self._tables) * (lag * len(losses)):  # what lacks values that others have read is newer
             self._handle(Changed(table))
         return True
-
-    def _take_again(self, item: Incoming, recovery: Recovery) -> bool:
-        """Let a worker come back, or take in the tensor of a push that is known; False for all else."""
-        found, frame = said_by(item, self.settings.num_servers), item.frame
-        if found is None or frame is None:
-            return False
-        match said := found[1]:
-            case Join(sender) if not self._core.lives.objection(sender):
-                self._on_incoming(item)
-                return True
-            case PushFrame(push) | RowPushFrame(push) if push.id in recovery.wanted:
-                self._take_tensor(said, frame, recovery)
-                return True
-            case FactoredPush(PushFrame(push)) if push.id in recovery.wanted:
-                with suppress(PeerError):  # then it does not count, as if it had not come
-                    self._take_tensor(said.push, self._tables.expand(said, frame), recovery)
-                return True
-            case _:
-                return False
-
-    def _take_tensor(self, message: PushFrame | RowPushFrame, frame: Frame, recovery: Recovery) -> None:
-        push = message.push
-        accepted = self._tables[push.table].accept(message, frame.body, frame.buffer)
-        if accepted.wanted is not None:
-            self._peers.send_worker(push.id.worker, push.id.incarnation, accepted.wanted)
-        elif not accepted.problem:  # else it came without its tensor
-            recovery.wanted.discard(push.id)
-            if recovery.needs(push.id):
-                recovery.repeated.append(push)
-            else:
-                self._handle(push)
