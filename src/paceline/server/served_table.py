@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
 from paceline.core.consistency import Consistency
-from paceline.core.messages import Delivered, Fetched, PushId, value_class
+from paceline.core.events import ClippedPush, InvalidPush
+from paceline.core.messages import Delivered, Fetched, Push, PushId, value_class
 from paceline.core.settings import ServerSettings
 from paceline.core.work_queue import Life
 from paceline.server.early_values import EarlyBody
@@ -120,6 +121,12 @@ class Acceptance:
     problem: str = ""
     wanted: KeysWanted | None = None
     clips: bool = False
+
+    def arrival(self, push: Push) -> Push | InvalidPush | ClippedPush:
+        """Return the event that the push has arrived."""
+        if self.problem:
+            return InvalidPush(push, self.problem)
+        return ClippedPush(push) if self.clips else push
 
 
 ACCEPTED = Acceptance()
