@@ -246,8 +246,20 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a follower is not told what is withdrawn",
         SERVER,
-        "decision.contributors, decision.withdrawn)",
-        "decision.contributors)",
+        "decision.withdrawn,\n            decision.clips,",
+        "(),\n            decision.clips,",
+    ),
+    Mutant(
+        "an update is clipped by the norm of the part of the lead alone",
+        TABLES,
+        "len(self._norms) <= self.num_followers",
+        "not self._norms",
+    ),
+    Mutant(
+        "a worker that dies after the decision leaves its update",
+        TABLES,
+        "if is_chosen and clock == self.clock:",
+        "if False:",
     ),
     Mutant(
         "a refused part takes all pushes of its worker and clock with it",

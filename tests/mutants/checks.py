@@ -11,10 +11,12 @@ from paceline.core.consistency import Consistency, asynchronous, backup, bsp, es
 from paceline.core.effects import Apply, Fail, Serve
 from paceline.core.events import (
     Arrived,
+    ClippedPush,
     Connected,
     Declared,
     Died,
     Disconnected,
+    Measured,
     Timeout,
     WantClock,
     WantJoin,
@@ -27,6 +29,7 @@ from paceline.core.messages import (
     Closed,
     Delivered,
     Fetched,
+    Follow,
     Held,
     Join,
     Joined,
@@ -130,6 +133,18 @@ def torn_clocks() -> None:
     assert [len(effect.ids) for effect in of(effects, Apply)] == [2]
 
 
+def one_norm() -> None:
+    lead = make_server(bsp(), num_servers=3)
+    for worker in (0, 1):
+        lead.handle(ClippedPush(push(worker, 0, 0)), 0.0)
+        lead.handle(tick(worker, 1), 0.0)
+    lead.handle(Died(1, 0, "killed"), 0.0)
+    lead.handle(Measured("w", 0, 2.0), 0.0)
+    assert of(lead.handle(Follow(1, 1, "w", 0, 3.0), 0.0), Apply) == []
+    effects = lead.handle(Follow(1, 2, "w", 0, 6.0), 0.0)
+    assert of(effects, Apply) == [Apply("w", (push_id(0, 0), push_id(1, 0)), 7.0)]
+
+
 def ticks() -> None:
     core = make_worker()
     for _ in range(2):
@@ -193,6 +208,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     versions,
     closed_clocks,
     torn_clocks,
+    one_norm,
     ticks,
     jumps,
     withdrawals,

@@ -23,11 +23,9 @@ from paceline.core.effects import (
 )
 from paceline.core.events import (
     Changed,
-    ClippedPush,
     Declared,
     Died,
     Disconnected,
-    InvalidPush,
     Measured,
     NotFinite,
     Resumed,
@@ -44,7 +42,6 @@ from paceline.core.messages import (
     Join,
     Leave,
     PullRefused,
-    Push,
     PushId,
     PushRefused,
     Replicated,
@@ -69,7 +66,7 @@ from paceline.server.repeated_pushes import RepeatedPushes
 from paceline.server.replica import Follower, RecordFollower, Replay, ReplicaLink
 from paceline.server.replica_lag import may_lag
 from paceline.server.requests import RequestHandler, WaitReports
-from paceline.server.served_table import ACCEPTED, Acceptance, TableHost
+from paceline.server.served_table import ACCEPTED, TableHost
 from paceline.server.table_rpc import TableRpc
 from paceline.server.tables import ServedTables, ServerCall, ServerState
 from paceline.stopwatch import Stopwatch
@@ -113,13 +110,6 @@ _OVERSLEPT_S = 1.0
 _NO_REQUEST = -1  # of a delivery, which answers no pull
 _CLOSING_TIMEOUT_S = 10.0  # to wait for an import that is running
 _KEPT = Declare | DeclareRows | Barrier | ClaimWork  # requests that change what is kept beside the core and the tables
-
-
-def _arrival(push: Push, accepted: Acceptance) -> Push | InvalidPush | ClippedPush:
-    """Return the event that a push has arrived."""
-    if accepted.problem:
-        return InvalidPush(push, accepted.problem)
-    return ClippedPush(push) if accepted.clips else push
 
 
 @dataclass(slots=True)
@@ -442,9 +432,9 @@ class ServerNode:
             if table is not None and table.keyed:
                 frame.release()
                 raise PeerError(f"step of row table '{part.table}'")
-        kept, special = self._keep_pushes(message, frame)
+        kept, special = self._tables.accept_step(message, frame)
         for push, accepted in special.items():
-            if push.id not in self._handle(_arrival(push, accepted)) and accepted.clips:
+            if push.id not in self._handle(accepted.arrival(push)) and accepted.clips:
                 self._tables[push.table].discard(push.id)
         for pull in message.pulls:
             table = self._tables.get(pull.pull.table)
@@ -460,24 +450,6 @@ class ServerNode:
         elif step.tick is not None:
             self._handle(step.tick)
 
-    def _keep_pushes(self, message: StepFrame, frame: Frame) -> tuple[list[Push], dict[Push, Acceptance]]:
-        """Store the gradients of a step; return the pushes stored, and those that are invalid or to be clipped."""
-        kept: list[Push] = []
-        special: dict[Push, Acceptance] = {}
-        is_one = len(message.sizes) == 1  # else the bodies share memory, which is in no pool
-        for part, body in zip(message.all_pushes, message.bodies(frame.body), strict=True):
-            push, table = part.push, self._tables.get(part.push.table)
-            if table is None or table.has(push.id):  # unknown, or a copy of a push that is held: the core answers it
-                if is_one:
-                    frame.release()
-                continue
-            accepted = table.accept(part, body, frame.buffer if is_one else None)
-            if accepted == ACCEPTED:
-                kept.append(push)
-            else:
-                special[push] = accepted
-        return kept, special
-
     def _on_push(self, message: PushFrame | RowPushFrame, frame: Frame) -> None:
         push = message.push
         table = self._tables.get(push.table)
@@ -488,7 +460,7 @@ class ServerNode:
         accepted = table.accept(message, frame.body, frame.buffer)
         if accepted.wanted is not None:
             self._peers.send_worker(push.id.worker, push.id.incarnation, accepted.wanted)
-        elif push.id not in self._handle(_arrival(push, accepted)):
+        elif push.id not in self._handle(accepted.arrival(push)):
             table.discard(push.id)
 
     def _on_piece(self, message: PushPiece, connection: Connection, frame: Frame) -> None:

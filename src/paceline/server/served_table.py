@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.core.consistency import Consistency
-from paceline.core.messages import Delivered, Fetched, PushId, value_class
+from paceline.core.events import ClippedPush, InvalidPush
+from paceline.core.messages import Delivered, Fetched, Push, PushId, value_class
 from paceline.core.partition import Range
 from paceline.core.settings import ServerSettings
 from paceline.core.work_queue import Life
@@ -128,6 +129,12 @@ class Acceptance:
     problem: str = ""
     wanted: KeysWanted | None = None
     clips: bool = False
+
+    def arrival(self, push: Push) -> Push | InvalidPush | ClippedPush:
+        """Return the event that the push has arrived."""
+        if self.problem:
+            return InvalidPush(push, self.problem)
+        return ClippedPush(push) if self.clips else push
 
 
 ACCEPTED = Acceptance()

@@ -11,12 +11,7 @@ from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import profiler
 from torch.nn.utils import clip_grad_norm_
-from torch.optim.optimizer import (  # torch has no public names for these
-    _global_optimizer_post_hooks,  # pyright: ignore[reportPrivateUsage]
-    _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
-)
 
 from paceline.collective.collectives import Collectives
 from paceline.core.calls import shown
@@ -26,6 +21,7 @@ from paceline.errors import UsageError
 from paceline.model_parallel.arrangement import Arrangement, ModelPart
 from paceline.model_parallel.mesh import Mesh
 from paceline.notices import is_told
+from paceline.torch_private import is_profiling, post_step_hooks, pre_step_hooks
 from paceline.training.embedding_gradients import EmbeddingLookups
 from paceline.training.flat import FlatParameters, Weights
 from paceline.update.table import NonFinite, Scale, TableSpec
@@ -336,9 +332,9 @@ class Distributed(torch.optim.Optimizer, ABC):
         return bool(
             self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
-            or _global_optimizer_pre_hooks
-            or _global_optimizer_post_hooks
-            or profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
+            or pre_step_hooks
+            or post_step_hooks
+            or is_profiling()
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -368,7 +364,7 @@ class Distributed(torch.optim.Optimizer, ABC):
     def clip_gradients(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
         """Clip the gradients of this step by their norm over all parameters, after backward and before `step`.
 
-        What is clipped is the mean of all workers' gradients, as after torch's DDP: by the server under bsp, and here
+        What is clipped is the mean of all workers' gradients, as after torch's DDP: by the servers under bsp, and here
         where backward has combined them. Under other policies each push is an update of its own, and clipped as such.
         Does not block.
 

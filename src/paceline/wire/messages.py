@@ -538,7 +538,6 @@ def _check_worker(hello: Hello, *said_by: PushId | Sender) -> None:
 
 def _check_server(hello: Hello, message: messages.Follow | messages.Closed, num_servers: int) -> None:
     follows = isinstance(message, messages.Follow)
-    if not 0 <= hello.rank < num_servers or (follows and message.server != hello.rank):
+    is_negative = message.norm is not None and message.norm < 0.0
+    if not 0 <= hello.rank < num_servers or (follows and message.server != hello.rank) or is_negative:
         raise PeerError(f"{message} came from server {hello.rank} of {num_servers}")
-    if message.norm is not None and message.norm < 0.0:
-        raise PeerError(f"server {hello.rank} tells of a norm of {message.norm}")
