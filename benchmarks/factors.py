@@ -23,7 +23,6 @@ from shaped_network import Line, ShapedNetwork
 HERE = Path(__file__).resolve().parent
 TIMEOUT_S = 600.0
 ITEM_BYTES = 4
-OTHER_MACHINES = "10.9.0"
 NUM_LAYERS = 2
 
 
@@ -60,7 +59,7 @@ def run_over_lines(options: argparse.Namespace, script: list[str]) -> None:
     line = Line(options.mbps, options.mbps)
     spec, workers = hosted_spec(options.workers, 1), range(options.workers)
     with (
-        ShapedNetwork([line] * (options.workers + 1), network=OTHER_MACHINES) as network,
+        ShapedNetwork([line] * (options.workers + 1), queue_ms=200.0, mtu=9000, congestion="reno") as network,
         HostedJob(network, spec, [options.workers], workers, [sys.executable, *script]) as job,
     ):
         job.wait(TIMEOUT_S)

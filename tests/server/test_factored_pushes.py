@@ -110,6 +110,14 @@ def test_no_samples_are_a_gradient_of_zeros(tables: ServedTables) -> None:
     assert as_tensor(whole.body, torch.float32).tolist() == [0.0] * (ROWS * COLUMNS) + [7.0] * ROWS
 
 
+def test_a_product_without_room_is_not_formed(tables: ServedTables, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.server.memory_check._ALWAYS_FINE_BYTES", 0)
+    monkeypatch.setattr("paceline.server.memory_check._room_bytes", lambda: 4 * SPEC.numel - 1)
+    with pytest.raises(PeerError, match=r"with factors has no room: .* needs 224 bytes and 223 are free"):
+        expand(tables, body(tables), (0, NUM))
+    assert num_lent(tables) == 0
+
+
 def test_bytes_that_changed_on_their_way_break_the_protocol(tables: ServedTables) -> None:
     with pytest.raises(PeerError, match="are not those that were sent"):
         expand(tables, body(tables), (0, NUM), checksum=7)

@@ -195,6 +195,29 @@ def test_gradients_that_are_no_product_of_few_samples_are_sent_whole(tmp_path: P
     assert beside_gradients(tmp_path, backward=backward) == 0
 
 
+def test_a_server_clips_the_mean_of_products(tmp_path: Path) -> None:
+    def work(worker: Session, *, factors: bool) -> tuple[Tensor, int]:
+        model = two_layers()
+        plain = torch.optim.SGD(model.parameters(), lr=0.5)
+        optimizer = paceline.distributed(plain, model=model, factors=factors, name=f"factors {factors}")
+        assert isinstance(optimizer, DistributedOptimizer)
+        one_batch(model, worker.rank, 0)
+        norm = optimizer.clip_gradients(1e-3)
+        assert norm > 0.1
+        optimizer.step()
+        worker.barrier()
+        return torch.cat([each.detach().reshape(-1) for each in model.parameters()]), optimizer.num_factored
+
+    def both(worker: Session) -> None:
+        (found, num), (expected, _) = work(worker, factors=True), work(worker, factors=False)
+        assert num == 2
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+        first = torch.cat([each.detach().reshape(-1) for each in two_layers().parameters()])
+        assert float((found - first).norm()) < 1e-3
+
+    run_job(tmp_path, both, workers=2, carrier="tcp")
+
+
 def test_that_a_gradient_is_sent_whole_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_job(tmp_path, lambda worker: learn(worker, backward=clipped, factors=True), carrier="tcp")
     told = capsys.readouterr().err

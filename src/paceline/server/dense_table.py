@@ -331,7 +331,12 @@ class ServedDenseTable:
         problem = self._factors_problem(push, num_samples, len(body))
         if problem:
             raise PeerError(f"a push of table '{self.spec.name}' with factors {problem}")
-        buffer = self._assemblies.pool.lend(self.memory.nbytes)
+        size_bytes = self.memory.nbytes
+        try:  # as few bytes may become many here
+            require_room(self.spec.name, size_bytes, self.host.name, len(self._waiting) * size_bytes)
+        except UsageError as error:
+            raise PeerError(f"a push of table '{self.spec.name}' with factors has no room: {error}") from error
+        buffer = self._assemblies.pool.lend(size_bytes)
         unpack(as_tensor(body, self._dtype), self._matrices, num_samples, as_tensor(buffer.memory, self._dtype))
         return Frame(b"", buffer.memory, buffer)
 
