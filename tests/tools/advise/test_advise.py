@@ -85,7 +85,7 @@ def test_only_asynchronous_is_advised_against_a_worker_that_is_always_slow(
 def test_the_rate_of_a_line_is_found_and_more_servers_are_advised_for_a_full_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = SimulatedLines(125e6, gradient_bytes=1e6, value_bytes=1e6)
+    lines = SimulatedLines(125e6, gradient_bytes=1e6, value_bytes=1e6, early=True)
     full = replace(TRANSIENT, stragglers=Stragglers(), lines=lines, num_clocks=40)
     found = advice(capsys, recorded_as(full, tmp_path, "tcp"))
     assert found["line_bytes_per_s"] == pytest.approx(125e6, rel=0.1)
