@@ -95,7 +95,7 @@ def test_the_rate_of_a_line_is_found_and_more_servers_are_advised_for_a_full_one
             real = truth(full, bsp(), num_servers=number, lines=replace(lines, beside=beside), apply_s=1e-4 / number)
             assert rows["bsp", number, beside]["clock_s"] == pytest.approx(real.clock_s, rel=0.1)
     assert found["advised"]["servers"] > 1  # type: ignore[index]
-    assert "other servers gain over tcp is a guess" in str(found["told"])
+    assert "rests on a line of one rate for each machine" in str(found["told"])
 
 
 def test_the_table_says_what_is_rehearsed_and_how_near_it_comes(
