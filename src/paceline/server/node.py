@@ -8,18 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from paceline.core.consistency import Consistency
-from paceline.core.effects import (
-    Advanced,
-    Apply,
-    BoundMoved,
-    Discard,
-    Hold,
-    MembershipChanged,
-    Reply,
-    Serve,
-    ServerEffect,
-    Tell,
-)
+from paceline.core.effects import Advanced, Apply, Discard, Hold, MembershipChanged, Reply, Serve, ServerEffect, Tell
 from paceline.core.events import (
     Changed,
     Declared,
@@ -574,10 +563,10 @@ class ServerNode:
                     self._peers.send_server(effect.server, effect.message)
                 case Advanced():
                     self._advance(effect)
-                case BoundMoved():
-                    self._records.moved(effect)
                 case MembershipChanged():
                     self._on_membership(effect)
+                case _:  # BoundMoved
+                    self._records.moved(effect)
         return held
 
     def _apply(self, effect: Apply) -> tuple[PushId, ...]:
