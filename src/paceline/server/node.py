@@ -563,10 +563,10 @@ class ServerNode:
                     self._peers.send_server(effect.server, effect.message)
                 case Advanced():
                     self._advance(effect)
-                case BoundMoved():
-                    self._records.moved(effect)
                 case MembershipChanged():
                     self._on_membership(effect)
+                case BoundMoved():
+                    self._records.moved(effect)
         return held
 
     def _apply(self, effect: Apply) -> tuple[PushId, ...]:
