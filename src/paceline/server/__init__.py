@@ -1,5 +1,5 @@
 """A parameter server: a thread that performs what the core decides on its tables.
 
 Other folders use `connections`, `cuts`, `embedded`, `journal`, `node`, `readers`, `record`, `recovery`, `replica`,
-`replica_lag`, `tables`, `work_queue`.
+`replica_lag`, `served_table`, `tables`, `work_queue`.
 """
