@@ -28,7 +28,7 @@ IDS = torch.arange(100)
 
 
 class HeldWriter:
-    """Holds whoever writes a snapshot, before its first table, until it is let go."""
+    """Holds the thread that writes a snapshot, before its first table, until it is let go."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.threads: list[str] = []

@@ -18,7 +18,6 @@ from paceline.api.session import Session
 from paceline.cli import answer
 from paceline.errors import CheckpointError
 from paceline.server.row_table import ServedRowTable
-from paceline.snapshots import increments
 from paceline.snapshots.converting import state_of
 from paceline.snapshots.files import FileWriter
 from paceline.snapshots.folder import Snapshot, newest, snapshots_in
@@ -220,7 +219,3 @@ def test_a_job_that_is_killed_resumes_from_a_chain(tmp_path: Path) -> None:
     for path in snapshots_in(folder):
         Snapshot.read(path).verify()
     assert run_job("--workers", "1", "--servers", "2", "--resume", str(folder), SCRIPT, folder, "check").returncode == 0
-
-
-def test_an_eighth_is_whole() -> None:
-    assert increments.WHOLE_EVERY == 8  # as the documentation says
