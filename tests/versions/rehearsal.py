@@ -196,7 +196,7 @@ class World:
         for upstream in (self.job, self.job, None):
             self._add_relay(upstream or self.relays[0][1])
         ways = [[self.job], *([place] for _, place in self.relays)]
-        ways += [[self.relays[0][1], self.relays[1][1]], [self.relays[2][1], self.job]]
+        ways += [[self.relays[1][1], self.relays[0][1]], [self.relays[2][1], self.job]]
         self.ways = [self.rng.choice(ways) for _ in range(NUM_READERS)]  # by reader
         self.readers = [VersionSubscription(NAME, self._places(*way)) for way in self.ways]
         self.held: list[tuple[int, Version]] = []
