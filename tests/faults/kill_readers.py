@@ -18,7 +18,6 @@ import signal
 import socket
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -29,13 +28,15 @@ from typing import Any, Final
 import psutil
 from tests.faults.running import Run, running
 
+from paceline.errors import DeadlineExceeded
+from paceline.job.folders import wait_for
 from paceline.job.spec import TOKEN_BYTES, write_private
 
 PUBLISHES: Final = Path(__file__).parents[1] / "versions" / "scripts" / "publishes.py"
 PATIENCE_S: Final = 200.0
 WRONG: Final = 3  # how a reader ends that has seen what it must not
 NUM_RELAYS: Final = 2
-LONGEST_PAUSE_S: Final = 0.3  # between two kills
+MOST_BETWEEN: Final = 30  # versions that readers see between two kills
 BESIDE: Final = "reader", "relay"
 ALL: Final = *BESIDE, "server", "worker"
 MOST_WORKERS: Final = 3  # that a job starts again
@@ -107,12 +108,22 @@ class Readers:
     def wait_progress(self) -> None:
         """Wait until each reader has seen another version."""
         before = [reader.num_read.value for reader in self.readers]
-        until = time.monotonic() + PATIENCE_S
-        while any(reader.num_read.value <= was for reader, was in zip(self.readers, before, strict=True)):
+
+        def progressed() -> bool | None:
             self.check()
-            if time.monotonic() > until:
-                raise FailedReadersError(f"readers came to no newer version in {PATIENCE_S:g} s")
-            time.sleep(0.05)
+            return all(reader.num_read.value > was for reader, was in zip(self.readers, before, strict=True)) or None
+
+        wait_for(progressed, PATIENCE_S, lambda: "readers came to no newer version")
+
+    def wait_read(self, num: int) -> None:
+        """Wait until the readers have seen so many versions more, all together: some moment for a kill."""
+        until = num + sum(reader.num_read.value for reader in self.readers)
+
+        def came() -> bool | None:
+            self.check()
+            return sum(reader.num_read.value for reader in self.readers) >= until or None
+
+        wait_for(came, PATIENCE_S, lambda: "readers came to no newer version")
 
     def close(self) -> None:
         """End all of them."""
@@ -153,16 +164,15 @@ def free_port() -> int:
 
 def kill_worker(run: Run) -> None:
     """Kill the worker of a job, when it has one."""
-    until = time.monotonic() + PATIENCE_S
-    while time.monotonic() < until:
+
+    def found() -> int | None:
         for pid in run.family():
-            with suppress(psutil.Error, OSError):
-                words = psutil.Process(pid).cmdline()
-                if "paceline.launch.worker" in words:
-                    os.kill(pid, signal.SIGKILL)
-                    return
-        time.sleep(0.05)
-    raise FailedReadersError("the job has no worker")
+            with suppress(psutil.Error):
+                if "paceline.launch.worker" in psutil.Process(pid).cmdline():
+                    return pid
+        return None
+
+    os.kill(wait_for(found, PATIENCE_S, lambda: "the job has no worker"), signal.SIGKILL)
 
 
 @contextmanager
@@ -192,7 +202,7 @@ def kill_in_a_job(
             try:
                 readers.wait_progress()
                 for _ in range(num_kills):
-                    time.sleep(rng.uniform(0.0, LONGEST_PAUSE_S))  # so that a kill meets any moment
+                    readers.wait_read(rng.randrange(MOST_BETWEEN))  # so that a kill meets any moment
                     may = [each for each in kinds if each != "worker" or killed["worker"] < MOST_WORKERS]
                     kind = rng.choice(may)
                     if kind == "server":
@@ -226,7 +236,7 @@ def main() -> int:
         seed, turn = 1000 * asked.seed + turn, turn + 1
         try:
             found = kill_in_a_job(transport, kinds, asked.each, seed, asked.readers)
-        except (FailedReadersError, AssertionError) as problem:
+        except (FailedReadersError, DeadlineExceeded, AssertionError) as problem:
             print(f"{transport}, seed {seed}: {problem}", flush=True)
             num_failed += 1
         else:
