@@ -16,6 +16,8 @@ from safetensors.torch import load, save, save_file
 from torch import Tensor
 
 from paceline.core.consistency import Consistency
+from paceline.core.effects import Measure
+from paceline.core.events import Measured
 from paceline.core.messages import Delivered, Fetched, PushId, value_class
 from paceline.core.partition import Range, holders
 from paceline.core.work_queue import Life
@@ -385,10 +387,11 @@ class ServedDenseTable:
         """See `ServedTable.has`."""
         return push_id in self._waiting
 
-    def measure(self, push_ids: Sequence[PushId]) -> float:
+    def measure(self, wanted: Measure) -> Measured:
         """See `ServedTable.measure`."""
-        contributions = [self._waiting[push_id].contribution for push_id in push_ids]
-        return self.shard.measure(contributions) if contributions and not self.broken else 0.0
+        contributions = [self._waiting[push_id].contribution for push_id in wanted.ids]
+        norm = self.shard.measure(contributions) if contributions and not self.broken else 0.0
+        return Measured(wanted.table, wanted.clock, norm)
 
     def apply(self, push_ids: Sequence[PushId], clock: int, norm: float | None = None) -> str:
         """See `ServedTable.apply`."""

@@ -21,18 +21,7 @@ from paceline.core.effects import (
     ServerEffect,
     Tell,
 )
-from paceline.core.events import (
-    Changed,
-    Declared,
-    Died,
-    Disconnected,
-    Measured,
-    NotFinite,
-    Resumed,
-    Timeout,
-    Unapplied,
-    Woke,
-)
+from paceline.core.events import Changed, Declared, Died, Disconnected, NotFinite, Resumed, Timeout, Unapplied, Woke
 from paceline.core.messages import (
     Applied,
     Clock,
@@ -42,6 +31,7 @@ from paceline.core.messages import (
     Join,
     Leave,
     PullRefused,
+    Push,
     PushId,
     PushRefused,
     Replicated,
@@ -66,7 +56,7 @@ from paceline.server.repeated_pushes import RepeatedPushes
 from paceline.server.replica import Follower, RecordFollower, Replay, ReplicaLink
 from paceline.server.replica_lag import may_lag
 from paceline.server.requests import RequestHandler, WaitReports
-from paceline.server.served_table import ACCEPTED, TableHost
+from paceline.server.served_table import ACCEPTED, Acceptance, TableHost
 from paceline.server.table_rpc import TableRpc
 from paceline.server.tables import ServedTables, ServerCall, ServerState
 from paceline.stopwatch import Stopwatch
@@ -432,9 +422,10 @@ class ServerNode:
             if table is not None and table.keyed:
                 frame.release()
                 raise PeerError(f"step of row table '{part.table}'")
-        kept, special = self._tables.accept_step(message, frame)
+        arrived = self._keep_pushes(message, frame)
+        special = {} if all(map(ACCEPTED.__eq__, arrived.values())) else arrived  # then each is an event of its own
         for push, accepted in special.items():
-            if push.id not in self._handle(accepted.arrival(push)) and accepted.clips:
+            if push.id not in self._handle(accepted.arrival(push)):
                 self._tables[push.table].discard(push.id)
         for pull in message.pulls:
             table = self._tables.get(pull.pull.table)
@@ -444,11 +435,24 @@ class ServerNode:
             step = replace(step, pushes=tuple(push for push in step.pushes if push not in special))
         if step.pushes or step.pulls:
             held = self._handle(step)
-            for push in kept:
-                if push.id not in held:
+            for push in arrived:
+                if push.id not in held and push not in special:
                     self._tables[push.table].discard(push.id)
         elif step.tick is not None:
             self._handle(step.tick)
+
+    def _keep_pushes(self, message: StepFrame, frame: Frame) -> dict[Push, Acceptance]:
+        """Store the gradients of a step, and return what became of each push; without copies, and unknown ones."""
+        arrived: dict[Push, Acceptance] = {}
+        is_one = len(message.sizes) == 1  # else the bodies share memory, which is in no pool
+        for part, body in zip(message.all_pushes, message.bodies(frame.body), strict=True):
+            push, table = part.push, self._tables.get(part.push.table)
+            if table is None or table.has(push.id):  # unknown, or a copy of a push that is held: the core answers it
+                if is_one:
+                    frame.release()
+                continue
+            arrived[push] = table.accept(part, body, frame.buffer if is_one else None)
+        return arrived
 
     def _on_push(self, message: PushFrame | RowPushFrame, frame: Frame) -> None:
         push = message.push
@@ -596,10 +600,9 @@ class ServerNode:
 
     def _measure(self, effect: Measure) -> None:
         self._require_pushes(effect, effect.clock)
-        self._handle(Measured(effect.table, effect.clock, self._tables[effect.table].measure(effect.ids)))
+        self._handle(self._tables[effect.table].measure(effect))
 
     def _require_pushes(self, effect: Apply | Measure, clock: int) -> None:
-        """Raise CannotGoOn if this process has taken the place of another, and pushes have not come again."""
         if self._journal is not None and not all(map(self._tables[effect.table].has, effect.ids)):
             raise CannotGoOn(f"clock {clock} of table '{effect.table}' needs pushes of workers that did not come back")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import msgspec
 import torch
@@ -13,6 +13,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from paceline.core.consistency import Consistency
+from paceline.core.effects import Measure
 from paceline.core.messages import Delivered, Fetched, PushId
 from paceline.core.server import LEAD
 from paceline.core.work_queue import Life
@@ -350,9 +351,9 @@ class ServedRowTable:
         """See `ServedTable.has`."""
         return push_id in self._waiting
 
-    def measure(self, push_ids: Sequence[PushId]) -> float:
+    def measure(self, wanted: Measure) -> NoReturn:
         """Refuse: updates of rows are not clipped."""
-        raise ProtocolBug(f"table '{self.spec.name}' has rows: an update of {len(push_ids)} pushes is not clipped")
+        raise ProtocolBug(f"table '{self.spec.name}' has rows: an update of {len(wanted.ids)} pushes is not clipped")
 
     def apply(self, push_ids: Sequence[PushId], clock: int, norm: float | None = None) -> str:
         """See `ServedTable.apply`."""

@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.core.consistency import Consistency
-from paceline.core.events import ClippedPush, InvalidPush
+from paceline.core.effects import Measure
+from paceline.core.events import ClippedPush, InvalidPush, Measured
 from paceline.core.messages import Delivered, Fetched, Push, PushId, value_class
 from paceline.core.partition import Range
 from paceline.core.settings import ServerSettings
@@ -300,8 +301,8 @@ class ServedTable(Protocol):
         """Return whether the gradients of this push wait here."""
         ...
 
-    def measure(self, push_ids: Sequence[PushId]) -> float:
-        """Return the norm of the gradient that these pushes make together here, as `apply` combines them."""
+    def measure(self, wanted: Measure) -> Measured:
+        """Return the norm of the gradient that some pushes make together here, as `apply` combines them."""
         ...
 
     def apply(self, push_ids: Sequence[PushId], clock: int, norm: float | None = None) -> str:

@@ -13,16 +13,14 @@ from paceline.server.cuts import OpenCuts
 from paceline.server.dense_table import ServedDenseTable
 from paceline.server.memory_check import require_few_tables
 from paceline.server.row_table import ServedRowTable
-from paceline.server.served_table import ACCEPTED, Acceptance, ServedTable, TableHost
+from paceline.server.served_table import ServedTable, TableHost
 from paceline.transport.base import EMPTY, Frame
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.table import TableSpec
 from paceline.wire.messages import FactoredPush
 
 if TYPE_CHECKING:
-    from paceline.core.messages import Push
     from paceline.core.server import ServerCore
-    from paceline.wire.messages import StepFrame
 
 
 @final
@@ -80,24 +78,6 @@ class ServedTables(dict[str, ServedTable]):
         if isinstance(spec, RowTableSpec):
             return ServedRowTable(spec, self.host)
         return ServedDenseTable(spec, self.host, held_bytes=sum(table.value_bytes for table in self.values()))
-
-    def accept_step(self, message: StepFrame, frame: Frame) -> tuple[list[Push], dict[Push, Acceptance]]:
-        """Store the gradients of a step; return those stored, and those invalid or to be clipped."""
-        kept: list[Push] = []
-        special: dict[Push, Acceptance] = {}
-        is_one = len(message.sizes) == 1  # else the bodies share memory, which is in no pool
-        for part, body in zip(message.all_pushes, message.bodies(frame.body), strict=True):
-            push, table = part.push, self.get(part.push.table)
-            if table is None or table.has(push.id):  # unknown, or a copy of a push that is held: the core answers it
-                if is_one:
-                    frame.release()
-                continue
-            accepted = table.accept(part, body, frame.buffer if is_one else None)
-            if accepted == ACCEPTED:
-                kept.append(push)
-            else:
-                special[push] = accepted
-        return kept, special
 
     def close(self) -> None:
         """Release all tables, when the server closes."""
