@@ -105,8 +105,8 @@ def test_a_named_point_says_its_name(point: Consistency, text: str) -> None:
         ("adaptive:-1:3", "an adaptive bound moves from -1 to 3"),
         ("bound=1..none", "an adaptive bound moves from 1 to none"),
         ("bound=..3", "consistency 'bound=..3': '' is not a whole number."),
-        ("bound=0..2,deliver=on_clock", "take deliver=on_pull and no backups"),
-        ("bound=0..2,visible=on_clock,backups=1", "take deliver=on_pull and no backups"),
+        ("bound=0..2,deliver=on_clock", "an adaptive bound needs deliver=on_pull and no backups"),
+        ("bound=0..2,visible=on_clock,backups=1", "an adaptive bound needs deliver=on_pull and no backups"),
     ],
 )
 def test_what_cannot_be_said_is_answered_with_what_can(text: str, message: str) -> None:

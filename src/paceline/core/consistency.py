@@ -77,8 +77,8 @@ class Consistency:
             )
         if self.deliver != "on_pull" or self.backups:
             raise UsageError(
-                "an adaptive bound follows what pulls wait for, and neither delivered values nor the late workers of a "
-                "quorum are pulled: take deliver=on_pull and no backups."
+                "an adaptive bound needs deliver=on_pull and no backups: it follows what pulls wait for, and neither "
+                "delivered values nor the late workers of a quorum are pulled. Leave these out: adaptive:0:8, say."
             )
 
     def __str__(self) -> str:
