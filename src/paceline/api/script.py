@@ -514,8 +514,8 @@ def distributed(
             own: one that is not finite does not stop the updates of the others.
         factors: send, in the place of the gradient of a `torch.nn.Linear` of `model`, the inputs and the gradients at
             the outputs that it is the product of, wherever these have fewer bytes: for large layers and small batches
-            over a network. The server multiplies them; values may differ in their last bits. For float32 and float64 on
-            CPUs. Where memory is shared, nothing changes.
+            over a line on which what is sent costs more than what is received. The server multiplies them; values may
+            differ in their last bits. For float32 and float64 on CPUs. Where memory is shared, nothing changes.
         model: if given, its floating-point buffers (BatchNorm statistics) are averaged over the workers too, and
             messages use its parameter names.
         name: name of the table on the servers; unique in the job. Default: "model", then "model-2" and so on, the same
