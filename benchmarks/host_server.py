@@ -13,7 +13,7 @@ from paceline.job.carriers import make_transport
 from paceline.job.credentials.holders import Holder
 from paceline.job.spec import ClusterSpec, wait_spec, write_private
 from paceline.launch.server import server_settings
-from paceline.observe.trace import Trace
+from paceline.observe.trace import Trace, trace_path
 from paceline.server.node import ServerNode
 
 
@@ -27,7 +27,8 @@ def main() -> None:
     def addresses() -> tuple[str, ...]:
         return wait_spec(run_dir / CLUSTER_NAME, spec.join_timeout_s).addresses
 
-    node = ServerNode(server_settings(spec, rank), listener, transport, addresses, Trace(None))
+    trace = Trace(trace_path(run_dir, "server", rank))
+    node = ServerNode(server_settings(spec, rank), listener, transport, addresses, trace)
 
     def stop_with_launcher() -> None:
         sys.stdin.read()

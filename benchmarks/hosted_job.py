@@ -119,10 +119,8 @@ class HostedJob:
             command = self.network.command(host, *arguments)
             self.workers.append(subprocess.Popen(command, env=environment | place))
 
-    def _end(self) -> None:
-        for worker in self.workers:
-            worker.kill()
-            worker.wait()
+    def stop_servers(self) -> None:
+        """Have the servers end, so that all of their traces is written. Idempotent."""
         for server in self.servers:
             server.stdin.close()  # pyright: ignore[reportOptionalMemberAccess] - it has one
         for server in self.servers:
@@ -131,3 +129,9 @@ class HostedJob:
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()
+
+    def _end(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+            worker.wait()
+        self.stop_servers()

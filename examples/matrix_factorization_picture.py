@@ -12,7 +12,7 @@ from pictures import FAINT, INK, make_quiet, new_picture
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Warm and darker with the bound for ssp, cool for essp: the figure is about these two families.
+# Warm and darker with the bound for ssp, green and blue for essp: the figure is about these two families.
 COLOURS = {
     "bsp": "#222222",
     "ssp:0": "#F6C877",
@@ -20,7 +20,7 @@ COLOURS = {
     "ssp:3": "#E07B1A",
     "ssp:5": "#C4500C",
     "ssp:10": "#8C1D04",
-    "essp:0": "#56B4E9",
+    "essp:0": "#009E73",
     "essp:10": "#0072B2",
 }
 OTHER = "#7A4FA3"

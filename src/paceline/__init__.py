@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     )
     from paceline.api.session import Session
     from paceline.collective.meeting import FarAccess
-    from paceline.core.consistency import Consistency, asynchronous, backup, bsp, essp, ssp
+    from paceline.core.consistency import Consistency, adaptive, asynchronous, backup, bsp, essp, ssp
     from paceline.data.files import files
     from paceline.data.prefetching import prefetch
     from paceline.data.sources import declared as sources
@@ -60,6 +60,7 @@ __all__ = [
     "RowTable",
     "Session",
     "Table",
+    "adaptive",
     "all_gather",
     "all_reduce",
     "asynchronous",
@@ -107,7 +108,9 @@ __all__ = [
 
 # Where a name is, if not in paceline.api.script.
 _HOMES = {
-    **dict.fromkeys(("Consistency", "asynchronous", "backup", "bsp", "essp", "ssp"), "paceline.core.consistency"),
+    **dict.fromkeys(
+        ("Consistency", "adaptive", "asynchronous", "backup", "bsp", "essp", "ssp"), "paceline.core.consistency"
+    ),
     **dict.fromkeys(("Embedding", "EmbeddingBag"), "paceline.api.embedding"),
     **dict.fromkeys(
         ("all_gather", "all_reduce", "broadcast", "pull", "push", "receive", "reduce", "send", "wait"),

@@ -69,6 +69,7 @@ def seeds() -> list[tuple[object, bytes]]:
         (Hello("worker", RANK, 0, 1), b""),
         (PushFrame(push, 1.0, (0,), ({"lr": 0.1},)), bytes(16)),
         (wire.PushPiece(PushFrame(push, 1.0, (), ()), 0), bytes(8)),
+        (wire.FactoredPush(PushFrame(push, 1.0, (), ()), (wire.FactoredMatrix(0, 1),), 0), bytes(16)),
         (wire.EarlyValues("w", 0, 0), bytes(16)),
         (wire.FetchedRest(messages.Fetched(1, "w", 1, 1, 0, ()), 8), bytes(8)),
         (pulled, b""),

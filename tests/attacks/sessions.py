@@ -157,7 +157,7 @@ class Talker:
             (requests.CountRows(table_call), b""),
             (requests.ReadRows(table_call, pick(NUMBERS), values_only=pick((True, False))), b""),
             (requests.WriteRows(table_call), rows),
-            (requests.BeginCut(table_call, values_only=pick((True, False))), b""),
+            (requests.BeginCut(table_call, values_only=pick((True, False)), since=pick((None, "", "marks"))), b""),
             (requests.ReadCut(table_call.number, table_call.table, pick(NUMBERS)), b""),
             (requests.EndCut(table_call.number, table_call.table), b""),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
 import time
 import tracemalloc
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,7 +29,7 @@ from paceline.launch.rendezvous.store import Invitation
 from paceline.observe.runs import decode_lines
 from paceline.serve.messages import EnterFrame, decode_answer, decode_enter_frame
 from paceline.serve.messages import encode as encode_words
-from paceline.serve.state import Manifest
+from paceline.snapshots.folder import MANIFEST, MANIFEST_DIGEST, Snapshot, SnapshotManifest
 from paceline.transport import Frame, Limits, TcpTransport, TlsSettings
 from paceline.transport.channel import OutOfTime, SocketChannel
 from paceline.transport.deadline import Deadline
@@ -128,12 +130,19 @@ def test_what_processes_of_a_job_tell_each_other_in_files(tmp_path: Path, data: 
     is_read_or_refused(lambda: process_info(tmp_path, "worker", 3), UsageError)
 
 
-@given(any_bytes(encode_words(EnterFrame("mnist")), Manifest("mnist", 3, ()).encode()))
+@given(any_bytes(encode_words(EnterFrame("mnist"))))
 @settings(deadline=None)
-def test_what_clients_of_a_server_of_its_own_say_and_what_it_has_saved(data: bytes) -> None:
+def test_what_clients_of_a_server_of_its_own_say(data: bytes) -> None:
     is_read_or_refused(lambda: decode_enter_frame(data), PeerError)
     is_read_or_refused(lambda: decode_answer(data), PeerError)
-    is_read_or_refused(lambda: Manifest.decode(data, Path("manifest.json")), CheckpointError)
+
+
+@given(any_bytes(msgspec.json.encode(SnapshotManifest(3, 1, 2, 1, (), ()))))
+@IN_A_FOLDER
+def test_manifests_of_snapshots(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / MANIFEST).write_bytes(data)
+    (tmp_path / MANIFEST_DIGEST).write_text(hashlib.sha256(data).hexdigest())
+    is_read_or_refused(lambda: Snapshot.read(tmp_path), CheckpointError)
 
 
 @given(any_bytes(b'{"kind":"applied","t":1.0,"server":0,"table":"w","workers":[0],"clock":1}\n'))

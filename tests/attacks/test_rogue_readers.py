@@ -32,6 +32,7 @@ from paceline.wire.versions import (
     LeaseVersion,
     PublicationId,
     ReaderRefused,
+    RowChoice,
 )
 
 PATIENCE_S = 60.0
@@ -165,7 +166,17 @@ def test_a_reader_of_rows_gets_what_there_is_once_and_training_goes_on(tmp_path:
             for since, wait_s in ((1, 0.0), (1 << 62, 0.0), (0, float("nan")), (0, 1e300), (0, -1e300)):
                 answer, _ = ask(FetchChanges(6, "rows", shown.log, since, wait_s))
                 assert isinstance(answer, ReaderRefused) == (since > 0)
+            for only in (RowChoice(b"", 0, 2), RowChoice(b"", 1, 2), RowChoice((1).to_bytes(8, "little"))):
+                answer, _ = ask(FetchChanges(6, "rows", shown.log, 0, 0.0, only))
+                assert isinstance(answer, spoken.ChangesFetched)
             shown, _ = ask(FollowRows(7, "rows"))  # of which nothing is fetched before the connection ends
+        for only in (RowChoice(b"", 2, 2), RowChoice(b"", 1 << 62, 1), RowChoice(b"1234567")):
+            with reading(started) as rogue:
+                rogue.send(spoken.encode(FetchChanges(1, "rows", shown.log, 0, 0.0, only)), timeout_s=PATIENCE_S)
+                with pytest.raises(PeerError):
+                    rogue.receive(timeout_s=PATIENCE_S)
+        with pytest.raises(PeerError):  # more than a reader may choose
+            spoken.decode(spoken.encode(FetchRows(1, 0, RowChoice(bytes(8 * (spoken.MAX_CHOSEN_IDS + 1))))))
         for step in range(3):
             rows.push([1, 3], [[1.0, 1.0], [1.0, 1.0]])
             assert ps.clock() == step + 2

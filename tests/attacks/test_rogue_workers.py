@@ -39,6 +39,8 @@ from paceline.update.rows.spec import FilterSpec, First, Lifecycle
 from paceline.update.rules import RuleSpec
 from paceline.wire.messages import (
     EarlyValues,
+    FactoredMatrix,
+    FactoredPush,
     Hello,
     Keys,
     KeysWanted,
@@ -107,6 +109,11 @@ def outcome(victim: Target, attack: Attack) -> list[object]:
     return heard
 
 
+def factored(rogue: Rogue, *matrices: tuple[int, int]) -> FactoredPush:
+    """A push with so many samples of each of these parameters."""
+    return FactoredPush(rogue.frame(), tuple(FactoredMatrix(*each) for each in matrices))
+
+
 FORGED: dict[str, Attack] = {
     "a push of another": lambda rogue: rogue.say(PushFrame(rogue.push(worker=0), 1.0, (), ()), ONES),
     "a step of another": lambda rogue: rogue.say(
@@ -135,6 +142,16 @@ FORGED: dict[str, Attack] = {
     "a piece behind its push": lambda rogue: rogue.say(PushPiece(rogue.frame(), 4), ONES),
     "a piece before its push": lambda rogue: rogue.say(PushPiece(rogue.frame(), -4), ONES),
     "a piece without numbers": lambda rogue: rogue.say(PushPiece(rogue.frame(), 0)),
+    "factors of another": lambda rogue: rogue.say(
+        FactoredPush(PushFrame(rogue.push(worker=0), 1.0, (), ()), (FactoredMatrix(0, 1),)), ONES
+    ),
+    "factors of rows": lambda rogue: rogue.say(FactoredPush(rogue.frame(table="r"), (FactoredMatrix(0, 1),)), ONES),
+    "factors of what is no matrix": lambda rogue: rogue.say(factored(rogue, (0, 0)), ONES),
+    "factors of no parameter": lambda rogue: rogue.say(factored(rogue, (-1, 0)), ONES),
+    "factors without a matrix": lambda rogue: rogue.say(factored(rogue), ONES),
+    "factors with another checksum": lambda rogue: rogue.say(
+        FactoredPush(rogue.frame(), (FactoredMatrix(0, 0),), 7), ONES
+    ),
     "values ahead of a clock": lambda rogue: rogue.say(EarlyValues("w", 1, 0), ONES),
     "a pull of another": lambda rogue: rogue.say(rogue.pull(worker=0)),
     "a tick of another": lambda rogue: rogue.say(Clock(Sender(1, 0, 0), 9)),

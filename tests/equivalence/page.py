@@ -60,6 +60,7 @@ see their worker's part of it.
 | Adafactor, Muon | fsdp | they look at whole tensors, of which a worker has a slice |
 | Rprop | fsdp | torch cannot run it on slices |
 | several backwards without `accumulate()` | overlap | the first one has sent its gradients |
+| `factors=True` | all but pushes of whole models to servers | nothing else adds up gradients where they arrive |
 | a parameter that is unused | all-reduce, groups of it | take `paceline.strategies.all_reduce(unused=True)` |
 
 Some changes are refused where they meet. A worker without a batch takes part in one backward a step, and in one

@@ -16,7 +16,7 @@ class Mutant:
 
 
 WORKER, SERVER, DEDUP, TABLES = "core/worker.py", "core/server.py", "core/exactly_once.py", "core/tables.py"
-READS = "core/table_reads.py"
+READS, ADAPTIVE = "core/table_reads.py", "core/adaptive.py"
 READERS, COMMIT, MEMBERSHIP = "core/tables.py", "core/tables.py", "core/membership.py"
 CLOCKS, RETRANSMIT, CONSISTENCY = "core/membership.py", "core/exactly_once.py", "core/consistency.py"
 
@@ -246,8 +246,20 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a follower is not told what is withdrawn",
         SERVER,
-        "decision.contributors, decision.withdrawn)",
-        "decision.contributors)",
+        "decision.withdrawn,\n            decision.clips,",
+        "(),\n            decision.clips,",
+    ),
+    Mutant(
+        "an update is clipped by the norm of the part of the lead alone",
+        TABLES,
+        "len(self._norms) <= self.num_followers",
+        "not self._norms",
+    ),
+    Mutant(
+        "a worker that dies after the decision leaves its update",
+        TABLES,
+        "if is_chosen and clock == self.clock:",
+        "if False:",
     ),
     Mutant(
         "a refused part takes all pushes of its worker and clock with it",
@@ -317,5 +329,53 @@ MUTANTS: tuple[Mutant, ...] = (
         READS,
         "if reading and server in reading.awaited and self._is_fresh(server, reading.needs):",
         "if reading and server in reading.awaited:",
+    ),
+    # -- an adaptive bound ---------------------------------------------------------------------------------------------
+    Mutant(
+        "an adaptive bound off by one",
+        ADAPTIVE,
+        "max(pull.needs, pull.clock - self.bound)",
+        "max(pull.needs, pull.clock - self.bound - 1)",
+    ),
+    Mutant(
+        "an adaptive bound takes back what a read asks for",
+        ADAPTIVE,
+        "max(pull.needs, pull.clock - self.bound)",
+        "pull.clock - self.bound",
+    ),
+    Mutant(
+        "a copy of a pull that waits is let in under a later bound",
+        SERVER,
+        "table.readers.waiting_copy(pull) or table.adaptive.admit(pull)",
+        "table.adaptive.admit(pull)",
+    ),
+    Mutant(
+        "a cached read keeps the highest of an adaptive bound",
+        CONSISTENCY,
+        "if self.lowest is None else max(0, clock - self.lowest)",
+        "if self.lowest is None else self.needs(clock)",
+    ),
+    Mutant(
+        "a higher bound stays although it saves nothing",
+        ADAPTIVE,
+        "cost > self._level + (-LEAST_GAIN if has_risen else LEAST_GAIN)",
+        "cost > self._level + LEAST_GAIN",
+    ),
+    Mutant(
+        "a lower bound stays whatever it costs",
+        ADAPTIVE,
+        "cost > self._level + (-LEAST_GAIN if has_risen else LEAST_GAIN)",
+        "has_risen and cost > self._level - LEAST_GAIN",
+    ),
+    Mutant("a trial that failed is repeated at once", ADAPTIVE, "min(_MOST_PAUSE, 2 * max(1, self.length))", "0"),
+    Mutant("trials never become rarer", ADAPTIVE, "2 * max(1, self.length)", "2"),
+    Mutant("a pause never ends", ADAPTIVE, "self._up.left -= self._up.left > 0", "pass"),
+    Mutant("an adaptive bound only rises", ADAPTIVE, "may_fall = self.bound > self.lowest", "may_fall = False"),
+    Mutant("it rises although no worker waits", ADAPTIVE, "and self.seen.waiting >= WORTH", ""),
+    Mutant("staleness costs nothing", ADAPTIVE, "self.waiting + CLOCK_COSTS * self.staleness", "self.waiting"),
+    Mutant("it starts at its highest", ADAPTIVE, "self.bound = self.lowest\n", "self.bound = self.highest\n"),
+    Mutant("the time of a stopped server counts as waiting", SERVER, "isinstance(event, Woke | Resumed)", "False"),
+    Mutant(
+        "waiting pulls count twice that wait once", ADAPTIVE, "passed_s * num_waiting", "2 * passed_s * num_waiting"
     ),
 )

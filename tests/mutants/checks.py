@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tests.core import test_adaptive as adaptive_bounds
 from tests.core.cores import make_server, make_worker, of, pull, push, push_id, said, sender, tick
 
 from paceline.core.consistency import Consistency, asynchronous, backup, bsp, essp, ssp
 from paceline.core.effects import Apply, Fail, Serve
 from paceline.core.events import (
     Arrived,
+    ClippedPush,
     Connected,
     Declared,
     Died,
     Disconnected,
+    Measured,
     Timeout,
     WantClock,
     WantJoin,
@@ -26,6 +29,7 @@ from paceline.core.messages import (
     Closed,
     Delivered,
     Fetched,
+    Follow,
     Held,
     Join,
     Joined,
@@ -129,6 +133,18 @@ def torn_clocks() -> None:
     assert [len(effect.ids) for effect in of(effects, Apply)] == [2]
 
 
+def one_norm() -> None:
+    lead = make_server(bsp(), num_servers=3)
+    for worker in (0, 1):
+        lead.handle(ClippedPush(push(worker, 0, 0)), 0.0)
+        lead.handle(tick(worker, 1), 0.0)
+    lead.handle(Died(1, 0, "killed"), 0.0)
+    lead.handle(Measured("w", 0, 2.0), 0.0)
+    assert of(lead.handle(Follow(1, 1, "w", 0, 3.0), 0.0), Apply) == []
+    effects = lead.handle(Follow(1, 2, "w", 0, 6.0), 0.0)
+    assert of(effects, Apply) == [Apply("w", (push_id(0, 0), push_id(1, 0)), 7.0)]
+
+
 def ticks() -> None:
     core = make_worker()
     for _ in range(2):
@@ -192,10 +208,23 @@ CHECKS: tuple[Callable[[], None], ...] = (
     versions,
     closed_clocks,
     torn_clocks,
+    one_norm,
     ticks,
     jumps,
     withdrawals,
     joiners,
     windows,
     patience,
+    adaptive_bounds.test_it_rises_while_that_saves_more_time_than_it_costs_staleness,
+    adaptive_bounds.test_under_a_worker_that_is_always_slow_it_stays_at_its_lowest_and_tries_ever_more_rarely,
+    adaptive_bounds.test_a_lower_bound_that_costs_more_is_tried_ever_more_rarely,
+    adaptive_bounds.test_where_no_worker_waits_it_never_moves,
+    adaptive_bounds.test_it_comes_down_when_the_straggler_has_gone_and_rises_when_one_comes,
+    adaptive_bounds.test_it_starts_at_its_lowest_and_reaches_its_highest_and_no_further,
+    adaptive_bounds.test_ssp6_a_pull_waits_for_the_bound_in_force_and_not_for_the_highest,
+    adaptive_bounds.test_ssp6_a_pull_that_waits_keeps_the_bound_of_its_arrival_and_so_does_its_copy,
+    adaptive_bounds.test_a_read_that_asks_for_more_than_the_bound_gets_it,
+    adaptive_bounds.test_only_reads_that_wait_for_others_count_and_each_worker_once,
+    adaptive_bounds.test_the_time_in_which_a_server_was_stopped_does_not_count,
+    adaptive_bounds.test_ssp6_a_cached_read_keeps_the_lowest_bound_as_a_worker_does_not_know_the_one_in_force,
 )

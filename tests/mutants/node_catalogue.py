@@ -168,7 +168,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     _of(
         "who takes part is decided ahead of the replica",
         LAG,
-        "if not isinstance(written, _REPEATED) or self._is_decided_by_order():",
+        "if not _is_repeated(written) or self._is_decided_by_order():",
         "if self._is_decided_by_order():",
         "server/test_replica_lag",
         "said_again",

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.nodes.cluster import open_table, read_values, run_threads, table
+from tests.nodes.test_clipping import Trained as Clipped
 from tests.nodes.test_faults import NUM_CLOCKS, NUM_WORKERS, Ledger
 from tests.nodes.test_replicas import WithKeyCache, check, replicated, undisturbed
 from tests.nodes.test_successors import MOMENTUM, POLICIES, SIZES, Trained, make_distant, push_to_read
@@ -102,6 +103,15 @@ def test_nothing_is_lost_or_doubled_under_any_policy(policy: str, point: int, tm
 
 def test_both_servers_of_a_job_may_be_killed(tmp_path: Path, calm: Path) -> None:
     check(tmp_path, calm, "bsp", (101, 57), kind="tls", lag=2)
+
+
+@pytest.mark.parametrize("points", [(53, 0), (0, 61), pytest.param((89, 97), marks=pytest.mark.campaign)])
+def test_a_norm_that_a_replica_lacks_is_not_needed_any_more(points: tuple[int, ...], tmp_path: Path) -> None:
+    job = Clipped()
+    with replicated(tmp_path / "job", points, lag=2) as (servers, pairs):
+        servers.run(NUM_WORKERS, job.work)
+    assert [pair.fate.num_kills for pair in pairs] == [int(point > 0) for point in points]
+    job.require_expected()
 
 
 @pytest.mark.campaign

@@ -1,3 +1,4 @@
+import itertools
 from pathlib import Path
 
 import msgspec
@@ -8,8 +9,8 @@ from paceline.cli import answer
 from paceline.errors import UsageError
 from paceline.launch.running import find_run
 from paceline.observe.progress import RunView
-from paceline.observe.screen import RunPicture, WorkerRow, as_data, picture, screen_lines, server_row
-from paceline.observe.trace import Exit, MembershipRecord, Record, Serving, Trace, trace_path
+from paceline.observe.screen import RunPicture, WorkerRow, as_data, event_line, picture, screen_lines, server_row
+from paceline.observe.trace import BoundRecord, Exit, MembershipRecord, Record, Serving, Trace, trace_path
 from paceline.observe.verdict import ProcessState, judge
 
 
@@ -43,7 +44,7 @@ def test_the_verdict_comes_first_then_workers_servers_and_events() -> None:
     assert lines[2] == " 0      14    +0  0.2500       100  152 ms  33%   0%  66%   1   1%   0/0  282M"
     assert lines[3] == " 1      14    +0  0.2500       100  152 ms  99%   0%   0%   -   1%   0/0  282M"
     assert lines[5].split()[:4] == ["s", "busy", "apply", "queue"]
-    assert lines[6].split() == ["0", "5%", "1.0", "ms", "0", "0", "0", "-", "1", "w"]
+    assert lines[6].split() == ["0", "5%", "1.0", "ms", "0", "-", "0", "0", "-", "1", "w"]
     assert lines[7].strip().startswith("4 something")
 
 
@@ -76,6 +77,14 @@ def test_texts_of_other_processes_do_not_control_the_terminal() -> None:
     assert "\x1b" not in "".join(lines)
 
 
+def test_a_bound_that_moves_is_an_event_once_and_not_for_each_server() -> None:
+    moved = BoundRecord(12.5, 0, "w", 1, 2, 0.18, 0.75)
+    assert event_line(moved, 10.0) == (
+        "    2.5 s  table 'w': the bound moves from 1 to 2; workers waited 18% of the time, on values 0.8 clocks behind"
+    )
+    assert event_line(BoundRecord(12.5, 1, "w", 1, 2, 0.18, 0.75), 10.0) == ""
+
+
 def test_a_server_says_rates_and_its_hottest_row() -> None:
     records: list[Record] = [
         Serving(100.0, 0, 0.0, 0.0, 0, 0, 0),
@@ -84,6 +93,17 @@ def test_a_server_says_rates_and_its_hottest_row() -> None:
     row = server_row(0, window_of(records))
     assert (row.busy, row.num_waiting, row.received_per_s, row.sent_per_s) == (0.25, 3, 2000.0, 1000.0)
     assert row.hot_row == (7, 0.9)
+    assert row.num_behind is None
+
+
+@pytest.mark.parametrize(("num_behind", "lag"), [(None, "-"), (0, "0"), (2, "2")])
+def test_a_server_says_how_far_its_replica_is(num_behind: int | None, lag: str) -> None:
+    records: list[Record] = [Serving(100.0, 0, 0.0, 0.0, 0, 0, 3, num_behind=num_behind)]
+    shown = RunPicture(1.0, servers=[server_row(0, window_of(records))])
+    lines = [text.split() for text in screen_lines(shown)]
+    heading, line = next(pair for pair in itertools.pairwise(lines) if pair[0][:1] == ["s"])
+    assert line[heading.index("lag")] == lag
+    assert as_data(shown)["servers"][0]["replica_lag"] == num_behind  # pyright: ignore
 
 
 def test_totals_of_a_server_in_the_place_of_another_begin_anew() -> None:

@@ -8,6 +8,7 @@ from paceline.errors import UsageError
 from paceline.observe.runs import TraceFollower, read_run
 from paceline.observe.trace import (
     AppliedRecord,
+    BoundRecord,
     Evaluated,
     Handled,
     MembershipRecord,
@@ -28,6 +29,7 @@ ONE_OF_EACH: list[Record] = [
     Evaluated(3.0, 0, 4, 0.4, 0.9),
     Resources(3.5, 0, 4096, 120, 80),
     MinClock(4.0, 1, "w", 3),
+    BoundRecord(4.5, 1, "w", 1, 2, 0.25, 1.5),
     AppliedRecord(5.0, 1, "w", (2, 0, 1), 3),
     Refusal(6.0, 1, 2, "w", "not a number"),
     MembershipRecord(7.0, 1, 2, 1, "died"),
@@ -46,7 +48,7 @@ def test_every_kind_of_record_survives_the_round_trip(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     read_back = [
         *run.reads, *run.steps, *run.evaluations, *run.resources, *run.min_clocks,
-        *run.applied, *run.refusals, *run.memberships, *run.handled,
+        *run.bounds, *run.applied, *run.refusals, *run.memberships, *run.handled,
     ]  # fmt: skip
     assert read_back == ONE_OF_EACH
 

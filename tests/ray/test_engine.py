@@ -19,10 +19,11 @@ from tests.launch.test_launchers import TRAIN
 from tests.launch.warm import run_job
 
 # Ray takes its time where others work, too.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 DRIVER = Path(__file__).with_name("driver.py")
 GONE_WITHIN_S = 30.0
+START_S = 240.0  # actors import torch beside all else that runs here
 ON_SECOND = {"worker_resources": {"second": 1}}
 
 # Worker 1 is killed with its actor in the middle of a clock. Its next life finds what the first has pushed, and then
@@ -106,7 +107,7 @@ class Launcher:
 
     def run(self, script: Path, text: str, **job: Any) -> tuple[int, list[str]]:
         """Run a script to its end; return the exit code and what was said."""
-        self.start(script=str(write(script, text)), **{"quiet": True, **job})
+        self.start(script=str(write(script, text)), **{"quiet": True, "start_timeout_s": START_S, **job})
         return self.result()
 
     def job(self) -> set[int]:

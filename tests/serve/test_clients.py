@@ -185,7 +185,7 @@ def test_a_fault_in_one_namespace_ends_that_one_alone(tmp_path: Path, monkeypatc
         with pytest.raises(PeerError, match="namespace 'bad' has ended since it joined: connect again"):
             weights.push(torch.ones(3)).result(30.0)
         bad.close(politely=False)
-        served.told.wait("'bad' has failed, and goes on from its newest save")
+        served.told.wait("'bad' has failed, and goes on from its newest snapshot")
         train(good, 2)
         with served.connect("bad") as again:
             assert torch.equal(open_weights(again).pull(), values)
@@ -231,7 +231,7 @@ def test_what_is_not_saved_in_time_at_the_end_is_told(served: Daemon, monkeypatc
         ps.close(politely=False)
     assert served.told.lines == [namespace.unsaved]
     assert namespace.unsaved == (
-        "namespace 'job' could not be saved, the save before it counts: namespace 'job' was busy for 0.1 s"
+        "namespace 'job' could not be saved, the snapshot before it counts: namespace 'job' was busy for 0.1 s"
     )
     busy.set()
     namespace.wait_end(60.0)
@@ -245,11 +245,11 @@ def test_what_the_disk_does_not_take_is_told_and_tried_again(tmp_path: Path, mon
         if full.is_set():
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("paceline.serve.namespace.sync", fail)
-    with daemon(tmp_path / "state", save_every_s=0.01) as served:
+    monkeypatch.setattr("paceline.snapshots.folder.sync", fail)
+    with daemon(tmp_path / "state", snapshot_every_s=0.01) as served:
         with served.connect() as ps:
             values = train(ps, 1)
-        served.told.wait("could not be saved, the save before it counts: [Errno 28] No space left")
+        served.told.wait("could not be saved, the snapshot before it counts: OSError: [Errno 28] No space left")
         with served.connect() as ps:  # it could not be put away, so it is still there
             assert torch.equal(open_weights(ps).pull(), values)
         full.clear()
@@ -268,8 +268,8 @@ def test_a_namespace_without_clients_that_the_disk_does_not_take_is_not_tried_at
         if full.is_set():
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("paceline.serve.namespace.sync", fail)
-    with daemon(tmp_path / "state", save_every_s=3600.0) as served:
+    monkeypatch.setattr("paceline.snapshots.folder.sync", fail)
+    with daemon(tmp_path / "state", snapshot_every_s=3600.0) as served:
         with served.connect("job") as ps:
             train(ps, 1)
         served.told.wait("No space left")
@@ -278,6 +278,6 @@ def test_a_namespace_without_clients_that_the_disk_does_not_take_is_not_tried_at
             namespace._ask(namespace._look, 60.0)
         assert len(served.told.lines) == 1
         full.clear()
-        assert namespace._save_at < time.monotonic() + 11.0  # not an hour
-        namespace._save_at = 0.0
+        assert namespace._due_s < time.monotonic() + 11.0  # not an hour
+        namespace._due_s = 0.0
         served.wait_empty()

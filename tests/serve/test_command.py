@@ -22,8 +22,10 @@ from tests.serve.daemon import daemon
 import paceline
 from paceline.api.session import Session
 from paceline.cli import answer
-from paceline.errors import Refused
+from paceline.errors import CheckpointError, Refused, UsageError
 from paceline.serve.state import NamespaceFolder
+from paceline.snapshots.folder import newest
+from paceline.snapshots.reading import SavedDense
 from paceline.worker.table import Table
 
 DEADLINE_S = 200.0
@@ -59,29 +61,30 @@ def add_one(ps: Session, table: Table) -> float:
 
 
 def wait_saved(state: Path, value: float) -> None:
-    """Wait until the newest save of the namespace holds this value."""
+    """Wait until the newest snapshot of the namespace holds this value."""
     give_up, pause = time.monotonic() + DEADLINE_S, threading.Event()
     folder = state / "namespaces" / "job"
     while time.monotonic() < give_up:
-        newest = folder / "newest"
-        if newest.exists() and _value_in(folder / newest.read_text()) == value:
+        if _value_in(folder) == value:
             return
         pause.wait(0.05)
     raise AssertionError(f"{value} was never saved")
 
 
-def _value_in(save: Path) -> float | None:
-    from safetensors.torch import load
-
+def _value_in(folder: Path) -> float | None:
     try:
-        return float(load((save / "0.safetensors").read_bytes())["values"][0])
-    except FileNotFoundError:  # a newer one is there by now
+        found = newest(folder)
+        table = found.table("sum")
+        assert table is not None
+        [(_, values)] = SavedDense(found.folder, table).values()
+        return float(values[0])
+    except (UsageError, CheckpointError):  # there is none, or a newer one by now
         return None
 
 
 def test_a_server_that_is_killed_loses_one_interval_and_one_that_is_told_to_end_nothing(tmp_path: Path) -> None:
     state = tmp_path / "state"
-    with serving(state, "--save-every", "0.3", "--alone") as (process, line):
+    with serving(state, "--snapshot-every", "0.3", "--alone") as (process, line):
         ps = paceline.connect(address_in(line, "job"), token=state / "token")
         assert f'token="{state}/token"' in line
         table = open_sum(ps)
@@ -91,7 +94,7 @@ def test_a_server_that_is_killed_loses_one_interval_and_one_that_is_told_to_end_
         os.kill(process.pid, signal.SIGKILL)
         process.wait(DEADLINE_S)
         ps.close(politely=False)
-    with serving(state, "--save-every", "1000", "--alone") as (process, line):
+    with serving(state, "--snapshot-every", "1000", "--alone") as (process, line):
         assert "with job from" in line
         with paceline.connect(address_in(line, "job"), token=state / "token") as ps:
             table = open_sum(ps)
@@ -119,23 +122,23 @@ def test_what_cannot_be_served_is_told_and_nothing_is_left(tmp_path: Path, capsy
         assert "paceline keys make KEYS" in refusal("--listen", "0.0.0.0:0")
         assert "is not HOST:PORT" in refusal("--listen", "7700")
         assert "cannot read the job's token" in refusal("--keys", str(tmp_path / "nowhere"))
-        assert "--save-every is 0, expected more than 0 seconds" in refusal("--save-every", "0")
-        assert "--save-every is nan, expected" in refusal("--save-every", "nan")
+        assert "--snapshot-every is '0', expected auto, or a time such as" in refusal("--snapshot-every", "0")
+        assert "--snapshot-every is 'nan', expected" in refusal("--snapshot-every", "nan")
 
 
 def test_a_damaged_namespace_is_told_and_the_others_are_served(tmp_path: Path) -> None:
     folder = NamespaceFolder(tmp_path / "state" / "namespaces" / "broken")
     folder.start_generation()
-    (folder.path / "newest").write_text("save-1")
+    (folder.path / "snapshot-1").mkdir()
     (tmp_path / "state").chmod(0o700)
     with serving(tmp_path / "state", "--alone") as (process, line):
-        with pytest.raises(Refused, match=r"namespace 'broken': the save .*save-1 cannot be read"):
+        with pytest.raises(Refused, match=r"namespace 'broken': the snapshot .*snapshot-1 cannot be read"):
             paceline.connect(address_in(line, "broken"), token=tmp_path / "state" / "token")
         with paceline.connect(address_in(line, "sound"), token=tmp_path / "state" / "token") as ps:
             assert add_one(ps, open_sum(ps)) == 1.0
         process.send_signal(signal.SIGTERM)
         _, stderr = process.communicate(timeout=DEADLINE_S)
-    assert stderr.startswith("paceline: namespace 'broken' is not served, its clients are refused: the save ")
+    assert stderr.startswith("paceline: namespace 'broken' is not served, its clients are refused: the snapshot ")
 
 
 def test_a_full_disk_loses_nothing_and_the_exit_code_tells(tmp_path: Path) -> None:
@@ -149,19 +152,19 @@ def test_a_full_disk_loses_nothing_and_the_exit_code_tells(tmp_path: Path) -> No
         ps.clock()
         return float(table.pull()[-1])
 
-    with serving(state, "--save-every", "0.1", "--alone") as (process, line):
+    with serving(state, "--snapshot-every", "0.1", "--alone") as (process, line):
         resource.prlimit(process.pid, limit, (1 << 16, resource.RLIM_INFINITY))
         with paceline.connect(address_in(line, "job"), token=state / "token") as ps:
             table = open_wide(ps)
             assert push(ps, table) == 1.0
             assert process.stderr is not None
-            assert "namespace 'job' could not be saved, the save before it counts" in process.stderr.readline()
+            assert "namespace 'job' could not be saved, the snapshot before it counts" in process.stderr.readline()
             assert push(ps, table) == 2.0
             process.send_signal(signal.SIGTERM)
             process.communicate(timeout=DEADLINE_S)
             assert process.returncode == 1
             ps.close(politely=False)
-    with serving(state, "--save-every", "0.1", "--alone") as (process, line):
+    with serving(state, "--snapshot-every", "0.1", "--alone") as (process, line):
         resource.prlimit(process.pid, limit, (1 << 16, resource.RLIM_INFINITY))
         with paceline.connect(address_in(line, "job"), token=state / "token") as ps:
             table = open_wide(ps)

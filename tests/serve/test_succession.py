@@ -45,7 +45,7 @@ def wait_for_successor(state: Path) -> ServeOffer:
 
 def test_clients_go_on_when_the_server_is_killed_and_when_a_newer_one_takes_over(tmp_path: Path) -> None:
     state = tmp_path / "state"
-    with serving(state, "--save-every", "1000") as (process, line):
+    with serving(state, "--snapshot-every", "1000") as (process, line):
         with paceline.connect(address_in(line, "job"), token=state / "token") as ps:
             table = open_sum(ps)
             sums = [add_one(ps, table) for _ in range(3)]
@@ -76,7 +76,7 @@ def test_clients_go_on_when_the_server_is_killed_and_when_a_newer_one_takes_over
 @pytest.mark.campaign
 def test_a_process_that_is_started_anew_takes_over_at_a_signal(tmp_path: Path) -> None:
     state = tmp_path / "state"
-    with serving(state, "--save-every", "1000") as (process, line):
+    with serving(state, "--snapshot-every", "1000") as (process, line):
         with paceline.connect(address_in(line, "job"), token=state / "token") as ps:
             table, sums, done = open_sum(ps), [1.0], threading.Event()
             add_one(ps, table)
@@ -102,7 +102,7 @@ def supervisor(state: Path) -> Iterator[tuple[ServeSupervisor, socket.socket]]:
         memory.adopt(LISTENER, listener.fileno())
         memory.adopt(LOCK, folder.lock)
         orders = ServeOrders(
-            state=str(state), address="tcp://127.0.0.1:7", keys=None, save_every_s=1.0, allow=(), or_previous=False
+            state=str(state), address="tcp://127.0.0.1:7", keys=None, snapshot_every_s=1.0, allow=(), or_previous=False
         )
         with ServeSupervisor(orders, state, memory) as found, supervise._control_socket(state) as control:
             yield found, control
@@ -194,7 +194,7 @@ def test_what_cannot_be_kept_is_told_and_a_namespace_that_has_ended_leaves_no_me
     with MemoryHolder() as holder:
         holder.start()
         memory = LastingMemory.connect(holder.theirs)
-        with daemon(tmp_path / "state", memory=memory, save_every_s=1000.0) as served:
+        with daemon(tmp_path / "state", memory=memory, snapshot_every_s=1000.0) as served:
             with served.connect("job") as ps:
                 add_one(ps, open_sum(ps))
                 assert_opened(served, "job", 1, {0: 0})
@@ -207,6 +207,8 @@ def test_what_cannot_be_kept_is_told_and_a_namespace_that_has_ended_leaves_no_me
                 with served.connect("merged") as other:
                     other.table("w", shape=(2,), update=merging, consistency="asynchronous")
                     assert not served.namespaces._open["merged"].can_be_succeeded
-                served.told.wait("namespace 'merged' goes on from its newest save if this process is killed: table 'w'")
+                served.told.wait(
+                    "namespace 'merged' goes on from its newest snapshot if this process is killed: table 'w'"
+                )
             served.wait_empty()
             assert holder.names() == []

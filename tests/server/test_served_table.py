@@ -19,7 +19,7 @@ from tests.nodes.own_functions import HERE as OWN_FUNCTIONS
 from paceline.core.messages import Delivered, Fetched, Pull, Push, PushId, Sender
 from paceline.errors import PeerError, UsageError
 from paceline.server.dense_table import ServedDenseTable
-from paceline.server.served_table import ACCEPTED, ServedTable
+from paceline.server.served_table import ACCEPTED, SavedFile, ServedTable
 from paceline.server.tables import ServedTables
 from paceline.transport.base import EMPTY, Connection
 from paceline.transport.buffer_pool import BufferPool, ExactAllocator, is_poisoned
@@ -261,7 +261,7 @@ def test_what_is_saved_is_restored_under_an_equal_declaration(world: World, tmp_
     world.table.apply([made(0).id], 0)
     world.table.save(tmp_path / "t.safetensors", 1)
     again = World(world.kind)
-    again.table.restore(tmp_path / "t.safetensors", 1, world.table.version, world.table.hyper)
+    again.table.restore(SavedFile(tmp_path / "t.safetensors"), 1, world.table.version, world.table.hyper)
     assert again.read() == [5.0] * NUMEL
     assert (again.table.version, again.table.hyper) == (world.table.version, world.table.hyper)
     assert again.table.encoded_spec() == world.table.encoded_spec()

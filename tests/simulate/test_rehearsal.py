@@ -83,6 +83,35 @@ def test_a_line_that_is_full_sets_the_pace() -> None:
     assert free.uses["servers"].receiving == 0
 
 
+def test_under_bsp_long_values_leave_while_pushes_come_as_between_machines() -> None:
+    """A line carries both ways at once: of the 32 ms of the values all but a seventh passes while pushes come."""
+    lines = SimulatedLines(125e6, gradient_bytes=1e6, value_bytes=1e6, early=True)
+    early = rehearse(replace(STEADY, consistency=bsp(), lines=lines))
+    assert early.seconds / 60 == pytest.approx(0.010 + 0.032 + 0.032 / 7, rel=0.05)
+    assert [own.num_clocks for own in early.workers] == [60] * 4
+    assert early.max_lag == 0
+    assert early.uses["servers"].sent_bytes == pytest.approx(60 * 4 * 1e6, rel=0.03)
+    for policy in (ssp(0), backup(1)):
+        late = replace(STEADY, consistency=policy, lines=replace(lines, early=False))
+        assert rehearse(replace(late, lines=lines)).seconds == rehearse(late).seconds
+    short = replace(STEADY, consistency=bsp(), lines=replace(lines, gradient_bytes=2e5, value_bytes=2e5))
+    assert rehearse(short).seconds == rehearse(replace(short, lines=replace(short.lines, early=False))).seconds
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_early_values_are_sent_once_also_where_workers_come_and_go(beside: bool) -> None:
+    lines = SimulatedLines(125e6, gradient_bytes=2e6, value_bytes=2e6, early=True, beside=beside)
+    base = replace(STEADY, consistency=bsp(), lines=lines, num_servers=2)
+    steady = rehearse(base)
+    sent = steady.uses["servers"].sent_bytes
+    assert sent <= rehearse(replace(base, lines=replace(lines, early=False))).uses["servers"].sent_bytes * 1.02
+    come_and_go = Faults(deaths=2, restart=True, restart_s=0.05, joins=1, leaves=1)
+    for seed in range(3):
+        outcome = rehearse(replace(base, fate=come_and_go, seed=seed))
+        assert outcome.max_lag == 0
+        assert outcome.num_joined == outcome.num_deaths + 1
+
+
 def test_a_server_that_computes_sets_the_pace() -> None:
     outcome = rehearse(replace(STEADY, consistency=asynchronous(), apply_s=0.005))
     assert outcome.seconds / 60 == pytest.approx(4 * 0.005, rel=0.02)

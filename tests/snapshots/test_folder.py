@@ -121,3 +121,31 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path: Path) -> Non
 
     with pytest.raises(CheckpointError, match="names a file outside of its folder"):
         Snapshot.read(write_snapshot(tmp_path, fill).folder)
+
+
+@pytest.mark.parametrize("stray", ["file", "link", "folder"])
+def test_what_lies_where_a_snapshot_is_written_blocks_nothing(tmp_path: Path, stray: str) -> None:
+    folder, elsewhere = tmp_path / "snapshots", tmp_path / "elsewhere"
+    for path in (folder, elsewhere):
+        path.mkdir()
+    (elsewhere / "kept").write_text("kept")
+    place = folder / ".unfinished-1"
+    if stray == "file":
+        place.write_text("stray")
+    elif stray == "link":
+        place.symlink_to(elsewhere)
+    else:
+        place.mkdir()
+        (place / "half").write_text("half")
+    assert write_snapshot(folder, fill_with(b"one")).folder.name == "snapshot-1"
+    assert (elsewhere / "kept").read_text() == "kept"
+    assert not list(folder.glob(".unfinished*"))
+
+
+def test_what_could_not_be_read_again_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_snapshot(tmp_path, fill_with(b"one"))
+    monkeypatch.setattr("paceline.snapshots.folder.MAX_MANIFEST_BYTES", 100)
+    with pytest.raises(CheckpointError, match=r"would have \d+ bytes, at most 100 are read: declare fewer tables"):
+        write_snapshot(tmp_path, fill_with(b"two"))
+    monkeypatch.undo()
+    assert newest(tmp_path).manifest.clock == len(b"one")

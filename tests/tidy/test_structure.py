@@ -10,7 +10,7 @@ from pathlib import Path
 from docs.pictures import draw_architecture as draw
 from tests.tidy.tree import SOURCE, parsed, place, python_files
 
-MAX_ROOT_MODULES = 8
+MAX_ROOT_MODULES = 9
 MAX_FIRST_LINE = 90  # of a top folder: what fits into its box in the picture
 
 # Public classes that share a name, counted: none may be added.

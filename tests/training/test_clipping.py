@@ -63,39 +63,42 @@ def trained(**options: Any) -> list[Tensor]:
         return [parameter.detach().clone() for parameter in net.parameters()]
 
 
-@pytest.mark.parametrize(("workers", "carrier"), [(1, "memory"), (3, "memory"), (2, "shm"), (2, "tcp")])
-def test_the_mean_of_all_gradients_is_clipped(tmp_path: Path, workers: int, carrier: str) -> None:
+@pytest.mark.parametrize(
+    ("workers", "servers", "carrier"),
+    [(1, 1, "memory"), (3, 1, "memory"), (2, 1, "shm"), (2, 1, "tcp"), (3, 2, "memory"), (2, 3, "shm"), (2, 2, "tcp")],
+)
+def test_the_mean_of_all_gradients_is_clipped(tmp_path: Path, workers: int, servers: int, carrier: str) -> None:
     expected, clips = as_ddp_does(workers)
     assert clips == {True, False}
-    for found in run_job(tmp_path, lambda _: trained(), workers=workers, carrier=carrier):
+    for found in run_job(tmp_path, lambda _: trained(), workers=workers, servers=servers, carrier=carrier):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize(
-    ("servers", "options", "reason"),
+    ("shares", "options", "reason"),
     [
-        (2, {}, "there are 2 servers, each with a part of the model"),
-        (1, {"overlap": True}, "overlap=True sends gradients in parts"),
-        (1, {"scale": "mean"}, "the scale is 'mean'"),
+        ((0.0, 0.5, 0.5), {}, "server 0, which leads the others, has no part of the model"),
+        ((), {"overlap": True}, "overlap=True sends gradients in parts"),
+        ((), {"scale": "mean"}, "the scale is 'mean'"),
     ],
 )
-def test_where_no_server_has_the_sum_each_worker_clips_its_own_and_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], servers: int, options: dict[str, Any], reason: str
+def test_where_servers_cannot_clip_the_mean_each_worker_clips_its_own_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], shares: tuple[float, ...], options: dict[str, Any], reason: str
 ) -> None:
     def own(worker: Session) -> float:
-        net = nn.Linear(2, 1, bias=False)
+        net = nn.Linear(200, 1, bias=False)
         optimizer = paceline.distributed(torch.optim.SGD(net.parameters(), lr=1.0), **options)
         norm = torch.tensor(0.0)
         for sign in (1.0, -1.0):
             optimizer.zero_grad()
             with optimizer.accumulate():
-                (sign * 100.0 * net(torch.ones(2))).sum().backward()
+                (sign * 100.0 * net(torch.ones(200))).sum().backward()
             optimizer.clip_gradients(0.5)
             norm = net.weight.grad.norm() if net.weight.grad is not None else norm
             optimizer.step()
         return norm.item()
 
-    assert run_job(tmp_path, own, workers=2, servers=servers) == pytest.approx([0.5, 0.5])
+    assert run_job(tmp_path, own, workers=2, servers=len(shares) or 1, shares=shares) == pytest.approx([0.5, 0.5])
     told = capsys.readouterr().err
     assert told.count("each worker clips its own gradients, not their mean") == 2
     assert told.count(reason) == 2

@@ -66,6 +66,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter in")  # of `SequentialLR` in torch 2.7, about its own call
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("optimizer", [sgd, adam])
 def test_a_scheduler_is_followed(

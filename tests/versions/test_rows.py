@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import paceline
 from paceline.api.session import Session
 from paceline.errors import DeadlineExceeded, Refused, UsageError
 from paceline.update.rows import changes, cuts
+from paceline.update.rows.torch_ops import hash_of
 from paceline.versions.feed import RowChanges
 from paceline.versions.rows import RowCopy, SubscribedRows
 from paceline.worker.rows.table import RowTable
@@ -112,13 +114,14 @@ def test_rows_and_a_dense_version_are_of_one_clock(tmp_path: Path) -> None:
 class Consumer:
     """Keeps a copy by handling changes one by one, and its cursor, as a process would that may be killed."""
 
-    def __init__(self, rows: SubscribedRows) -> None:
-        self.copy, self.cursor = RowCopy(rows.spec), ""
+    def __init__(self, rows: SubscribedRows, **choice: Any) -> None:
+        self.copy, self.cursor, self.choice = RowCopy(rows.spec), "", choice
         self.num_resets = self.num_removed = 0
 
     def handle(self, rows: SubscribedRows, wanted: dict[int, list[float]]) -> None:
         """Go on from the cursor until the copy is what it should be."""
-        with closing(rows.changes(self.cursor, wait_s=0.2, timeout_s=PATIENCE_S)) as feed:  # pyright: ignore[reportArgumentType]
+        feed = rows.changes(self.cursor, **self.choice, wait_s=0.2, timeout_s=PATIENCE_S)
+        with closing(feed):  # pyright: ignore[reportArgumentType]
             for found in feed:
                 if found is not None:
                     self._handle(rows, found)
@@ -184,6 +187,69 @@ def test_a_consumer_goes_on_from_its_cursor_and_is_told_when_it_has_expired(
     absent = ",".join(f"{'0' * 16}:3" for _ in range(2))
     first = next(each for each in rows.changes(absent) if each is not None)
     assert first.resets
+
+
+def test_consumers_of_parts_have_each_row_once_together(
+    consumer: tuple[Job, RowTable, Session, SubscribedRows], tmp_path: Path
+) -> None:
+    _, table, ps, rows = consumer
+    parts = [Consumer(rows, part=(number, 3)) for number in range(3)]
+    for step in range(1, 6):
+        push(table, step)
+        ps.clock()
+        wanted = held_by(table, tmp_path)
+        of_part = hash_of(torch.tensor(list(wanted))).remainder(3).tolist()
+        for number, one in enumerate(parts):  # each from its cursor
+            mine = [each for each, part in zip(wanted, of_part, strict=True) if part == number]
+            one.handle(rows, {each: wanted[each] for each in mine})
+        assert sum(len(one.held()) for one in parts) == len(wanted)
+    assert [one.num_resets for one in parts] == [1, 1, 1]
+    assert all(one.num_removed for one in parts)
+
+
+def test_changes_of_chosen_rows_leave_out_others_and_cursors_go_on(
+    consumer: tuple[Job, RowTable, Session, SubscribedRows], tmp_path: Path
+) -> None:
+    _, table, ps, rows = consumer
+    chosen = IDS[[3, 7, 20]]
+
+    def push_to(ids: Tensor) -> dict[int, list[float]]:
+        table.push(ids, torch.ones(len(ids), 3))
+        ps.clock()
+        held = held_by(table, tmp_path)
+        return {each: held[each] for each in chosen.tolist() if each in held}
+
+    one = Consumer(rows, ids=chosen)
+    one.handle(rows, push_to(IDS))
+    before = one.cursor
+    push_to(IDS[30:60])  # others alone
+    feed = rows.changes(before, ids=chosen, wait_s=0.2, timeout_s=PATIENCE_S)
+    with closing(feed):  # pyright: ignore[reportArgumentType]
+        skipped = next(each for each in feed if each is not None)
+    assert (len(skipped.ids), len(skipped.removed), skipped.resets) == (0, 0, False)
+    assert skipped.cursor != before, "it is not left behind"
+    one.cursor = skipped.cursor
+    one.handle(rows, push_to(chosen[:1]))
+    assert one.num_resets == 1
+    whole = Consumer(rows)
+    whole.cursor = one.cursor  # which says nothing of the rows that were wanted
+    push_to(IDS)
+    feed, ids = rows.changes(whole.cursor, wait_s=0.2, timeout_s=PATIENCE_S), set[int]()
+    with closing(feed):  # pyright: ignore[reportArgumentType]
+        while not ids >= set(IDS.tolist()):
+            found = next(feed)
+            assert found is None or not found.resets
+            ids |= set() if found is None else set(found.ids.tolist())
+
+
+@pytest.mark.parametrize(
+    "choice", [{"part": (3, 3)}, {"part": (-1, 3)}, {"part": (0, 0)}, {"ids": []}, {"ids": range(4097)}]
+)
+def test_a_choice_of_rows_that_makes_no_sense_is_refused(
+    choice: dict[str, Any], consumer: tuple[Job, RowTable, Session, SubscribedRows]
+) -> None:
+    with pytest.raises(UsageError, match=r"expected a number and how many parts|expected 1 to 4096 ids, or a part"):
+        consumer[3].changes(**choice)
 
 
 def test_what_has_no_rows_and_what_is_too_old_is_said(tmp_path: Path) -> None:

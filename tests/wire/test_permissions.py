@@ -79,6 +79,8 @@ def test_every_message_of_the_wire_has_its_speaker() -> None:
         (Hello("server", 1, 0, 1), Barrier(1, "here")),
         (Hello("server", 1, 0, 1), Follow(1, 0, "w", 0)),
         (Hello("server", 2, 0, 1), Closed(1, "w", 0, ())),
+        (Hello("server", 1, 0, 1), Follow(1, 1, "w", 0, norm=-1.0)),
+        (Hello("server", 0, 0, 1), Closed(1, "w", 0, (), clips=True, norm=-1.0)),
         (Hello("None", 0, 0, 1), RequestDone(1)),
     ],
 )

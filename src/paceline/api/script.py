@@ -472,6 +472,7 @@ def distributed(
     nonfinite: NonFinite = "reject",
     views: bool | None = None,
     overlap: bool = False,
+    factors: bool = False,
     model: nn.Module | None = None,
     name: str | None = None,
 ) -> Distributed:
@@ -511,6 +512,10 @@ def distributed(
             compared with the computation. A backward that is not the last of its step then belongs inside
             `with optimizer.accumulate()`, gradients must not change after backward, and each bucket is a push of its
             own: one that is not finite does not stop the updates of the others.
+        factors: send, in the place of the gradient of a `torch.nn.Linear` of `model`, the inputs and the gradients at
+            the outputs that it is the product of, wherever these have fewer bytes: for large layers and small batches
+            over a line on which what is sent costs more than what is received. The server multiplies them; values may
+            differ in their last bits. For float32 and float64 on CPUs. Where memory is shared, nothing changes.
         model: if given, its floating-point buffers (BatchNorm statistics) are averaged over the workers too, and
             messages use its parameter names.
         name: name of the table on the servers; unique in the job. Default: "model", then "model-2" and so on, the same
@@ -540,9 +545,11 @@ def distributed(
     name = session.tables.default_name("model") if name is None else name
     if consistency is not None and chosen != ParameterServer():
         raise UsageError(f"'{name}' is told both {chosen} and consistency={consistency!r}, which is for servers.")
+    if factors and not isinstance(chosen, ParameterServer):
+        raise UsageError(f"'{name}' is told both {chosen} and factors=True, which is for servers: leave it out.")
     policy = session.policy(consistency)
     divide_lr = session.divide_lr if divide_lr is None else divide_lr
     settings = Settings(
-        policy, session.scale_of(scale), fetch_every, nonfinite, name, views, overlap, divide_lr=divide_lr
+        policy, session.scale_of(scale), fetch_every, nonfinite, name, views, overlap, factors, divide_lr
     )
     return session.distributed(optimizer, model=model, settings=settings, strategy=chosen)

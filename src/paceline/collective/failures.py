@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Final
 from weakref import WeakMethod
 
-from torch._C._distributed_c10d import Store
-
 from paceline.errors import DeadlineExceeded, PeerError
+from paceline.torch_private import Store
 from paceline.worker import waits
 
 

@@ -13,7 +13,6 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, ProcessGroupGloo, Store
 from torch.distributed import ProcessGroup, Work
 
 from paceline.collective.failures import FailureReports, Liveness, names
@@ -22,6 +21,7 @@ from paceline.collective.process_group import OwnGroup
 from paceline.collective.signature import NUM_WORDS, CallSignature, require_same
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
 from paceline.job.carriers import CARRIERS
+from paceline.torch_private import FileStore, HashStore, PrefixStore, ProcessGroupGloo, Store, gloo_backend, group_over
 from paceline.wire.messages import Hello
 from paceline.wire.requests import Barrier
 from paceline.worker.node import WorkerNode
@@ -329,15 +329,9 @@ def connect_members(
 
 
 def connect_gloo(store: Store, rank: int, size: int, address: str, timeout: timedelta) -> ProcessGroupGloo:
-    """Return Gloo's connections between the members of a group, at an address of this machine; blocks until all have.
-
-    Torch's own would resolve the name of the machine to find one.
-    """
-    options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] - newer ones have two names
-    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = timeout
+    """Return Gloo's connections between all members, at an address of this machine; blocks until all are connected."""
     try:
-        return ProcessGroupGloo(store, rank, size, options)
+        return gloo_backend(store, rank, size, address, timeout)
     except RuntimeError as error:
         raise PeerError(f"worker {rank} could not connect to all other workers: {error}") from error
 
@@ -346,8 +340,4 @@ def group_of(backend: OwnGroup | ProcessGroupGloo, store: Store, rank: int, size
     """Return a process group that is not registered globally: a process may have several."""
     if isinstance(backend, OwnGroup):
         return backend
-    group = ProcessGroup(store, rank, size)
-    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        group._register_backend(torch.device(device), ProcessGroup.BackendType.GLOO, backend)
-    group._set_default_backend(ProcessGroup.BackendType.GLOO)
-    return group
+    return group_over(backend, store, rank, size)

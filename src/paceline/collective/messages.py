@@ -15,7 +15,6 @@ from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
 
 from paceline.collective.failures import FailureReports
@@ -24,6 +23,7 @@ from paceline.collective.operations import values_of
 from paceline.collective.process_group import OwnGroup
 from paceline.collective.signature import NUM_WORDS, CallSignature, name_of
 from paceline.errors import PacelineError, PeerError, UsageError
+from paceline.torch_private import Store
 from paceline.worker.validation import brief
 from paceline.worker.waits import About
 

@@ -8,12 +8,12 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions, ReduceOptions
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from paceline.collective.call_queue import QueuedCall
 from paceline.collective.signature import Op, name_of
 from paceline.errors import UsageError
+from paceline.torch_private import AllgatherOptions, AllreduceOptions, BroadcastOptions, ReduceOptions
 
 # Dtypes that Gloo cannot add, or would round after each addition, are added as another dtype and rounded once.
 _ADDED_AS: Final = {

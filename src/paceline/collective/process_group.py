@@ -15,7 +15,6 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import ProcessGroup, Work
 
 from paceline.collective.exchange import COMBINE, REDUCTIONS, Combine, Exchange
@@ -23,6 +22,7 @@ from paceline.collective.peers import MOST_TAG, Peers
 from paceline.collective.rounds import Call
 from paceline.collective.torch_backend import NAME
 from paceline.errors import PeerError, UsageError
+from paceline.torch_private import AllgatherOptions
 from paceline.transport.deadline import Deadline
 
 Options = Any  # torch has a class of them for each call

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any, Final
 from paceline.errors import DeadlineExceeded, UsageError
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
     from paceline.collective.meeting import FarAccess
     from paceline.collective.process_group import OwnGroup
+    from paceline.torch_private import Store
 
 NAME: Final = "paceline"
 _TORCH_MODULE: Final = "torch.distributed.distributed_c10d"

@@ -2,7 +2,7 @@
 
 | axis    | question                                              | values                                        |
 |---------|-------------------------------------------------------|-----------------------------------------------|
-| bound   | how many clocks may a reader be ahead of the slowest  | 0, s, None (never waits)                      |
+| bound   | how many clocks may a reader be ahead of the slowest  | 0, s, l to s, None (never waits)              |
 | visible | when may others see an update                         | on_arrival; on_clock (its clock is complete)  |
 | deliver | how do values travel                                  | on_pull; on_clock (pushed to subscribers)     |
 | backups | how many workers may miss a clock (the quorum axis)   | 0 = all complete it; b = the first n of n + b |
@@ -20,7 +20,7 @@ from paceline.errors import UsageError
 Visible = Literal["on_arrival", "on_clock"]
 Deliver = Literal["on_pull", "on_clock"]
 
-_AXES = "bound=S|none,visible=on_arrival|on_clock,deliver=on_pull|on_clock,backups=B"
+_AXES = "bound=S|L..S|none,visible=on_arrival|on_clock,deliver=on_pull|on_clock,backups=B"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,15 @@ class Consistency:
     visible: Visible = "on_arrival"
     deliver: Deliver = "on_pull"
     backups: int = 0
+    lowest: int | None = None  # servers move the bound in force between this and `bound`; None: it stays at `bound`
 
     def __post_init__(self) -> None:
         """Refuse values outside the axes."""
-        for name, given in (("bound", 0 if self.bound is None else self.bound), ("backups", self.backups)):
-            if not isinstance(given, int):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+        for name in ("bound", "backups", "lowest"):
+            given = getattr(self, name)
+            if given is None and name != "backups":
+                continue
+            if not isinstance(given, int):
                 raise UsageError(f"Consistency: {name} is {shown(given)}, expected a whole number.")
         if self.bound is not None and self.bound < 0:
             raise UsageError(
@@ -61,19 +65,37 @@ class Consistency:
                 "backup workers need visible=on_clock: a quorum completes a clock, "
                 "and updates that show on arrival belong to no clock that could be completed."
             )
+        if self.lowest is not None:
+            self._check_adaptive(self.lowest)
+
+    def _check_adaptive(self, lowest: int) -> None:
+        """Refuse a bound that cannot move, or that the answers to pulls do not decide."""
+        if self.bound is None or not 0 <= lowest < self.bound:
+            raise UsageError(
+                f"an adaptive bound moves from {lowest} to {'none' if self.bound is None else self.bound}, expected "
+                "two numbers of clocks, the lower one first: adaptive:0:8, for example."
+            )
+        if self.deliver != "on_pull" or self.backups:
+            raise UsageError(
+                "an adaptive bound needs deliver=on_pull and no backups: it follows what pulls wait for, and neither "
+                "delivered values nor the late workers of a quorum are pulled. Leave these out: adaptive:0:8, say."
+            )
 
     def __str__(self) -> str:
         """Return the shortest text that `parse` turns back into this value."""
         for name, point in POINTS.items():
-            number = getattr(self, point.axis) if point.axis else 0
-            if number is not None and (number or point.axis != "backups") and point.of(number) == self:
-                return f"{name}:{number}" if point.axis else name
+            numbers = [getattr(self, axis) for axis in point.axes]
+            if None not in numbers and (self.backups or "backups" not in point.axes) and point.make(*numbers) == self:
+                return ":".join([name, *map(str, numbers)])
         bound = "none" if self.bound is None else self.bound
+        bound = bound if self.lowest is None else f"{self.lowest}..{bound}"
         return f"bound={bound},visible={self.visible},deliver={self.deliver},backups={self.backups}"
 
     @staticmethod
     def parse(text: str) -> Consistency:
-        """Read `bsp`, `ssp:3`, `essp:3`, `asynchronous`, `backup:1` or `bound=2,visible=on_clock,...`.
+        """Read `bsp`, `ssp:3`, `essp:3`, `asynchronous`, `backup:1`, `adaptive:0:8` or `bound=2,visible=on_clock,...`.
+
+        `adaptive` alone is `adaptive:0:8`, and its bound among axes is `bound=0..8`.
 
         Raises:
             UsageError: the text is not a valid consistency; the message lists the valid ones.
@@ -83,12 +105,12 @@ class Consistency:
         stripped = text.strip().lower()
         if "=" in stripped:
             return _parse_axes(stripped)
-        name, colon, argument = stripped.partition(":")
-        point = POINTS.get(_SHORT.get(name, name))
-        if point is not None and point.axis and not colon:
-            raise UsageError(f"consistency '{text}' lacks its number: write {name}:3, for example.")
-        if point is not None and bool(colon) == bool(point.axis):
-            return point.of(_integer(argument, text) if colon else 0)
+        name, *arguments = _SHORT.get(stripped, stripped).split(":")
+        point = POINTS.get(name)
+        if point is not None and len(arguments) == len(point.axes):
+            return point.make(*(_integer(argument, text) for argument in arguments))
+        if point is not None and point.axes and len(arguments) < len(point.axes):
+            raise UsageError(f"consistency '{text}' lacks {point.lacks}: write {name}:{point.usual}, for example.")
         raise UsageError(f"unknown consistency '{text}'. Expected one of {_NAMES}, or {_AXES}.")
 
     @property
@@ -99,6 +121,13 @@ class Consistency:
     def needs(self, clock: int) -> int:
         """Return the lowest value clock that a read at `clock` may have: `clock - bound`, never below 0."""
         return 0 if self.bound is None else max(0, clock - self.bound)
+
+    def unasked(self, clock: int) -> int:
+        """Return the lowest value clock of a read at `clock` that no server answers.
+
+        Servers alone know the bound in force of an adaptive bound, so such a read keeps the lowest.
+        """
+        return self.needs(clock) if self.lowest is None else max(0, clock - self.lowest)
 
 
 @checked
@@ -163,33 +192,55 @@ def backup(backups: int) -> Consistency:
     return Consistency(bound=0, visible="on_clock", backups=backups)
 
 
+@checked
+def adaptive(lowest: int = 0, highest: int = 8) -> Consistency:
+    """Bound that servers move while a run goes on, to where waiting and staleness together cost least.
+
+    A read keeps the bound in force when it is asked for, and never lacks more than `highest` clocks.
+
+    Raises:
+        UsageError: `lowest` is negative, or not below `highest`.
+
+    Example:
+        >>> str(adaptive(0, 4)), adaptive(0, 4).needs(7)  # in no case is a read at clock 7 older than clock 3
+        ('adaptive:0:4', 3)
+    """
+    return Consistency(bound=highest, lowest=lowest)
+
+
 @dataclass(frozen=True, slots=True)
 class NamedPoint:
     """A point of the axes that has a name.
 
     Args:
-        make: returns it, given its number, if it has one.
-        axis: what its number is; "" without one.
+        make: returns it, given its numbers.
+        axes: what its numbers are.
+        form: how they are written, in messages.
+        usual: numbers as an example.
     """
 
     make: Callable[..., Consistency]
-    axis: Literal["", "bound", "backups"] = ""
+    axes: tuple[Literal["bound", "backups", "lowest"], ...] = ()
+    form: str = ""
+    usual: str = "3"
 
-    def of(self, number: int) -> Consistency:
-        """Return the point of this number."""
-        return self.make(number) if self.axis else self.make()
+    @property
+    def lacks(self) -> str:
+        """What a text lacks that has the name alone."""
+        return "its number" if len(self.axes) == 1 else "one of its numbers"
 
 
 # By name, in the order in which messages list them.
 POINTS: Final[Mapping[str, NamedPoint]] = {
     "bsp": NamedPoint(bsp),
-    "ssp": NamedPoint(ssp, "bound"),
-    "essp": NamedPoint(essp, "bound"),
+    "ssp": NamedPoint(ssp, ("bound",), ":S"),
+    "essp": NamedPoint(essp, ("bound",), ":S"),
     "asynchronous": NamedPoint(asynchronous),
-    "backup": NamedPoint(backup, "backups"),
+    "backup": NamedPoint(backup, ("backups",), ":B"),
+    "adaptive": NamedPoint(adaptive, ("lowest", "bound"), ":L:S", usual="0:8"),
 }
-_SHORT: Final = {"async": "asynchronous"}
-FORMS: Final = tuple(name + {"": "", "bound": ":S", "backups": ":B"}[point.axis] for name, point in POINTS.items())
+_SHORT: Final = {"async": "asynchronous", "adaptive": "adaptive:0:8"}
+FORMS: Final = tuple(name + point.form for name, point in POINTS.items())
 _NAMES: Final = ", ".join(FORMS)
 
 
@@ -212,8 +263,10 @@ def _parse_axes(text: str) -> Consistency:
     for name, choice, allowed in (("visible", visible, Visible), ("deliver", deliver, Deliver)):
         if choice not in get_args(allowed):
             raise UsageError(f"consistency '{text}': {name} is '{choice}', expected {' or '.join(get_args(allowed))}.")
+    lowest, dots, bound = given["bound"].rpartition("..")
     return Consistency(
-        bound=None if given["bound"] == "none" else _integer(given["bound"], text),
+        lowest=_integer(lowest, text) if dots else None,
+        bound=None if bound == "none" else _integer(bound, text),
         visible=cast("Visible", visible),
         deliver=cast("Deliver", deliver),
         backups=_integer(given.get("backups", "0"), text),
@@ -259,6 +312,10 @@ class Deferral:
     def needs(self, clock: int) -> int:
         """Return the lowest value clock that a read at `clock` may have."""
         return self._of_values.needs(clock)
+
+    def unasked(self, clock: int) -> int:
+        """Return the lowest value clock of a read at `clock` that no server answers."""
+        return self._of_values.unasked(clock)
 
     def contained(self, value_clock: int) -> int:
         """Return the clock below which values of `value_clock` contain every update."""

@@ -19,19 +19,30 @@ class Hold:
 
 
 @value_class
+class Measure:
+    """Pass `Measured` with the norm of the gradient that these pushes of this clock make together here."""
+
+    table: str
+    ids: tuple[PushId, ...]
+    clock: int
+
+
+@value_class
 class Apply:
     """Update the table with these pushes in this order, as one update; then forget their tensors.
 
+    `norm`: of the combined gradient over all servers, where several of them clip it.
     If that fails, pass `Unapplied` to the core, and drop what else of this turn says that they are applied. If some of
     them turn out to be not finite, pass `NotFinite` for each of these, make the update without them, and drop likewise.
     """
 
     table: str
     ids: tuple[PushId, ...]
+    norm: float | None = None
 
     def without(self, pushes: Collection[PushId]) -> Apply:
         """Return the update that leaves these pushes out."""
-        return Apply(self.table, tuple(push_id for push_id in self.ids if push_id not in pushes))
+        return replace(self, ids=tuple(push_id for push_id in self.ids if push_id not in pushes))
 
 
 @value_class
@@ -83,6 +94,21 @@ class Advanced:
 
 
 @value_class
+class BoundMoved:
+    """For the record: the adaptive bound of `table` is `bound` here from now on, for pulls that come.
+
+    `waiting` is the share of their time in which workers waited for values, and `staleness` how many clocks these
+    lacked on average, in the window before.
+    """
+
+    table: str
+    before: int
+    bound: int
+    waiting: float
+    staleness: float
+
+
+@value_class
 class MembershipChanged:
     """For the record: a worker's life began or ended; `change` is "joined", "left" or "died"."""
 
@@ -92,7 +118,7 @@ class MembershipChanged:
     reason: str = ""
 
 
-ServerEffect = Hold | Apply | Discard | Reply | Serve | Tell | Advanced | MembershipChanged
+ServerEffect = Hold | Measure | Apply | Discard | Reply | Serve | Tell | Advanced | BoundMoved | MembershipChanged
 
 
 # -- of a worker -----------------------------------------------------------------------------------------------------

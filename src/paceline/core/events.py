@@ -29,6 +29,22 @@ class InvalidPush:
 
 
 @value_class
+class ClippedPush:
+    """This push arrived, and its update is to be clipped by its norm over all servers."""
+
+    push: Push
+
+
+@value_class
+class Measured:
+    """The gradients that a `Measure` names have this norm, combined as for their update."""
+
+    table: str
+    clock: int
+    norm: float
+
+
+@value_class
 class Unapplied:
     """An `Apply` of these pushes failed: the update was not made, and never will be."""
 
@@ -86,7 +102,18 @@ class Resumed:
 
 
 ServerHappening = (
-    Declared | Changed | InvalidPush | Unapplied | NotFinite | Disconnected | Died | Timeout | Woke | Resumed
+    Declared
+    | Changed
+    | InvalidPush
+    | ClippedPush
+    | Measured
+    | Unapplied
+    | NotFinite
+    | Disconnected
+    | Died
+    | Timeout
+    | Woke
+    | Resumed
 )
 
 

@@ -275,19 +275,24 @@ FromServer = (
 
 @value_class
 class Follow:
-    """Send me the decision on `clock` of `table` once it is made; I have applied every clock below it."""
+    """Send me the decision on `clock` of `table` once it is made; I have applied every clock below it.
+
+    With `norm` I know the decision: that is the norm of my part of the update, and I wait for the norm of all of it.
+    """
 
     generation: int
     server: int
     table: str
     clock: int
+    norm: float | None = None
 
 
 @value_class
 class Closed:
     """`clock` of `table` is complete with exactly these contributors, (worker, incarnation) in ascending rank.
 
-    Except their pushes in `withdrawn`: (worker, incarnation, sequence number).
+    Except their pushes in `withdrawn`: (worker, incarnation, sequence number). If it `clips`, the update waits for
+    `norm`, that of the parts of all servers together: without it, tell me that of yours.
     """
 
     generation: int
@@ -295,6 +300,8 @@ class Closed:
     clock: int
     contributors: tuple[tuple[int, int], ...]
     withdrawn: tuple[tuple[int, int, int], ...] = ()
+    clips: bool = False
+    norm: float | None = None
 
 
 BetweenServers = Follow | Closed

@@ -14,13 +14,28 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from paceline.core.effects import Advanced, Apply, Discard, Hold, MembershipChanged, Reply, Serve, ServerEffect, Tell
+from paceline.core.adaptive import AdaptiveBound
+from paceline.core.effects import (
+    Advanced,
+    Apply,
+    BoundMoved,
+    Discard,
+    Hold,
+    Measure,
+    MembershipChanged,
+    Reply,
+    Serve,
+    ServerEffect,
+    Tell,
+)
 from paceline.core.events import (
     Changed,
+    ClippedPush,
     Declared,
     Died,
     Disconnected,
     InvalidPush,
+    Measured,
     NotFinite,
     Resumed,
     ServerHappening,
@@ -83,6 +98,7 @@ class ServerCore:
     _has_more: bool = False  # some complete clocks are still open: one event closes at most MAX_AT_ONCE
     # Tables for which the end of a clock may change something; the others are brought to it when they are used again.
     _awake: dict[str, TableCore] = field(default_factory=dict[str, TableCore])
+    _adaptive: dict[str, AdaptiveBound] = field(default_factory=dict[str, AdaptiveBound])  # by table, where it moves
     # From followers, about tables that are not declared here yet.
     _early: list[Follow] = field(default_factory=list[Follow])
 
@@ -100,6 +116,8 @@ class ServerCore:
     def handle(self, event: ServerEvent, now: float) -> list[ServerEffect]:
         """Process one event; return the effects to perform, in order."""
         effects: list[ServerEffect] = []
+        if self._adaptive:
+            self._pass_time(event, now)
         match event:
             case Push():
                 self._on_push(event, "", effects)
@@ -113,6 +131,10 @@ class ServerCore:
                 self._on_taken(event, effects)
             case InvalidPush():
                 self._on_push(event.push, event.reason, effects)
+            case ClippedPush():
+                self._on_clipped(event.push, effects)
+            case Measured():
+                self._on_measured(event, effects)
             case Unapplied():
                 for push_id in event.ids:
                     self._answer(push_id, event.table, PushRefused(push_id, event.reason), effects)
@@ -212,6 +234,11 @@ class ServerCore:
             self._decide_push(push, invalid, effects)
         return False
 
+    def _on_clipped(self, push: Push, effects: list[ServerEffect]) -> None:
+        is_copy, table = self._on_push(push, "", effects), self.tables.get(push.table)
+        if not is_copy and not self._follows and table is not None and table.closes_clocks:
+            table.commit.note_clip(push.clock)
+
     def _decide_push(self, push: Push, invalid: str, effects: list[ServerEffect]) -> None:
         """Answer a push that is seen for the first time."""
         table = self.tables.get(push.table)
@@ -308,6 +335,10 @@ class ServerCore:
     def _advance(self, name: str, table: TableCore, effects: list[ServerEffect]) -> int:
         clock = table.reached = self.clock_of(name)
         effects.append(Advanced(name, clock))
+        if table.adaptive is not None:
+            bound, before = table.adaptive, table.adaptive.reach(clock)
+            if before is not None:
+                effects.append(BoundMoved(name, before, bound.bound, bound.seen.waiting, bound.seen.staleness))
         return clock
 
     def _close_complete(self, name: str, table: TableCore, effects: list[ServerEffect]) -> None:
@@ -320,18 +351,56 @@ class ServerCore:
                 return
             finished = self._clocks.past(clock)
             decision = table.commit.decide(self.lives.incarnations(finished))
-            self._close(name, table, decision, effects)
-            for server in table.commit.followers_of(clock) if table.commit.num_followers else ():
-                effects.append(Tell(server, self._closed(name, clock, decision)))
+            if decision.clips:
+                self._measure(name, table, decision, effects)
+            else:
+                self._close(name, table, decision, effects)
+            if table.commit.num_followers:
+                self._tell_followers(name, table, clock, decision, effects)
+
+    def _tell_followers(
+        self, name: str, table: TableCore, clock: int, decision: CommitDecision, effects: list[ServerEffect]
+    ) -> None:
+        for server in table.commit.followers_of(clock):
+            effects.append(Tell(server, self._closed(name, clock, decision)))
 
     def _closed(self, table: str, clock: int, decision: CommitDecision) -> Closed:
-        return Closed(self.settings.generation, table, clock, decision.contributors, decision.withdrawn)
+        return Closed(
+            self.settings.generation,
+            table,
+            clock,
+            decision.contributors,
+            decision.withdrawn,
+            decision.clips,
+            decision.norm,
+        )
+
+    @staticmethod
+    def _measure(name: str, table: TableCore, decision: CommitDecision, effects: list[ServerEffect]) -> None:
+        """Have the update of the current clock measured, which is decided but waits for its norm."""
+        effects.append(Measure(name, tuple(table.commit.await_norm(decision)), table.commit.clock))
+
+    def _on_measured(self, event: Measured, effects: list[ServerEffect]) -> None:
+        table = self.tables[event.table]
+        table.commit.note_norm(self.settings.server, event.clock, event.norm)
+        if self._follows:
+            effects.append(Tell(LEAD, self._question(event.table, table)))
+        else:
+            self._close_measured(event.table, table, effects)
+
+    def _close_measured(self, name: str, table: TableCore, effects: list[ServerEffect]) -> None:
+        """On the lead: close the pending clock once its norm is known, and those after it."""
+        clock, decision = table.commit.clock, table.commit.with_norm()
+        if decision is not None:
+            self._close(name, table, decision, effects)
+            self._tell_followers(name, table, clock, decision, effects)
+            self._close_complete(name, table, effects)
 
     def _close(self, name: str, table: TableCore, decision: CommitDecision, effects: list[ServerEffect]) -> None:
         clock = table.commit.clock
         applied, withdrawn, late = table.commit.close(decision)
         if applied:
-            effects.append(Apply(name, tuple(applied)))
+            effects.append(Apply(name, tuple(applied), decision.norm))
             table.version += 1
         # Those whose pulls this answers; values name the own pushes that they include.
         readers = set() if table.keyed else table.readers.satisfied_readers(table.commit.clock)
@@ -354,7 +423,12 @@ class ServerCore:
         if event.generation != self.settings.generation or table is None or event.clock > table.commit.clock:
             return
         if event.clock == table.commit.clock:
-            self._close(event.table, table, CommitDecision(event.contributors, event.withdrawn), effects)
+            decision = CommitDecision(event.contributors, event.withdrawn, event.clips, event.norm)
+            if not decision.lacks_norm:
+                self._close(event.table, table, decision, effects)
+            elif table.commit.pending is None:
+                self._measure(event.table, table, decision, effects)
+                return  # the lead is told once it is measured
         self._ask_lead(event.table, table, now, effects)  # also after an old decision: the lead has missed a question
 
     def _on_follow(self, event: Follow, effects: list[ServerEffect]) -> None:
@@ -366,14 +440,20 @@ class ServerCore:
                 self._early.append(event)
         elif table.closes_clocks:
             decision = table.commit.follow(event.server, event.clock)
-            if decision is not None:
+            if decision is not None and not (decision.lacks_norm and event.norm is not None):
                 effects.append(Tell(event.server, self._closed(event.table, event.clock, decision)))
+            if event.norm is not None:
+                table.commit.note_norm(event.server, event.clock, event.norm)
+                self._close_measured(event.table, table, effects)
             self._close_complete(event.table, table, effects)
 
     def _ask_lead(self, name: str, table: TableCore, now: float, effects: list[ServerEffect]) -> None:
         table.ask_lead_at = now + self.settings.retry_s
-        follow = Follow(self.settings.generation, self.settings.server, name, table.commit.clock)
-        effects.append(Tell(LEAD, follow))
+        effects.append(Tell(LEAD, self._question(name, table)))
+
+    def _question(self, name: str, table: TableCore) -> Follow:
+        server, commit = self.settings.server, table.commit
+        return Follow(self.settings.generation, server, name, commit.clock, commit.norm_of(server))
 
     # -- reads -------------------------------------------------------------------------------------------------------
 
@@ -405,6 +485,8 @@ class ServerCore:
             if pull.table not in self._awake:
                 self._wake(pull.table, table, effects)
             clock = self.clock_of(pull.table)
+            if table.adaptive is not None:
+                pull = table.readers.waiting_copy(pull) or table.adaptive.admit(pull)
             if table.readers.add_pull(pull, clock):
                 self._fetch(pull, table, clock, life, effects)
 
@@ -432,6 +514,14 @@ class ServerCore:
         fetched = table.fetched(pull, clock, self._clocks.of(pull.sender.worker), life.dedup)
         effects.append(Serve(pull.sender.worker, pull.sender.incarnation, fetched))
 
+    def _pass_time(self, event: ServerEvent, now: float) -> None:
+        """Count the time until this event for the bounds that move."""
+        for name, bound in self._adaptive.items():
+            if isinstance(event, Woke | Resumed):
+                bound.start_over(now)
+            else:
+                bound.pass_time(now, self.tables[name].readers.num_waiting, len(self._clocks))
+
     # -- tables ------------------------------------------------------------------------------------------------------
 
     def _on_declared(self, event: Declared, now: float, effects: list[ServerEffect]) -> None:
@@ -447,6 +537,8 @@ class ServerCore:
             event.table, event.consistency, ClockCommit(followers, clock=self._clocks.slowest), event.keyed
         )
         self.tables[event.table] = self._awake[event.table] = table
+        if table.adaptive is not None:
+            self._adaptive[event.table] = table.adaptive
         if self._follows and table.closes_clocks:
             self._ask_lead(event.table, table, now, effects)
         early = [follow for follow in self._early if follow.table == event.table]

@@ -88,6 +88,7 @@ def broken_bound(server: int, message: Fetched, pull: Pull, what: str) -> Fail:
 class _Reading:
     request: int
     needs: int
+    unasked: int  # what a part needs that is no answer to this read
     refresh: bool
     awaited: set[int]  # servers whose part is not fresh enough yet
     source: str = "fetch"
@@ -118,9 +119,11 @@ class DenseReads:
         """Start a read; see `TableReads`."""
         if not isinstance(want, WantRead):
             raise ProtocolBug(f"table '{self.table}' is dense, and cannot process {want}")
-        needs = clock if want.exact or self.consistency.bound == 0 else self.consistency.needs(clock)
-        awaited = set(self.servers if want.refresh else (s for s in self.servers if not self._is_fresh(s, needs)))
-        self.reading = _Reading(request, needs, want.refresh, awaited)
+        is_exact = want.exact or self.consistency.bound == 0
+        needs = clock if is_exact else self.consistency.needs(clock)
+        unasked = clock if is_exact else self.consistency.unasked(clock)
+        awaited = set(self.servers if want.refresh else (s for s in self.servers if not self._is_fresh(s, unasked)))
+        self.reading = _Reading(request, needs, unasked, want.refresh, awaited)
         if not awaited:
             self.reading.source = "delivery" if self.consistency.deliver == "on_clock" else "cache"
             self._finish(effects)
@@ -143,7 +146,7 @@ class DenseReads:
         if reading and server in reading.awaited and self._is_fresh(server, reading.needs):
             if request == reading.request:
                 reading.awaited.discard(server)
-            elif not reading.refresh:
+            elif not reading.refresh and self._is_fresh(server, reading.unasked):
                 reading.awaited.discard(server)
                 reading.source = "delivery"
         if reading and not reading.awaited:

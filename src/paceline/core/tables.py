@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import hypot
 from typing import final
 
+from paceline.core.adaptive import AdaptiveBound
 from paceline.core.consistency import Consistency
 from paceline.core.exactly_once import DedupWindow
 from paceline.core.membership import Clocks
@@ -53,11 +55,19 @@ def is_late(reason: str) -> bool:
 class CommitDecision:
     """The decision that completes a clock: the (worker, incarnation) of each contributor.
 
-    `withdrawn` excludes pushes that some server refused, as (worker, incarnation, sequence number).
+    `withdrawn` excludes pushes that some server refused, as (worker, incarnation, sequence number). An update that
+    `clips` waits for its `norm`, that of the parts of all servers together.
     """
 
     contributors: tuple[tuple[int, int], ...]
     withdrawn: tuple[tuple[int, int, int], ...] = ()
+    clips: bool = False
+    norm: float | None = None
+
+    @property
+    def lacks_norm(self) -> bool:
+        """Whether the update cannot be made yet."""
+        return self.clips and self.norm is None
 
 
 @dataclass(slots=True)
@@ -76,6 +86,10 @@ class ClockCommit:
     # Invariant: holds only clocks that some follower has not applied.
     _decided: dict[int, CommitDecision] = field(default_factory=dict[int, CommitDecision])
     _following: dict[int, int] = field(default_factory=dict[int, int])
+    _clipped: set[int] = field(default_factory=set[int])  # open clocks with a push whose update is to be clipped
+    # Of the current clock, once it is decided but lacks its norm: no push joins or leaves its update any more.
+    pending: CommitDecision | None = None
+    _norms: dict[int, float] = field(default_factory=dict[int, float])  # of the parts of the pending update, by server
 
     def __post_init__(self) -> None:
         """Remember where the table began."""
@@ -95,6 +109,10 @@ class ClockCommit:
         """Keep a push until its clock closes."""
         self._held.setdefault(clock, []).append(push_id)
 
+    def note_clip(self, clock: int) -> None:
+        """On the lead: clip the update of this clock."""
+        self._clipped.add(clock)
+
     def withdraw(self, worker: int, incarnation: int, clock: int, seq: int) -> bool:
         """On the lead: exclude a push that some server refused; return False if its worker has withdrawn too many."""
         if clock < self.clock:
@@ -108,7 +126,7 @@ class ClockCommit:
         """On the lead: decide the current clock, given the (worker, incarnation) of those that have finished it."""
         lives, entries = set(finished), self._withdrawn.get(self.clock)
         withdrawn = tuple(sorted(entry for entry in entries if entry[:2] in lives)) if entries else ()
-        decision = CommitDecision(tuple(finished), withdrawn)
+        decision = CommitDecision(tuple(finished), withdrawn, clips=self.clock in self._clipped)
         if self.num_followers:
             self._decided[self.clock] = decision
         return decision
@@ -128,16 +146,50 @@ class ClockCommit:
             kind.append(push_id)
         for worker, incarnation, _ in self._withdrawn.pop(self.clock, ()):
             self._num_withdrawn[worker, incarnation] -= 1
+        if decision.clips:
+            self._clipped.discard(self.clock)
+            self.pending = None
         self.clock += 1
         return applied, withdrawn, late
 
+    def await_norm(self, decision: CommitDecision) -> list[PushId]:
+        """Note that the current clock waits for its norm; return the pushes that `close` will return as applied."""
+        self.pending, self._norms = decision, {}
+        chosen, gone = set(decision.contributors), set(decision.withdrawn)
+        return [
+            push_id
+            for push_id in sorted(self._held.get(self.clock, []))
+            if (push_id.worker, push_id.incarnation) in chosen
+            and (push_id.worker, push_id.incarnation, push_id.seq) not in gone
+        ]
+
+    def note_norm(self, server: int, clock: int, norm: float) -> None:
+        """Note the norm of a server's part of the pending update; one of another clock changes nothing."""
+        if self.pending is not None and clock == self.clock:
+            self._norms[server] = norm
+
+    def norm_of(self, server: int) -> float | None:
+        """Return the norm of a server's part of the pending update; None if it is not known, or none is pending."""
+        return None if self.pending is None else self._norms.get(server)
+
+    def with_norm(self) -> CommitDecision | None:
+        """On the lead: return the pending decision with its norm once all servers have told theirs, else None."""
+        if self.pending is None or len(self._norms) <= self.num_followers:
+            return None
+        decision = replace(self.pending, norm=hypot(*(norm for _, norm in sorted(self._norms.items()))))
+        self._decided[self.clock] = decision
+        return decision
+
     def drop(self, worker: int, incarnation: int) -> list[PushId]:
-        """Remove the pushes of an ended life for open clocks, and return them."""
+        """Remove the pushes of an ended life for open clocks that are not decided, and return them."""
+        is_chosen = self.pending is not None and (worker, incarnation) in self.pending.contributors
         if self._num_withdrawn.pop((worker, incarnation), 0):
             rest = {c: {e for e in own if e[:2] != (worker, incarnation)} for c, own in self._withdrawn.items()}
             self._withdrawn = {clock: own for clock, own in rest.items() if own}
         dropped: list[PushId] = []
         for clock, ids in self._held.items():
+            if is_chosen and clock == self.clock:
+                continue
             gone = {i for i in ids if (i.worker, i.incarnation) == (worker, incarnation)}
             dropped += sorted(gone)
             self._held[clock] = [i for i in ids if i not in gone]
@@ -221,6 +273,16 @@ class ReadQueue(ABC):
     def waiting_pulls(self) -> list[Pull]:
         """Return the pulls that wait for a clock, lowest rank first."""
         return [pull for _, pull in sorted(self._waiting.items())]
+
+    def waiting_copy(self, pull: Pull) -> Pull | None:
+        """Return the pull that waits already and that this one repeats, or None."""
+        waiting = self._waiting.get(self._place(pull))
+        return waiting if waiting is not None and waiting.request == pull.request else None
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of workers with a pull that waits for a clock."""
+        return len({worker for worker, _ in self._waiting})
 
     def start_deliveries(self, clock: int) -> list[int]:
         """Return the free subscribers that have not been sent this clock, and mark them busy."""
@@ -329,6 +391,7 @@ class TableCore:
     keyed: bool = False  # a table of rows
     readers: ReadQueue = field(init=False)
     closes_clocks: bool = field(init=False)  # updates become visible clock by clock
+    adaptive: AdaptiveBound | None = field(init=False)  # the bound in force, where it moves
     # Number of updates applied here; a reader orders values by it.
     version: int = 0
     ask_lead_at: float = 0.0
@@ -339,6 +402,8 @@ class TableCore:
         self.closes_clocks = self.consistency.visible == "on_clock"
         subscribing = self.consistency.deliver == "on_clock"
         self.readers = RowReadQueue(subscribing) if self.keyed else DenseReadQueue(subscribing)
+        lowest, highest = self.consistency.lowest, self.consistency.bound
+        self.adaptive = None if lowest is None or highest is None else AdaptiveBound(lowest, highest)
 
     @property
     def is_idle(self) -> bool:
@@ -348,7 +413,7 @@ class TableCore:
     def is_complete(self, clocks: Clocks) -> bool:
         """Return whether enough workers have finished its current clock, and no follower is too far behind."""
         clock, backups = self.commit.clock, self.consistency.backups
-        if self.commit.num_followers and self.commit.is_far_ahead:
+        if self.commit.pending is not None or (self.commit.num_followers and self.commit.is_far_ahead):
             return False
         if not backups:
             return clocks.slowest > clock and len(clocks) > 0
@@ -356,6 +421,8 @@ class TableCore:
 
     def fetched(self, pull: Pull, clock: int, ticked: int, dedup: DedupWindow) -> Fetched:
         """Return the answer to a pull, to be sent with the current values."""
+        if self.adaptive is not None:
+            self.adaptive.note_answer(pull.clock - clock)
         settled, includes = dedup.settled_in(self.name), dedup.applied_in(self.name)
         return Fetched(pull.request, self.name, clock, self.version, settled, includes, ticked)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from paceline.errors import UsageError
 from paceline.model_parallel.balance import balanced_ends
 from paceline.model_parallel.tensor_plan import has_hooks
+from paceline.torch_private import submodules
 
 if TYPE_CHECKING:
     from paceline.model_parallel.mesh import Mesh
@@ -90,7 +91,7 @@ def layers_of(model: nn.Module) -> list[ModelLayer]:
 
 def _flattened(model: nn.Sequential, prefix: str) -> list[ModelLayer]:
     layers: list[ModelLayer] = []
-    for key, module in model._modules.items():  # pyright: ignore[reportPrivateUsage] - a module may be in it twice
+    for key, module in submodules(model).items():
         assert module is not None, "a Sequential has only modules"
         if type(module) is nn.Sequential and not has_hooks(module):
             layers.extend(_flattened(module, f"{prefix}{key}."))

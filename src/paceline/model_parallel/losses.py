@@ -11,11 +11,11 @@ from typing import Any, Final, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from paceline.errors import UsageError
 from paceline.model_parallel.arrangement import whole
 from paceline.model_parallel.tensor_plan import has_hooks
+from paceline.torch_private import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
 Reduction: TypeAlias = Literal["mean", "sum"] | Callable[[Any], Any]  # the last returns the weight of targets

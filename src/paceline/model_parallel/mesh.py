@@ -16,7 +16,6 @@ from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -27,6 +26,7 @@ from paceline.collective.process_group import OwnGroup
 from paceline.collective.signature import NUM_WORDS, CallSignature
 from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.job.mesh import MeshPosition, MeshShape
+from paceline.torch_private import PrefixStore, ProcessGroupGloo, Store
 from paceline.transport.memory import MemoryTransport
 from paceline.wire.requests import Barrier
 from paceline.worker.waits import About, OpenWait

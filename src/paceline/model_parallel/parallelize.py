@@ -12,7 +12,6 @@ from weakref import WeakMethod
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage] - what all kinds of it are
 
 from paceline.collective.collectives import Collectives
 from paceline.collective.signature import CallSignature, Pattern
@@ -33,6 +32,7 @@ from paceline.model_parallel.pipeline import (
     send_tensors,
     text_of,
 )
+from paceline.torch_private import AnyBatchNorm
 from paceline.worker.validation import brief
 
 _Run = Callable[[Any], Any]
@@ -297,7 +297,7 @@ def _cut(model: nn.Module, loss: Loss, asked: ParallelizeOptions, part: ModelPar
     mesh, stage = part.mesh, part.position.stage
     joining = joining_of(loss, asked.reduction)
     # A BatchNorm mostly cannot learn from one sample.
-    min_size = 2 if any(isinstance(one, _BatchNorm) for one in model.modules()) else 1
+    min_size = 2 if any(isinstance(one, AnyBatchNorm) for one in model.modules()) else 1
     if mesh is not None:
         _require_cpu(model)
     ends = _ends(model, asked, mesh) if mesh is not None and mesh.grid.pipeline > 1 else None

@@ -11,14 +11,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import (
-    tree_flatten,
-    tree_leaves,
-    tree_map_only,
-    tree_unflatten,
-    treespec_dumps,
-    treespec_loads,
-)
 from torch.utils.checkpoint import checkpoint
 
 from paceline.collective.signature import NUM_WORDS, CallSignature
@@ -35,6 +27,14 @@ from paceline.model_parallel.losses import (
     require_joining,
 )
 from paceline.model_parallel.mesh import Mesh
+from paceline.torch_private import (
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe

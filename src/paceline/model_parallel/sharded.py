@@ -15,10 +15,10 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._pytree import tree_map_only
 
 from paceline.errors import UsageError
 from paceline.model_parallel.split_layers import RankShare
+from paceline.torch_private import is_view, tree_map_only
 
 Guard = Callable[[], AbstractContextManager[None]]
 
@@ -172,7 +172,7 @@ def _without_views(layer: nn.Module, inputs: object, outputs: Any) -> Any:  # no
     del layer, inputs
     if not torch.is_grad_enabled():
         return outputs
-    return tree_map_only(Tensor, lambda one: one.clone() if one._is_view() else one, outputs)
+    return tree_map_only(Tensor, lambda one: one.clone() if is_view(one) else one, outputs)
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import UsageError
+from paceline.torch_private import tree_flatten, tree_map_only
 
 _ADDED_AS: Final = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # rounded once, after all additions
 _DROPOUTS: Final[tuple[Callable[..., Tensor], ...]] = (

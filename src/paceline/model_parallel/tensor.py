@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paceline.model_parallel.arrangement import whole
 from paceline.model_parallel.split_layers import (
@@ -46,6 +45,7 @@ from paceline.model_parallel.tensor_plan import (
     require_row,
     require_splittable,
 )
+from paceline.torch_private import tree_leaves, tree_map_only
 
 _SIGNATURE: Final = inspect.signature(functional.cross_entropy)
 _REDUCTIONS: Final = ("none", "mean", "sum")

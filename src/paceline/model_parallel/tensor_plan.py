@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from paceline.errors import UsageError
+from paceline.torch_private import has_one_width
 
 Plan = Mapping[str, str]
 
@@ -291,7 +292,7 @@ def _require_division(model: nn.Module, name: str, kind: str, size: int) -> None
             _require(name, f"{what}={number} around it", number, size)
     if isinstance(layer, nn.MultiheadAttention):
         _require(name, f"{layer.num_heads} heads", layer.num_heads, size)
-        if not layer._qkv_same_embed_dim or layer.bias_k is not None or layer.add_zero_attn:  # pyright: ignore[reportPrivateUsage]
+        if not has_one_width(layer) or layer.bias_k is not None or layer.add_zero_attn:
             raise UsageError(f"attention '{name}' cannot be split: it has kdim, vdim, add_bias_kv or add_zero_attn.")
     elif isinstance(layer, nn.Embedding):
         _require(name, f"{layer.num_embeddings} words", layer.num_embeddings, size)

@@ -42,7 +42,11 @@ class _Tracks:
     def __init__(self, run: Run) -> None:
         self._run = run
         begins = [step.t - step.step_s for step in run.steps]
-        begins += [record.t for records in (run.memberships, run.applied, run.exits, run.serving) for record in records]
+        begins += [
+            record.t
+            for records in (run.memberships, run.applied, run.exits, run.serving, run.bounds)
+            for record in records
+        ]
         self._began_t = min(begins, default=0.0)
         self._steps = {(step.worker, step.clock): step for step in run.steps}
         self._ends: dict[int, list[tuple[float, int]]] = defaultdict(list)  # of steps, by worker, in order
@@ -128,6 +132,11 @@ class _Tracks:
     def _counters(self) -> Iterator[Event]:
         for serving in self._run.serving:
             yield _counter("queue", _SERVER_PIDS + serving.server, self._us(serving.t), serving.num_waiting)
+            if serving.num_behind is not None:
+                yield _counter("replica lag", _SERVER_PIDS + serving.server, self._us(serving.t), serving.num_behind)
+        for moved in self._run.bounds:
+            name = f"bound of {moved.table}"
+            yield _counter(name, _SERVER_PIDS + moved.server, self._us(moved.t), moved.bound)
         for step in self._run.steps:
             if step.loss is not None:
                 yield _counter("loss", step.worker, self._us(step.t), step.loss)

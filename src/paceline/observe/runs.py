@@ -14,6 +14,7 @@ from paceline.observe.trace import (
     OLDER,
     AppliedRecord,
     ArrivedRecord,
+    BoundRecord,
     Carried,
     Epoch,
     Evaluated,
@@ -53,6 +54,7 @@ _R = TypeVar(
     Fed,
     Epoch,
     MinClock,
+    BoundRecord,
     AppliedRecord,
     ArrivedRecord,
     Serving,
@@ -80,6 +82,7 @@ class Run:
     fed: tuple[Fed, ...] = ()
     epochs: tuple[Epoch, ...] = ()
     min_clocks: tuple[MinClock, ...] = ()
+    bounds: tuple[BoundRecord, ...] = ()
     applied: tuple[AppliedRecord, ...] = ()
     arrived: tuple[ArrivedRecord, ...] = ()
     serving: tuple[Serving, ...] = ()
@@ -120,6 +123,7 @@ def gather(records: Iterable[Record]) -> Run:
         fed=_of_kind(ordered, Fed),
         epochs=_of_kind(ordered, Epoch),
         min_clocks=_of_kind(ordered, MinClock),
+        bounds=_of_kind(ordered, BoundRecord),
         applied=_of_kind(ordered, AppliedRecord),
         arrived=_of_kind(ordered, ArrivedRecord),
         serving=_of_kind(ordered, Serving),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from paceline.notices import printable
-from paceline.observe.trace import Exit, MembershipRecord, Refusal
+from paceline.observe.trace import BoundRecord, Exit, MembershipRecord, Refusal
 from paceline.observe.verdict import HEALTHY, busy_share
 from paceline.observe.window import latest_life, percentile, worker_times
 
@@ -26,7 +26,8 @@ _HEADING: Final = (
     f"{'for':>3} {'wire':>4} {'stale':>5} {'mem':>5}"
 )
 _SERVER_HEADING: Final = (
-    f"{'s':>2} {'busy':>5} {'apply':>7} {'queue':>5} {'in/s':>8} {'out/s':>8} {'mem':>5} {'lives':>5}  table, hot row"
+    f"{'s':>2} {'busy':>5} {'apply':>7} {'queue':>5} {'lag':>3} {'in/s':>8} {'out/s':>8} {'mem':>5} {'lives':>5}  "
+    "table, hot row"
 )
 
 
@@ -59,6 +60,7 @@ class ServerRow:
         busy: share of the time in which its thread works.
         apply_s: mean seconds of an update.
         num_waiting: frames that wait for its thread.
+        num_behind: clocks by which its replica lags; None without a replica.
         received_per_s: bytes that come.
         sent_per_s: bytes that it sends.
         table: whose updates take most of its time.
@@ -70,6 +72,7 @@ class ServerRow:
     busy: float | None
     apply_s: float | None
     num_waiting: int
+    num_behind: int | None
     received_per_s: float
     sent_per_s: float
     table: str
@@ -136,6 +139,7 @@ def server_row(server: int, window: Window) -> ServerRow:
         busy_share(serving),
         sum(record.took_s for record in applied) / len(applied) if applied else None,
         last.num_waiting,
+        last.num_behind,
         (last.received_bytes - first.received_bytes) / passed_s,
         (last.sent_bytes - first.sent_bytes) / passed_s,
         max(by_table, key=lambda table: by_table[table]) if by_table else "",
@@ -155,6 +159,11 @@ def event_text(record: Record) -> str:
     match record:
         case MembershipRecord(server=0):
             return f"worker {record.worker} {record.event}"
+        case BoundRecord(server=0):
+            return (
+                f"table '{record.table}': the bound moves from {record.before} to {record.bound}; workers waited "
+                f"{record.waiting:.0%} of the time, on values {record.staleness:.1f} clocks behind"
+            )
         case Exit():
             return f"{record.name} {record.happened}; {record.then}"
         case Refusal(server=-1):
@@ -233,6 +242,7 @@ def _server_line(shown: RunPicture, row: ServerRow) -> str:
     return (
         f"{row.server:>2} {'-' if row.busy is None else f'{row.busy:.0%}':>5} "
         f"{'-' if row.apply_s is None else _seconds(row.apply_s):>7} {row.num_waiting:>5} "
+        f"{'-' if row.num_behind is None else row.num_behind:>3} "
         f"{_bytes(row.received_per_s):>8} {_bytes(row.sent_per_s):>8} "
         f"{_bytes(process.rss_bytes) if process else '-':>5} {row.num_lives:>5}  {row.table[:_NAME_LENGTH]}{hot}"
     )
@@ -310,6 +320,7 @@ def _server_data(shown: RunPicture, row: ServerRow) -> dict[str, object]:
         "busy": row.busy,
         "apply_s": row.apply_s,
         "queue": row.num_waiting,
+        "replica_lag": row.num_behind,
         "received_per_s": row.received_per_s,
         "sent_per_s": row.sent_per_s,
         "table": row.table,

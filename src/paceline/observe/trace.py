@@ -286,6 +286,18 @@ class MinClock(msgspec.Struct, frozen=True, tag_field="kind", tag="min_clock"):
     clock: int
 
 
+class BoundRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="bound"):
+    """This server has moved the adaptive bound of a table, as `BoundMoved` of its core says."""
+
+    t: float
+    server: int
+    table: str
+    before: int
+    bound: int
+    waiting: float
+    staleness: float
+
+
 class AppliedRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="applied"):
     """A server applied the updates of these workers, in this order; `took_s` is how long it took until `t`."""
 
@@ -309,7 +321,9 @@ class ArrivedRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="arrived"
 class Serving(msgspec.Struct, frozen=True, tag_field="kind", tag="serving"):
     """A server works: its totals so far, as in `Load`, and the number of frames that wait for its thread.
 
-    `hot_rows` are the rows that its sample of pushes has most often, as (table, id, share of the pushes).
+    `hot_rows` are the rows that its sample of pushes has most often, as (table, id, share of the pushes). `num_behind`
+    is by how many clocks of a worker, or pushes to a table that shows them on arrival, its replica lags; None without a
+    replica.
     """
 
     t: float
@@ -320,6 +334,7 @@ class Serving(msgspec.Struct, frozen=True, tag_field="kind", tag="serving"):
     sent_bytes: int
     num_waiting: int
     hot_rows: tuple[tuple[str, int, float], ...] = ()
+    num_behind: int | None = None
 
 
 class Carried(msgspec.Struct, frozen=True, tag_field="kind", tag="carried"):
@@ -437,6 +452,7 @@ Record = (
     | Fed
     | Epoch
     | MinClock
+    | BoundRecord
     | AppliedRecord
     | ArrivedRecord
     | Serving

@@ -18,6 +18,7 @@ from paceline.serve.access import server_access
 from paceline.serve.orders import LISTENER, LOCK, ServeOrders
 from paceline.serve.state import StateFolder
 from paceline.serve.supervise import ServeProcess, ServeSupervisor, most_regions, take_from
+from paceline.snapshots.options import interval_s
 from paceline.transport.lasting_memory import MemoryHolder
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:7700"
@@ -28,7 +29,7 @@ def serve(
     state: Path,
     listen: str | None = None,
     keys: Path | None = None,
-    save_every: float = 60.0,
+    snapshot_every: str = "auto",
     allow: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     or_previous: Annotated[bool, Parameter(negative="")] = False,
     take_over: Annotated[bool, Parameter(negative="")] = False,
@@ -42,18 +43,19 @@ def serve(
     Parameters
     ----------
     state
-        Folder of the saved namespaces, and without --keys of the token that clients show. Made if missing.
+        Folder for snapshots of the namespaces, and without --keys of the token that clients show. Made if missing.
     listen
         HOST:PORT, by default 127.0.0.1:7700; port 0 takes a free one. An address that other machines can reach needs
         --keys.
     keys
         Folder with certificates and a token, as `paceline keys make` writes it.
-    save_every
-        Seconds between two saves of what has changed; the end of the machine loses no more.
+    snapshot_every
+        How long to wait between two snapshots of what has changed, 10m or 90s for example, or auto: a minute, or so
+        long that they cost 1 % at most. The end of the machine loses no more.
     allow
         Update rules and functions of your own that clients may name, as package.module:Name; others are not run.
     or_previous
-        Restore the previous save of a namespace whose newest one is damaged.
+        Go on from the previous snapshot of a namespace whose newest one is damaged.
     take_over
         Go on in the place of the server that keeps its state in this folder: with its memory, socket and clients.
     alone
@@ -61,8 +63,6 @@ def serve(
     metrics
         Port at which Prometheus scrapes /metrics, on this machine, or HOST:PORT.
     """
-    if not save_every > 0:
-        raise UsageError(f"--save-every is {save_every:g}, expected more than 0 seconds")
     if alone and take_over:
         raise UsageError("--alone keeps nothing that another process could go on with: leave out one of the two")
     folder_keys = None if keys is None else keys.absolute()
@@ -70,7 +70,7 @@ def serve(
         state=str(state.absolute()),
         address="",
         keys=None if folder_keys is None else str(folder_keys),
-        save_every_s=save_every,
+        snapshot_every_s=interval_s(snapshot_every),
         allow=allow,
         or_previous=or_previous,
         metrics=metrics or "",

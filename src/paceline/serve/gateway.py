@@ -73,7 +73,7 @@ class Namespaces:
             elif kept is not None:
                 reason = kept.reason or "it had not begun to serve"
                 self._config.tell(
-                    f"namespace '{name}' goes on from its newest save when it is next asked for: {reason}"
+                    f"namespace '{name}' goes on from its newest snapshot when it is next asked for: {reason}"
                 )
                 kept.clear()
 

@@ -1,4 +1,4 @@
-"""A namespace: one job on a standalone server, with a server node in a thread, its admission, and its saves.
+"""A namespace: one job on a standalone server, with a server node in a thread, its admission, and its snapshots.
 
 The gateway accepts the connections of all namespaces, and hands each to the node of its namespace.
 """
@@ -9,14 +9,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar, final
 
 import msgspec
-from safetensors import SafetensorError
 
 from paceline.core.messages import Sender, WorkerRefused
 from paceline.core.settings import ServerSettings
@@ -34,18 +33,17 @@ from paceline.job.machines import cores_here, server_threads
 from paceline.observe.export.run_metrics import RunMetrics
 from paceline.observe.trace import Trace
 from paceline.serve.messages import MAX_WORKERS, EnterAccepted, EnterRequest
-from paceline.serve.state import Manifest, ManifestEntry
+from paceline.serve.saving import NamespaceCut, Read, TableVersions, restore_tables
 from paceline.server.journal import COLD, COLD_BYTES
 from paceline.server.node import ServerNode
 from paceline.server.recovery import CannotGoOn
-from paceline.snapshots.files import digest_of, sync
+from paceline.snapshots.increments import Increments
+from paceline.snapshots.options import LEAST_AUTO_S, auto_interval_s
 from paceline.transport.base import EMPTY, Connection, Frame, PeerIdentity, Place
 from paceline.transport.deadline import seconds
 from paceline.update.lasting import Record
-from paceline.update.rows.spec import RowTableSpec
-from paceline.update.rules import Hyper
-from paceline.update.table import decode_table
 from paceline.version import __version__
+from paceline.wire.malformed import REQUEST_ERRORS, describe_error
 from paceline.wire.messages import Hello, decode, encode
 
 if TYPE_CHECKING:
@@ -54,9 +52,10 @@ if TYPE_CHECKING:
     from paceline.core.consistency import Consistency
     from paceline.core.membership import Incarnation
     from paceline.serve.messages import EnterFrame
-    from paceline.serve.state import NamespaceFolder, Save
+    from paceline.serve.state import NamespaceFolder
     from paceline.server.readers import Published
     from paceline.server.tables import ServerState
+    from paceline.snapshots.folder import Snapshot
     from paceline.transport.base import Transport
     from paceline.transport.lasting_memory import LastingMemory
 
@@ -69,12 +68,10 @@ JOIN_TIMEOUT_S: Final = 300.0
 ANSWER_TIMEOUT_S: Final = 50.0  # shorter than the deadline of clients
 SAVE_TIMEOUT_S: Final = 600.0  # for the memory of a large machine
 _END_TIMEOUT_S: Final = 10.0
-_RETRY_S: Final = 10.0  # interval until a failed save is repeated
+_RETRY_S: Final = 10.0  # until a snapshot that failed is made again, at most
 MEMORY_PREFIX: Final = "namespace/"  # and the name, of the memory of a namespace
 _OPENED: Final = "opened"
 _OPENED_BYTES: Final = 32 * MAX_WORKERS
-_HYPER = msgspec.msgpack.Decoder(tuple[Hyper, ...])
-_SPEC_DECODERS = {"shape": decode_table, "rows": msgspec.msgpack.Decoder(RowTableSpec).decode}
 # Time in which an admitted client has to connect with its rank.
 RESERVED_S: Final = 10.0
 
@@ -179,17 +176,17 @@ class NamespaceConfig:
     """Settings of all namespaces of a server.
 
     Args:
-        save_every_s: interval between saves of what has changed.
+        snapshot_every_s: interval between snapshots of what has changed; 0 chooses by what one takes.
         lease_s: how long a client may be disconnected before its worker is declared dead.
         allowed_paths: the user's own rules and functions that clients may name; None allows all.
-        or_previous: restore the save before the newest if that is damaged.
+        or_previous: restore the snapshot before the newest if that is damaged.
         tell: called with a line for the operator, from any thread.
         memory: outlives this process, so that another one can go on with the namespaces in it.
         metrics: of each namespace by its name; None for none.
     """
 
     tell: Callable[[str], None]
-    save_every_s: float = 60.0
+    snapshot_every_s: float = 0.0
     lease_s: float = LEASE_S
     allowed_paths: frozenset[str] | None = field(default=frozenset())
     or_previous: bool = False
@@ -265,12 +262,16 @@ class NamespaceEnded(ConnectionLost):
     """The namespace has ended; the next client starts it again."""
 
 
+class _Stopped(Exception):
+    """The server of a namespace handles nothing more."""
+
+
 @final
 class Namespace:
     """A namespace that is served, from its first client to its last.
 
-    Its thread restores the newest save, serves, saves at intervals, and ends when no worker takes part any more, at
-    `close`, or by an error; then `failure` says why.
+    Its thread restores the newest snapshot, serves, makes others at intervals, and ends when no worker takes part any
+    more, at `close`, or by an error; then `failure` says why.
     """
 
     def __init__(
@@ -289,7 +290,7 @@ class Namespace:
         """
         self.name: Final = name
         self.failure = ""
-        self.unsaved = ""  # why the last save failed
+        self.unsaved = ""  # why the last snapshot failed
         self._folder = folder
         self._transport = transport
         self._config = config
@@ -305,8 +306,14 @@ class Namespace:
         self._owed: set[Future[object]] = set()
         # Used by the thread of the node alone, but for `_looking`, which only keeps looks from piling up.
         self._looking = False
+        self._is_closing = False  # no snapshot is begun any more, but for the last
         self._saved_versions = TableVersions(0, ())
-        self._save_at = 0.0
+        self._interval_s = config.snapshot_every_s or LEAST_AUTO_S
+        self._due_s = 0.0  # when the next snapshot is
+        self._holds_workers = False  # while the next one is written
+        self._increments = Increments()
+        self._writer = ThreadPoolExecutor(1, f"paceline-snapshot-{name}")
+        self._writing: tuple[NamespaceCut, Future[Snapshot]] | None = None
         self._admission: Admission | None = None
         self._thread = threading.Thread(target=self._live, name=f"paceline-namespace-{name}", daemon=True)
         self._thread.start()
@@ -317,7 +324,7 @@ class Namespace:
         Raises:
             Refused: the client cannot take part; the message says why.
             NamespaceEnded: the namespace has ended meanwhile.
-            CheckpointError: the save cannot be restored.
+            CheckpointError: the snapshot cannot be restored.
         """
         return self._ask(lambda held: self._admit(held, ask, holder_rank), ANSWER_TIMEOUT_S)
 
@@ -350,18 +357,21 @@ class Namespace:
         return self._over
 
     def close(self) -> None:
-        """Save changes and end; blocks until then. A failed save is reported, and in `unsaved`."""
+        """Save changes and end; blocks until then. A failure is reported, and in `unsaved`."""
         try:
-            self._ask(self._save_changes, SAVE_TIMEOUT_S)
+            saving = self._ask(self._begin_to_end, SAVE_TIMEOUT_S)
+            if saving is not None:
+                wait([saving], SAVE_TIMEOUT_S)
+            self._ask(self._save_and_end, SAVE_TIMEOUT_S)
         except NamespaceEnded:
             pass
         except CheckpointError as error:  # it could not be restored, which was reported
             self.unsaved = str(error)
         except DeadlineExceeded as error:
             self._note_unsaved(error)
-        with self._changed:
-            if self._node is not None:
-                self._node.stop()
+            with self._changed:
+                if self._node is not None:
+                    self._node.do(self._save_and_end)  # it may come to it yet
         self.wait_end(_END_TIMEOUT_S)
 
     def wait_end(self, timeout_s: float) -> None:
@@ -403,17 +413,18 @@ class Namespace:
     # -- on the thread that serves -----------------------------------------------------------------------------------
 
     def _live(self) -> None:
-        problem = f"namespace '{self.name}' has failed, and goes on from its newest save when it is next asked for"
+        problem = f"namespace '{self.name}' has failed, and goes on from its newest snapshot when it is next asked for"
         try:
             node = self._open()
             with self._changed:
                 self._node = node
                 node.expel(self._expelled)
                 self._changed.notify_all()
-            node.run()
+            with suppress(_Stopped):
+                node.run()
             problem = ""
         except CannotGoOn as error:
-            problem = f"namespace '{self.name}' goes on from its newest save when it is next asked for: {error}"
+            problem = f"namespace '{self.name}' goes on from its newest snapshot when it is next asked for: {error}"
         except (CheckpointError, OSError) as error:
             problem = self.failure = f"namespace '{self.name}': {error}"
         finally:
@@ -429,6 +440,7 @@ class Namespace:
                     future.set_exception(self._end_error())
                 self._owed.clear()
                 self._changed.notify_all()
+            self._writer.shutdown()
 
     def _forget_memory(self) -> None:
         if self._memory is not None:
@@ -436,20 +448,20 @@ class Namespace:
                 self._memory.clear()
 
     def _open(self) -> ServerNode:
-        """Return a server node that goes on from memory, or first restores the newest save."""
+        """Return a server node that goes on from memory, or first restores the newest snapshot."""
         opened = self._memory.opened if self._memory is not None else None
         if opened is not None:
             node = self._make_node(opened.generation, 0)
             node.do(lambda held: self._go_on(held, opened))
             return node
         self._forget_memory()
-        save = self._folder.newest(or_previous=self._config.or_previous)
-        generation = self._folder.start_generation()
-        node = self._make_node(generation, save.manifest.clock if save else 0)
+        found = self._folder.newest(or_previous=self._config.or_previous)
+        generation = self._folder.start_generation(found.manifest.generation if found else 0)
+        node = self._make_node(generation, found.manifest.clock if found else 0)
 
         def restore(held: ServerState) -> None:
-            if save is not None:
-                restore_tables(save, held)
+            if found is not None:
+                restore_tables(found, held)
             self._begin(held, Admission(self.name, generation, self._workers), TableVersions.read(held))
             if self._memory is not None and held.keep():
                 self._admission_changed()
@@ -466,7 +478,7 @@ class Namespace:
         held.tables.host.may_spill = False
         self._admission = admission
         self._saved_versions = saved
-        self._save_at = time.monotonic() + self._config.save_every_s
+        self._due_s = time.monotonic() + self._interval_s
 
     def _admission_changed(self) -> None:
         """Have another process know it, before a client is told."""
@@ -476,7 +488,7 @@ class Namespace:
             self._memory.note(self._admission.opened())
         except (OSError, UsageError) as error:  # what is there by now must not count any more
             self._config.tell(
-                f"namespace '{self.name}' goes on from its newest save if this process is killed: {error}"
+                f"namespace '{self.name}' goes on from its newest snapshot if this process is killed: {error}"
             )
             with suppress(OSError):
                 self._memory.forget_opened()
@@ -491,7 +503,7 @@ class Namespace:
             lease_s=self._config.lease_s,
             clock=clock,
         )
-        without = f"namespace '{self.name}' goes on from its newest save if this process is killed"
+        without = f"namespace '{self.name}' goes on from its newest snapshot if this process is killed"
         return ServerNode(
             settings,
             self._handoffs,
@@ -519,12 +531,13 @@ class Namespace:
 
     def _look(self, held: ServerState) -> None:
         self._looking = False
+        if self._is_closing or not self._has_written():
+            return
         now = time.monotonic()
         is_idle = self._admission is not None and self._admission.is_idle(held)
-        if now >= self._save_at or (is_idle and not self.unsaved):
-            self._save_changes(held)
-            wait_s = self._config.save_every_s
-            self._save_at = now + (min(wait_s, _RETRY_S) if self.unsaved else wait_s)
+        if now >= self._due_s or (is_idle and not self.unsaved):
+            self._due_s = now + self._interval_s
+            self._save(held, waits=is_idle or self._holds_workers)
             if is_idle and not self.unsaved:
                 self._end()
 
@@ -535,83 +548,79 @@ class Namespace:
         self._node.stop()
         self._folder.drop_if_empty()
 
-    def _save_changes(self, held: ServerState) -> None:
-        """Save changes, if any; a failed save is repeated later."""
+    def _save(self, held: ServerState, *, waits: bool) -> None:
+        """Write a snapshot if something has changed, in a thread of its own unless workers are to wait for it."""
         if TableVersions.read(held) == self._saved_versions:
             return
         try:
-            self._folder.write(lambda folder: save_tables(held, self.name, folder))
-        except (OSError, PacelineError) as error:
+            cut = NamespaceCut.make(held, _read_here if waits else self._read_on_server, self._increments)
+        except PacelineError as error:
+            self._note_unsaved(error)
+            return
+        if waits:
+            self._note_written(cut, partial(cut.write, self._folder.path))
+        else:
+            self._writing = cut, self._writer.submit(cut.write, self._folder.path)
+
+    def _read_on_server(self, read: Read) -> memoryview:
+        """Have the thread of the server read a piece of a cut, between two messages."""
+        return self._ask(lambda _: read(), ANSWER_TIMEOUT_S)
+
+    def _has_written(self) -> bool:
+        """Return whether no snapshot is being written, and note what has become of one that was."""
+        if self._writing is None:
+            return True
+        cut, writing = self._writing
+        if not writing.done():
+            return False
+        self._writing = None
+        self._note_written(cut, writing.result)
+        return True
+
+    def _note_written(self, cut: NamespaceCut, written: Callable[[], Snapshot]) -> None:
+        try:
+            found = written()
+        except REQUEST_ERRORS as error:
+            # Where updates were too far ahead of the disk, the next one is made while workers wait.
+            self._holds_workers = isinstance(error, UsageError)
             self._note_unsaved(error)
         else:
-            self.unsaved = ""
-            self._saved_versions = TableVersions.read(held)
+            self.unsaved, self._holds_workers = "", False
+            self._saved_versions = cut.versions
+            self._interval_s = self._config.snapshot_every_s or auto_interval_s(found.manifest.took_s)
+        finally:
+            cut.opened.close()
+
+    def _begin_to_end(self, held: ServerState) -> Future[Snapshot] | None:
+        """Begin no snapshot any more; return the one that is being written."""
+        del held
+        self._is_closing = True
+        return None if self._writing is None else self._writing[1]
+
+    def _save_and_end(self, held: ServerState) -> None:
+        """Save what has changed, and end; raises `_Stopped`, so that nothing which waits is acknowledged and lost."""
+        if self._has_written():
+            self._save(held, waits=True)
+        else:
+            self._note_unsaved(DeadlineExceeded(f"the snapshot before was not on disk after {SAVE_TIMEOUT_S:g} s"))
+        raise _Stopped
 
     def _note_unsaved(self, error: Exception) -> None:
-        self.unsaved = f"namespace '{self.name}' could not be saved, the save before it counts: {error}"
+        self._due_s = time.monotonic() + min(self._interval_s, _RETRY_S)
+        self.unsaved = (
+            f"namespace '{self.name}' could not be saved, the snapshot before it counts: {describe_error(error)}"
+        )
         self._config.tell(self.unsaved)
+
+
+def _read_here(read: Read) -> memoryview:
+    """Read a piece of a cut on the thread of the server itself."""
+    return read()
 
 
 def _num_threads(consistency: Consistency) -> int:
     """Return the number of threads of an update; workers run on other machines."""
     return server_threads(consistency, len(cores_here()), num_servers=1, num_workers=0)
-
-
-@dataclass(frozen=True, slots=True)
-class TableVersions:
-    """The versions of a server's tables: equal versions mean equal values."""
-
-    clock: int
-    versions: tuple[tuple[str, int, int], ...]
-
-    @staticmethod
-    def read(held: ServerState) -> TableVersions:
-        """Read the versions of the tables that have values."""
-        versions = [
-            (name, held.core.tables[name].version, table.version)
-            for name, table in held.tables.items()
-            if table.has_values
-        ]
-        return TableVersions(clock_of(held), tuple(sorted(versions)))
-
-
-def clock_of(held: ServerState) -> int:
-    """Return the largest clock of the tables."""
-    return max((held.core.clock_of(name) for name in held.core.tables), default=held.core.settings.clock)
-
-
-def save_tables(held: ServerState, namespace: str, folder: Path) -> Manifest:
-    """Write every table that has values to a file; raises OSError or PacelineError if that fails."""
-    names = [name for name, table in held.tables.items() if table.has_values]
-    entries = [_save_table(held, name, folder / f"{number}.safetensors") for number, name in enumerate(names)]
-    return Manifest(namespace, clock_of(held), tuple(entries))
-
-
-def restore_tables(save: Save, held: ServerState) -> None:
-    """Restore the tables of a save on a server without tables.
-
-    Raises:
-        CheckpointError: a table cannot be restored.
-    """
-    for entry in save.manifest.entries:
-        path = save.folder / entry.file
-        try:
-            declared = held.declare(_SPEC_DECODERS[entry.kind](entry.spec))
-            hyper = _HYPER.decode(entry.hyper)
-            held.tables[declared.table].restore(path, save.manifest.clock, entry.version, hyper)
-        except (PacelineError, SafetensorError, msgspec.DecodeError, KeyError, RuntimeError, OSError) as error:
-            raise CheckpointError(f"table '{entry.name}' cannot be taken from {path}: {error}") from error
-
-
-def _save_table(held: ServerState, name: str, path: Path) -> ManifestEntry:
-    table = held.tables[name]
-    try:
-        table.save(path, clock_of(held))
-    except SafetensorError as error:  # such as a full disk, for which safetensors does not raise OSError
-        raise CheckpointError(f"table '{name}' cannot be written to {path}: {error}") from error
-    sync(path)
-    hyper = msgspec.msgpack.encode(table.hyper)
-    return ManifestEntry(name, table.kind, path.name, digest_of(path), table.version, table.encoded_spec(), hyper)
 
 
 class ClaimedRank(Refused):

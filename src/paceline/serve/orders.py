@@ -33,9 +33,9 @@ class ServeOrders(msgspec.Struct, frozen=True, kw_only=True):
         state: absolute path of the folder.
         address: at which it listens, tcp://HOST:PORT.
         keys: absolute path of a folder.
-        save_every_s: interval between two saves.
+        snapshot_every_s: interval between two snapshots; 0 chooses by what one takes.
         allow: what clients may name.
-        or_previous: whether a damaged save may be replaced by the one before.
+        or_previous: whether a damaged snapshot may be replaced by the one before.
         greets: say what is served where.
         checks: read all that was saved before clients are let in, and say what is damaged.
         metrics: port, or HOST:PORT, at which Prometheus scrapes; empty for none.
@@ -45,7 +45,7 @@ class ServeOrders(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     address: str
     keys: str | None
-    save_every_s: float
+    snapshot_every_s: float
     allow: tuple[str, ...]
     or_previous: bool
     greets: bool = True

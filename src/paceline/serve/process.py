@@ -74,7 +74,7 @@ def serve_state(
             tell(f"metrics for Prometheus are at {scraped.url}", NEWS)
         hosting = NamespaceConfig(
             tell=tell,
-            save_every_s=orders.save_every_s,
+            snapshot_every_s=orders.snapshot_every_s,
             allowed_paths=frozenset(orders.allow),
             or_previous=orders.or_previous,
             memory=memory,

@@ -12,6 +12,7 @@ from paceline.transport.base import Connection
 from paceline.transport.buffer_pool import Buffer, BufferPool, ExactAllocator
 from paceline.transport.buffers import MIN_MAPPED_BYTES, fresh_buffer
 from paceline.wire.messages import (
+    FactoredPush,
     PushFrame,
     PushPiece,
     RowPullFrame,
@@ -143,7 +144,7 @@ class BodyLimits:
                 return 0, MAX_JOINED_BYTES
             case PushFrame() | RowPushFrame():
                 name = message.push.table
-            case PushPiece():
+            case PushPiece() | FactoredPush():
                 name = message.push.push.table
             case Initialise() | LoadState():
                 name = message.table

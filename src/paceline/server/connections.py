@@ -30,6 +30,7 @@ from paceline.transport.poller import Poller, receive_all
 from paceline.wire.connection import SMALL_IN_A_ROW, LargeBodies
 from paceline.wire.messages import (
     EarlyValues,
+    FactoredPush,
     FetchedRest,
     Hello,
     PushFrame,
@@ -446,6 +447,7 @@ class LoadMeter:
         trace: gets the totals while the server works, and at its end.
         peers: count the bytes that are sent.
         acceptor: has the frames that wait for the server's thread.
+        num_behind: returns by how many clocks the server's replica lags; None without one.
         now: a monotonic clock.
     """
 
@@ -453,6 +455,7 @@ class LoadMeter:
     trace: Trace
     peers: Connections
     acceptor: Acceptor
+    num_behind: Callable[[], int | None] = lambda: None
     now: Callable[[], float] = time.monotonic
     _resources: ResourceUsage = field(default_factory=ResourceUsage)
     _process: ProcessSamples = field(init=False)
@@ -498,7 +501,7 @@ class LoadMeter:
             self.trace.record(ArrivedRecord(self.now(), self.server, worker, message.clock - 1))
         elif isinstance(message, PushFrame | RowPushFrame):
             self._note_push(message, body)
-        elif isinstance(message, PushPiece):
+        elif isinstance(message, PushPiece | FactoredPush):
             self._note_push(message.push, body)
 
     def _note_push(self, message: PushFrame | RowPushFrame, body: memoryview) -> None:
@@ -536,6 +539,7 @@ class LoadMeter:
                 self.peers.sent_bytes,
                 self.acceptor.num_waiting(),
                 self._rows.hottest(),
+                self.num_behind(),
             )
         )
         if now >= self._carried_due_t:

@@ -61,10 +61,9 @@ class OpenCuts:
             raise UsageError(f"table '{name}' is at clock {clock}, and cannot be cut at clock {needs} any more")
         self.end(life, name)
         if table.has_values:
-            made = table.cut(values_only=request.values_only)
+            made = table.cut(values_only=request.values_only, since=request.since)
             self._cuts[life, name] = _OpenCut(made)
-            fixed = save(dict(made.fixed))
-            head = CutHead(clock, table.version, made.num_pieces, table.hyper, made.layout, fixed)
+            head = head_of(table, made, clock)
         else:
             head = CutHead(clock, table.version)
         return memoryview(msgspec.msgpack.encode(head))
@@ -87,6 +86,12 @@ class OpenCuts:
         for other, name in list(self._cuts):
             if other == life:
                 self.end(other, name)
+
+
+def head_of(table: ServedTable, made: TableCut, clock: int) -> CutHead:
+    """Return what is to be known of a cut of a table that was just made."""
+    fixed = save(dict(made.fixed))
+    return CutHead(clock, table.version, made.num_pieces, table.hyper, made.layout, fixed, made.base, made.marks)
 
 
 def listed(tables: Mapping[str, ServedTable]) -> bytes:

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import ClassVar, NoReturn
 
 import torch
-from safetensors.torch import load, load_file, save, save_file
+from safetensors.torch import load, save, save_file
 from torch import Tensor
 
 from paceline.core.consistency import Consistency
+from paceline.core.effects import Measure
+from paceline.core.events import Measured
 from paceline.core.messages import Delivered, Fetched, PushId, value_class
 from paceline.core.partition import Range, holders
 from paceline.core.work_queue import Life
@@ -25,11 +27,22 @@ from paceline.server.early_values import Assemblies, EarlyBody, EarlySeries
 from paceline.server.functions import call_over_range
 from paceline.server.memory_check import has_plenty, require_memory, require_room
 from paceline.server.push_checks import push_problem
-from paceline.server.served_table import ACCEPTED, Acceptance, Kind, PartToPublish, ServedValues, TableHost
+from paceline.server.served_table import (
+    ACCEPTED,
+    TO_CLIP,
+    Acceptance,
+    Kind,
+    PartToPublish,
+    SavedTable,
+    ServedValues,
+    TableHost,
+)
 from paceline.transport.base import Connection, Frame, SharesMemory
 from paceline.transport.buffer_pool import Buffer, BufferPool, ExactAllocator
 from paceline.transport.buffers import LentMemory, fresh_buffer
+from paceline.update.clipping import CLIP_NORM
 from paceline.update.cuts import TableCut
+from paceline.update.factors import MatrixPart, matrix_parts, packed_elements, unpack
 from paceline.update.kernels import Kernel
 from paceline.update.lasting import ShardMemory
 from paceline.update.named_rules import resolve
@@ -39,7 +52,16 @@ from paceline.update.rules import Hyper, UpdateRule
 from paceline.update.shard import Contribution, Shard
 from paceline.update.table import TableSpec, differences, encode_table
 from paceline.wire.malformed import REQUEST_ERRORS, describe_broken_table
-from paceline.wire.messages import PullFrame, PushFrame, PushPiece, RowPullFrame, RowPushFrame, RowsUsed, Unsubscribe
+from paceline.wire.messages import (
+    FactoredPush,
+    PullFrame,
+    PushFrame,
+    PushPiece,
+    RowPullFrame,
+    RowPushFrame,
+    RowsUsed,
+    Unsubscribe,
+)
 from paceline.wire.requests import SMALL_BYTES, CallFunction, Initialise, LoadState, TableOperation
 
 MAX_STATE_FACTOR = 64  # the state of a rule is at most this many times as large as the values
@@ -111,6 +133,7 @@ class ServedDenseTable:
     _compared_until: float = inf  # a push of a later clock is not looked at for gradients that workers share
     _assemblies: Assemblies = field(init=False)
     _early: EarlySeries | None = None
+    _matrices: dict[int, MatrixPart] = field(init=False)  # by the index of their parameter
     _cold: str = ""
 
     def __post_init__(self) -> None:
@@ -147,6 +170,7 @@ class ServedDenseTable:
         self.send_buffers = SendBuffers(transport.allocate, host.checks_memory)
         pool = BufferPool(ExactAllocator(fresh_buffer), poisons=host.checks_memory)
         self._assemblies = Assemblies(spec.name, size_bytes, self._dtype, pool)
+        self._matrices = matrix_parts(spec, parts[server])
         if self.consistency.lockstep and self.shard.can_preview and has_plenty(size_bytes):
             self._early = EarlySeries(spec.name, self.memory, self._dtype.itemsize, self.shard.preview)
         if server == holders(parts)[0]:  # one server warns
@@ -241,7 +265,10 @@ class ServedDenseTable:
         finally:
             if buffer is not None and frame.push.id not in self._waiting:
                 buffer.release()
-        return Acceptance(problem) if problem else ACCEPTED
+        if problem:
+            return Acceptance(problem)
+        is_clipped = frame.hyper and CLIP_NORM in frame.hyper[0]
+        return TO_CLIP if is_clipped and not self.shard.is_whole else ACCEPTED
 
     def _keep(self, frame: PushFrame | RowPushFrame, body: memoryview, buffer: Buffer | None) -> str:
         """Store the gradient of a push; return why it is refused, "" if it is accepted."""
@@ -300,6 +327,36 @@ class ServedDenseTable:
             self._early.add_reader((push_id.worker, push_id.incarnation), connection)
         return self._assemblies.add(piece, body, connection, _contribution(frame, _NOTHING) if is_new else None)
 
+    def expand(self, push: FactoredPush, body: memoryview) -> Frame:
+        """Return a push that came with factors as a frame with its whole gradient; see `ServedTable.expand`."""
+        num_samples = {matrix.index: matrix.num_samples for matrix in push.matrices}
+        problem = self._factors_problem(push, num_samples, len(body))
+        if problem:
+            raise PeerError(f"a push of table '{self.spec.name}' with factors {problem}")
+        size_bytes = self.memory.nbytes
+        try:  # as few bytes may become many here
+            require_room(self.spec.name, size_bytes, self.host.name, len(self._waiting) * size_bytes)
+        except UsageError as error:
+            raise PeerError(f"a push of table '{self.spec.name}' with factors has no room: {error}") from error
+        buffer = self._assemblies.pool.lend(size_bytes)
+        unpack(as_tensor(body, self._dtype), self._matrices, num_samples, as_tensor(buffer.memory, self._dtype))
+        return Frame(b"", buffer.memory, buffer)
+
+    def _factors_problem(self, push: FactoredPush, num_samples: Mapping[int, int], size_bytes: int) -> str:
+        """Return why factors cannot be multiplied, "" if they can: whether all sizes are those of the table."""
+        if not num_samples or list(num_samples) != sorted(matrix.index for matrix in push.matrices):
+            return "names no matrix, or one twice, or not in order"
+        unknown = [index for index in num_samples if index not in self._matrices]
+        if unknown:
+            return f"has some of parameter {unknown[0]}, which is no matrix with elements on {self.host.name}"
+        large = [index for index, num in num_samples.items() if num < 0 or not self._matrices[index].is_smaller(num)]
+        if large:
+            return f"has {num_samples[large[0]]} samples of parameter {large[0]}, which has fewer elements, or none"
+        expected = packed_elements(self.shard.span.length, self._matrices, num_samples) * self._dtype.itemsize
+        if size_bytes != expected:
+            return f"has {size_bytes} bytes, expected {expected}"
+        return ""
+
     @property
     def has_early_readers(self) -> bool:
         """See `ServedTable.has_early_readers`."""
@@ -330,11 +387,17 @@ class ServedDenseTable:
         """See `ServedTable.has`."""
         return push_id in self._waiting
 
-    def apply(self, push_ids: Sequence[PushId], clock: int) -> str:
+    def measure(self, wanted: Measure) -> Measured:
+        """See `ServedTable.measure`."""
+        contributions = [self._waiting[push_id].contribution for push_id in wanted.ids]
+        norm = self.shard.measure(contributions) if contributions and not self.broken else 0.0
+        return Measured(wanted.table, wanted.clock, norm)
+
+    def apply(self, push_ids: Sequence[PushId], clock: int, norm: float | None = None) -> str:
         """See `ServedTable.apply`."""
         pushes = [self._waiting[push_id] for push_id in push_ids]
         self.not_finite = {}
-        problem = self._attempt(partial(self._update, push_ids, pushes))
+        problem = self._attempt(partial(self._update, push_ids, pushes, norm))
         if self.not_finite:
             return ""
         if self._early is not None and self._early.is_used:
@@ -345,7 +408,7 @@ class ServedDenseTable:
                 buffer.release()
         return problem
 
-    def _update(self, push_ids: Sequence[PushId], pushes: Sequence[_WaitingPush]) -> None:
+    def _update(self, push_ids: Sequence[PushId], pushes: Sequence[_WaitingPush], norm: float | None) -> None:
         """Apply these pushes, or note which of them are not finite."""
         for push in pushes if self.host.checks_memory else ():
             if zlib.crc32(push.body) != push.checksum:
@@ -356,7 +419,7 @@ class ServedDenseTable:
         if not pushes:
             self.shard.pass_over()
             return
-        found = self.shard.apply([push.contribution for push in pushes])
+        found = self.shard.apply([push.contribution for push in pushes], norm)
         self.not_finite = {push_ids[index]: self._not_finite_problem(num) for index, num in found.items()}
         if found:
             for push_id, push in zip(push_ids, pushes, strict=True):
@@ -465,6 +528,8 @@ class ServedDenseTable:
                 return self.memory.nbytes, self.memory.nbytes
             case PushPiece():
                 return 1, self.memory.nbytes
+            case FactoredPush():
+                return 0, self.memory.nbytes
             case LoadState():
                 return 0, self.memory.nbytes * MAX_STATE_FACTOR + _STATE_SLACK_BYTES
             case _:
@@ -505,8 +570,9 @@ class ServedDenseTable:
         self.shard.load_state(load(bytes(body)), version=self.shard.version + 1)
         self.broken = ""  # all that a failed update may have changed is replaced
 
-    def cut(self, *, values_only: bool = False) -> TableCut:
+    def cut(self, *, values_only: bool = False, since: str | None = None) -> TableCut:
         """Return the values and the rule's state of now, after merging pushes that wait for a quorum."""
+        del since  # all of it may have changed
         self._settle(all_kept=True)
         return self.shard.cut(has_plenty, values_only=values_only)
 
@@ -540,8 +606,8 @@ class ServedDenseTable:
         """See `ServedTable.save`."""
         save_file({name: tensor.contiguous() for name, tensor in self._state().items()}, path)
 
-    def restore(self, path: Path, clock: int, version: int, hyper: tuple[Hyper, ...]) -> None:
+    def restore(self, saved: SavedTable, clock: int, version: int, hyper: tuple[Hyper, ...]) -> None:
         """See `ServedTable.restore`."""
         self._prepare_change()
-        self.shard.load_state(load_file(path), version=version)
+        self.shard.load_state(saved.tensors(self.shard.span), version=version)
         self.shard.restore_hyper(hyper)

@@ -13,17 +13,19 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final, TypeVar, final
 
+import torch
 from torch import Tensor
 
-from paceline.errors import UsageError
+from paceline.errors import PeerError, UsageError
 from paceline.server.served_table import ServedTable
 from paceline.server.tables import ServedTables, ServerState
 from paceline.transport.base import EMPTY
-from paceline.update.rows.changes import ChangeLog, CursorExpired
+from paceline.update.rows.changes import ChangeLog, CursorExpired, LogEntry
 from paceline.update.rows.cuts import RowsCut
 from paceline.update.rows.layout import IDS, VALUES
+from paceline.update.rows.torch_ops import hash_of
 from paceline.wire.malformed import REQUEST_ERRORS, describe_error
-from paceline.wire.row_codec import changes_body
+from paceline.wire.row_codec import changes_body, ids_of
 from paceline.wire.versions import (
     MAX_CHANGES_WAIT_S,
     ChangesFetched,
@@ -32,6 +34,7 @@ from paceline.wire.versions import (
     FetchChanges,
     FetchRows,
     FollowRows,
+    RowChoice,
     RowsDescribed,
     RowsFetched,
     RowsShown,
@@ -235,21 +238,62 @@ class RowReading:
             return cut.read_columns(request.piece), time.monotonic() - began_s
 
         self._log.note_read()
+        wanted = _Wanted(request.only)
         columns, took_s = self._feeds.ask(read, self._closing.is_set)
         if cut.is_over:
             self.close()
         else:
             self._closing.wait(min(_PAUSES * took_s, _LONGEST_PAUSE_S))
-        ids = columns[IDS]
-        return RowsFetched(request.number, len(ids)), changes_body([(ids, columns[VALUES], ids[:0])])
+        ids, values = wanted.rows(columns[IDS], columns[VALUES])
+        return RowsFetched(request.number, len(ids)), changes_body([(ids, values, ids[:0])])
 
     def _changes(self, request: FetchChanges) -> tuple[ChangesFetched, memoryview]:
         log = self._feeds.table(request.table).log
         if log is None or log.name != request.log:
             raise CursorExpired(f"the log of changes of table '{request.table}' is another one, or has ended")
-        began_s = time.monotonic()
-        found = log.read(request.since, max(0.0, min(request.wait_s, MAX_CHANGES_WAIT_S)), self._closing.is_set)
-        heads = tuple(ChangesHead(each.clock, len(each.ids), len(each.removed)) for each in found.entries)
-        body = changes_body([(each.ids, each.values, each.removed) for each in found.entries])
+        began_s, wanted, since = time.monotonic(), _Wanted(request.only), request.since
+        until_s = began_s + max(0.0, min(request.wait_s, MAX_CHANGES_WAIT_S))
+        while True:
+            found = log.read(since, max(0.0, until_s - time.monotonic()), self._closing.is_set)
+            entries = [wanted.entry(each) for each in found.entries]
+            has_some = any(len(each.ids) + len(each.removed) for each in entries)
+            if has_some or time.monotonic() >= until_s or self._closing.is_set():
+                break
+            since = found.sequence
+        heads = tuple(ChangesHead(each.clock, len(each.ids), len(each.removed)) for each in entries)
+        body = changes_body([(each.ids, each.values, each.removed) for each in entries])
         waited_s = found.read_s - began_s
         return ChangesFetched(request.number, heads, found.sequence, found.clock, found.is_all, waited_s), body
+
+
+@final
+class _Wanted:
+    """Leaves out the rows that a reader does not want.
+
+    Raises:
+        PeerError: what it wants makes no sense.
+    """
+
+    def __init__(self, only: RowChoice | None) -> None:
+        self._only = only
+        self._ids = None if only is None or not only.ids else ids_of(memoryview(bytearray(only.ids))).unique()
+        if only is not None and only.part >= only.num_parts:
+            raise PeerError(f"part {only.part} of {only.num_parts} parts of rows")
+
+    def rows(self, ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is wanted of rows."""
+        mask = self._mask(ids)
+        return (ids, values) if mask is None else (ids[mask], values[mask])
+
+    def entry(self, entry: LogEntry) -> LogEntry:
+        """Return what is wanted of an entry; it may have no rows then."""
+        gone = self._mask(entry.removed)
+        removed = entry.removed if gone is None else entry.removed[gone]
+        return LogEntry(entry.clock, *self.rows(entry.ids, entry.values), removed)
+
+    def _mask(self, ids: Tensor) -> Tensor | None:
+        if self._ids is not None:
+            return torch.isin(ids, self._ids)
+        if self._only is None or self._only.num_parts == 1:
+            return None
+        return hash_of(ids).remainder(self._only.num_parts) == self._only.part

@@ -8,19 +8,20 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from paceline.core.consistency import Consistency
-from paceline.core.effects import Advanced, Apply, Discard, Hold, MembershipChanged, Reply, Serve, ServerEffect, Tell
-from paceline.core.events import (
-    Changed,
-    Declared,
-    Died,
-    Disconnected,
-    InvalidPush,
-    NotFinite,
-    Resumed,
-    Timeout,
-    Unapplied,
-    Woke,
+from paceline.core.effects import (
+    Advanced,
+    Apply,
+    BoundMoved,
+    Discard,
+    Hold,
+    Measure,
+    MembershipChanged,
+    Reply,
+    Serve,
+    ServerEffect,
+    Tell,
 )
+from paceline.core.events import Changed, Declared, Died, Disconnected, NotFinite, Resumed, Timeout, Unapplied, Woke
 from paceline.core.messages import (
     Applied,
     Clock,
@@ -44,17 +45,18 @@ from paceline.errors import PeerError, UsageError
 from paceline.observe.trace import Trace
 from paceline.server.buffers import BodyLimits, ReceiveBuffers
 from paceline.server.catch_up import CatchUp
-from paceline.server.connections import Acceptor, Connections, Expel, Incoming, LoadMeter, Stop, said_by
+from paceline.server.connections import Acceptor, Connections, Expel, Incoming, LoadMeter, Stop
 from paceline.server.journal import Asked, Began, Journal, JournalFull, OtherFormat, Written
 from paceline.server.preload import RulePreload
 from paceline.server.readers import Published, ReaderService
 from paceline.server.record import digest
 from paceline.server.records import ServerRecords
 from paceline.server.recovery import CannotGoOn, Declarations, JournalReplay, Recovery, ServerParts
+from paceline.server.repeated_pushes import RepeatedPushes
 from paceline.server.replica import Follower, RecordFollower, Replay, ReplicaLink
 from paceline.server.replica_lag import may_lag
 from paceline.server.requests import RequestHandler, WaitReports
-from paceline.server.served_table import ACCEPTED, TableHost
+from paceline.server.served_table import ACCEPTED, Acceptance, TableHost
 from paceline.server.table_rpc import TableRpc
 from paceline.server.tables import ServedTables, ServerCall, ServerState
 from paceline.stopwatch import Stopwatch
@@ -64,6 +66,7 @@ from paceline.transport.lasting_memory import LastingMemory
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.table import TableSpec
 from paceline.wire.messages import (
+    FactoredPush,
     FetchedRest,
     Hello,
     PullFrame,
@@ -96,7 +99,6 @@ from paceline.wire.requests import (
 _OVERSLEPT_S = 1.0
 _NO_REQUEST = -1  # of a delivery, which answers no pull
 _CLOSING_TIMEOUT_S = 10.0  # to wait for an import that is running
-_LOOK_S = 0.5  # between two looks at the time, while workers come back
 _KEPT = Declare | DeclareRows | Barrier | ClaimWork  # requests that change what is kept beside the core and the tables
 
 
@@ -188,7 +190,9 @@ class ServerNode:
         send, clock_of = self._peers.send_worker, self._core.clock_of
         self._request_handler = RequestHandler(self._tables, send)
         self._table_rpc = TableRpc(self._tables, send, clock_of, self._note_began, self._readable.versions)
-        self._load_meter = LoadMeter(settings.server, self.trace, self._peers, self._acceptor)
+        self._load_meter = LoadMeter(
+            settings.server, self.trace, self._peers, self._acceptor, lambda: self.replica.num_behind
+        )
         self._records = ServerRecords(self.trace, settings.server)
         self._wait_reports = WaitReports(self._core, self._request_handler)
         self._preload = RulePreload(lambda call: self.do(lambda _: call()))
@@ -346,6 +350,9 @@ class ServerNode:
                 self._send_early(message.push.table)
             case PushPiece():
                 self._on_piece(message, connection, frame)
+            case FactoredPush():
+                self._on_push(message.push, self._tables.expand(message, frame))
+                self._send_early(message.push.push.table)
             case PullFrame() | RowPullFrame():
                 self._on_pull(message, connection, body)
             case Join():
@@ -379,10 +386,9 @@ class ServerNode:
                 pass
 
     def _on_request(self, life: Life, message: Request, body: memoryview) -> None:
-        if isinstance(message, Declare):
-            again = partial(self._on_request, life, message, body)
-            if self._preload.defer(life, message.spec.rule, again):
-                return
+        again = partial(self._on_request, life, message, body)
+        if isinstance(message, Declare) and self._preload.defer(life, message.spec.rule, again):
+            return
         self._do_request(life, message, body)
 
     def _do_request(self, life: Life, message: Request, body: memoryview) -> None:
@@ -405,8 +411,7 @@ class ServerNode:
     def _note_declared(self, life: Life, message: object) -> None:
         if isinstance(message, Declare | DeclareRows):
             self._declarations.note(life, message)
-            name = message.spec.name
-            cold = self._tables[name].cold
+            cold = self._tables[message.spec.name].cold
             if cold:
                 self._keep_no_more(cold, tells=self.settings.server == LEAD)
 
@@ -417,27 +422,28 @@ class ServerNode:
             if table is not None and table.keyed:
                 frame.release()
                 raise PeerError(f"step of row table '{part.table}'")
-        kept, refused = self._keep_pushes(message, frame)
-        for push, problem in refused.items():
-            self._handle(InvalidPush(push, problem))
+        arrived = self._keep_pushes(message, frame)
+        special = {} if all(map(ACCEPTED.__eq__, arrived.values())) else arrived  # then each is an event of its own
+        for push, accepted in special.items():
+            if push.id not in self._handle(accepted.arrival(push)):
+                self._tables[push.table].discard(push.id)
         for pull in message.pulls:
             table = self._tables.get(pull.pull.table)
             if table is not None:
                 table.accept_pull(pull, connection, EMPTY)
-        if refused:
-            step = replace(step, pushes=tuple(push for push in step.pushes if push not in refused))
+        if special:
+            step = replace(step, pushes=tuple(push for push in step.pushes if push not in special))
         if step.pushes or step.pulls:
             held = self._handle(step)
-            for push in kept:
-                if push.id not in held:
+            for push in arrived:
+                if push.id not in held and push not in special:
                     self._tables[push.table].discard(push.id)
         elif step.tick is not None:
             self._handle(step.tick)
 
-    def _keep_pushes(self, message: StepFrame, frame: Frame) -> tuple[list[Push], dict[Push, str]]:
-        """Store the gradients of a step; return the pushes stored, and those that are invalid with the reasons."""
-        kept: list[Push] = []
-        refused: dict[Push, str] = {}
+    def _keep_pushes(self, message: StepFrame, frame: Frame) -> dict[Push, Acceptance]:
+        """Store the gradients of a step, and return what became of each push; without copies, and unknown ones."""
+        arrived: dict[Push, Acceptance] = {}
         is_one = len(message.sizes) == 1  # else the bodies share memory, which is in no pool
         for part, body in zip(message.all_pushes, message.bodies(frame.body), strict=True):
             push, table = part.push, self._tables.get(part.push.table)
@@ -445,12 +451,8 @@ class ServerNode:
                 if is_one:
                     frame.release()
                 continue
-            problem = table.accept(part, body, frame.buffer if is_one else None).problem
-            if problem:
-                refused[push] = problem
-            else:
-                kept.append(push)
-        return kept, refused
+            arrived[push] = table.accept(part, body, frame.buffer if is_one else None)
+        return arrived
 
     def _on_push(self, message: PushFrame | RowPushFrame, frame: Frame) -> None:
         push = message.push
@@ -462,7 +464,7 @@ class ServerNode:
         accepted = table.accept(message, frame.body, frame.buffer)
         if accepted.wanted is not None:
             self._peers.send_worker(push.id.worker, push.id.incarnation, accepted.wanted)
-        elif push.id not in self._handle(InvalidPush(push, accepted.problem) if accepted.problem else push):
+        elif push.id not in self._handle(accepted.arrival(push)):
             table.discard(push.id)
 
     def _on_piece(self, message: PushPiece, connection: Connection, frame: Frame) -> None:
@@ -549,6 +551,8 @@ class ServerNode:
             match effect:
                 case Apply():
                     unapplied.update(self._apply(effect))
+                case Measure():
+                    self._measure(effect)
                 case Reply(message=Applied(id=push_id)) if push_id in unapplied:
                     pass  # its sender has already received a refusal
                 case Hold():
@@ -565,21 +569,22 @@ class ServerNode:
                     self._advance(effect)
                 case MembershipChanged():
                     self._on_membership(effect)
+                case BoundMoved():
+                    self._records.moved(effect)
         return held
 
     def _apply(self, effect: Apply) -> tuple[PushId, ...]:
         """Update a table; return the pushes that are not in it, after their senders have received a refusal."""
         clock, table = self._core.clock_of(effect.table), self._tables[effect.table]
-        if self._journal is not None and not all(map(table.has, effect.ids)):
-            raise CannotGoOn(f"clock {clock} of table '{effect.table}' needs pushes of workers that did not come back")
+        self._require_pushes(effect, clock)
         began_t = time.monotonic()
-        problem, refused = table.apply(effect.ids, clock), dict(table.not_finite)
+        problem, refused = table.apply(effect.ids, clock, effect.norm), dict(table.not_finite)
         if refused:
             for push_id, reason in refused.items():
                 self._handle(NotFinite(effect.table, push_id, reason))  # first: another process leaves them out, too
                 table.discard(push_id)
             effect = effect.without(refused)
-            problem = table.apply(effect.ids, clock)
+            problem = table.apply(effect.ids, clock, effect.norm)
         if table.cold:
             self._keep_no_more(table.cold)
         if problem:
@@ -592,6 +597,14 @@ class ServerNode:
         if self.trace.is_kept and effect.ids:
             self._records.applied(effect, clock, began_t)
         return tuple(refused)
+
+    def _measure(self, effect: Measure) -> None:
+        self._require_pushes(effect, effect.clock)
+        self._handle(self._tables[effect.table].measure(effect))
+
+    def _require_pushes(self, effect: Apply | Measure, clock: int) -> None:
+        if self._journal is not None and not all(map(self._tables[effect.table].has, effect.ids)):
+            raise CannotGoOn(f"clock {clock} of table '{effect.table}' needs pushes of workers that did not come back")
 
     def _advance(self, effect: Advanced) -> None:
         if self.trace.is_kept:
@@ -734,15 +747,10 @@ class ServerNode:
         watch, patience_s = Stopwatch(), self.settings.lease_s
         if recovery.lagged and not self._catch_up(recovery):
             return False
-        while recovery.wanted and watch.elapsed_s() < patience_s:
-            item = self._acceptor.get(_LOOK_S)
-            if isinstance(item, Stop):
-                return False
-            if isinstance(item, Died):
-                recovery.note_death(item)
-            if item is not None and not (isinstance(item, Incoming) and self._take_again(item, recovery)):
-                recovery.postponed.append(item)
-        recovery.end_waiting()
+        num_servers, core, peers = self.settings.num_servers, self._core, self._peers
+        pushes = RepeatedPushes(num_servers, core, self._tables, peers, recovery, self._handle, self._on_incoming)
+        if not pushes.wait(self._acceptor.get, lambda: watch.elapsed_s() >= patience_s):
+            return False
         self._perform(recovery.unfinished)
         if self._journal is not None:
             self._journal.note_resumed()
@@ -761,35 +769,6 @@ class ServerNode:
         losses = catch_up.losses()
         for text in losses:
             self.tell(text)
-        for table in list(self._tables) if losses else ():
-            for _ in range(lag * len(losses)):  # values that lack what others have read are newer, not older
-                self._handle(Changed(table))
+        for table in list(self._tables) * (lag * len(losses)):  # what lacks values that others have read is newer
+            self._handle(Changed(table))
         return True
-
-    def _take_again(self, item: Incoming, recovery: Recovery) -> bool:
-        """Let a worker come back, or take in the tensor of a push that is known; False for all else."""
-        found = said_by(item, self.settings.num_servers)
-        if found is None or item.frame is None:
-            return False
-        _, said = found
-        match said:
-            case Join(sender) if not self._core.lives.objection(sender):
-                self._on_incoming(item)
-                return True
-            case PushFrame(push) | RowPushFrame(push) if push.id in recovery.wanted:
-                self._take_tensor(said, item.frame, recovery)
-                return True
-            case _:
-                return False
-
-    def _take_tensor(self, message: PushFrame | RowPushFrame, frame: Frame, recovery: Recovery) -> None:
-        push = message.push
-        accepted = self._tables[push.table].accept(message, frame.body, frame.buffer)
-        if accepted.wanted is not None:
-            self._peers.send_worker(push.id.worker, push.id.incarnation, accepted.wanted)
-        elif not accepted.problem:  # else it came without its tensor
-            recovery.wanted.discard(push.id)
-            if recovery.needs(push.id):
-                recovery.repeated.append(push)
-            else:
-                self._handle(push)

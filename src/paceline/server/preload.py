@@ -7,13 +7,11 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
 
 from paceline.core.work_queue import Life
+from paceline.torch_private import DYNAMO
 from paceline.update.named_rules import runs_in_torch
 from paceline.update.rules import RuleSpec
-
-MODULE: Final = "torch._dynamo"  # imported when any torch optimizer is created
 
 
 @dataclass(slots=True)
@@ -28,7 +26,7 @@ class RulePreload:
     # By worker: its last deferred request. Only the server's thread touches it.
     _held: dict[Life, Callable[[], None]] = field(default_factory=dict[Life, Callable[[], None]])
     _thread: threading.Thread | None = None
-    _is_warm: bool = field(default_factory=lambda: MODULE in sys.modules)
+    _is_warm: bool = field(default_factory=lambda: DYNAMO in sys.modules)
 
     def defer(self, life: Life, rule: RuleSpec, again: Callable[[], None]) -> bool:
         """Return whether a request has to wait for the import; `again` is then called after it.
@@ -50,7 +48,7 @@ class RulePreload:
 
     def _import(self) -> None:
         try:
-            importlib.import_module(MODULE)
+            importlib.import_module(DYNAMO)
         finally:  # if it failed, creating the rule fails with the same error, which is reported
             self.run_on_server(self._release)
 

@@ -54,6 +54,8 @@ def _clip_problem(spec: TableSpec, max_norm: float) -> str:
         return f"its update is to be clipped to a norm of {max_norm}, expected a number > 0"
     if spec.scale != "samples" or not Consistency.parse(spec.consistency).lockstep:
         return f"its update is to be clipped, but '{spec.name}' has {spec.consistency} and scale {spec.scale!r}"
+    if spec.rule.quorum is not None:
+        return f"its update is to be clipped, but '{spec.name}' keeps pushes until a quorum of them has come"
     return ""
 
 

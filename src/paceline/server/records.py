@@ -9,7 +9,7 @@ from typing import Literal, cast, final
 
 import msgspec
 
-from paceline.core.effects import Apply, MembershipChanged, ServerEffect
+from paceline.core.effects import Apply, BoundMoved, MembershipChanged, ServerEffect
 from paceline.core.messages import Message
 from paceline.core.server import ServerEvent
 from paceline.observe import trace as records
@@ -41,6 +41,12 @@ class ServerRecords:
     def advanced(self, table: str, clock: int) -> None:
         """Record that every clock below this one is complete."""
         self.trace.record(records.MinClock(time.monotonic(), self.rank, table, clock))
+
+    def moved(self, effect: BoundMoved) -> None:
+        """Record that the adaptive bound of a table has moved."""
+        costs = effect.waiting, effect.staleness
+        now, bounds = time.monotonic(), (effect.before, effect.bound)
+        self.trace.record(records.BoundRecord(now, self.rank, effect.table, *bounds, *costs))
 
     def changed(self, effect: MembershipChanged) -> None:
         """Record that a worker takes part, or no longer."""

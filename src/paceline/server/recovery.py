@@ -13,8 +13,20 @@ from typing import Final, cast, final
 
 import msgspec
 
-from paceline.core.effects import Advanced, Apply, Discard, Hold, MembershipChanged, Reply, Serve, ServerEffect, Tell
-from paceline.core.events import Died, NotFinite, Unapplied
+from paceline.core.effects import (
+    Advanced,
+    Apply,
+    BoundMoved,
+    Discard,
+    Hold,
+    Measure,
+    MembershipChanged,
+    Reply,
+    Serve,
+    ServerEffect,
+    Tell,
+)
+from paceline.core.events import Died, Measured, NotFinite, Unapplied
 from paceline.core.messages import Push, PushId
 from paceline.core.server import ServerCore
 from paceline.core.state import Plain, StateCodec
@@ -119,7 +131,7 @@ class Recovery:
 
     def want(self, held: list[tuple[str, PushId]]) -> None:
         """Expect the tensors of held pushes, and those of unfinished updates."""
-        self._needed = {i for effect in self.unfinished if isinstance(effect, Apply) for i in effect.ids}
+        self._needed = {i for effect in self.unfinished if isinstance(effect, Apply | Measure) for i in effect.ids}
         self.wanted = self._needed | {push_id for _, push_id in held}
 
     def needs(self, push_id: PushId) -> bool:
@@ -185,6 +197,7 @@ class JournalReplay:
         core, requests = self.parts.core, self.parts.requests
         failed = {(entry.written.table, entry.written.ids) for entry in entries if isinstance(entry.written, Unapplied)}
         refused = {entry.written.id for entry in entries if isinstance(entry.written, NotFinite)}
+        measured = {(each.table, each.clock) for each in (e.written for e in entries) if isinstance(each, Measured)}
         for entry in entries:
             match entry.written:
                 case Asked(worker, incarnation, header):
@@ -199,6 +212,8 @@ class JournalReplay:
                     raise CannotGoOn(f"it was killed during {what} of table '{table}'")
                 case event:
                     for effect in core.handle(event, entry.now):
+                        if isinstance(effect, Measure) and (effect.table, effect.clock) in measured:
+                            continue
                         made = effect.without(refused) if isinstance(effect, Apply) else effect
                         self._replay_effect(made, failed, recovery)
                     if isinstance(event, Unapplied):
@@ -222,11 +237,11 @@ class JournalReplay:
             case Apply(table, ids) if num_applies[table] < self.tables[table].num_applied:
                 num_applies[table] += 1
                 self.parts.requests.work_host.settle(ids)
-            case Apply():
+            case Apply() | Measure():
                 recovery.unfinished.append(effect)
             case Advanced(table, clock):
                 self.tables[table].advance(clock)
             case MembershipChanged():
                 self.change_members(effect)
-            case Discard():
+            case Discard() | BoundMoved():
                 pass

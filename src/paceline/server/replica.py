@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final, Protocol, cast, final
 
-from paceline.core.events import Changed, Declared, NotFinite, Unapplied
+from paceline.core.events import Changed, ClippedPush, Declared, Measured, NotFinite, Unapplied
 from paceline.core.messages import Push, PushId, WholeStep
 from paceline.core.server import ServerEvent
 from paceline.core.work_queue import Life
@@ -30,6 +30,7 @@ from paceline.server.memory_check import require_memory
 from paceline.server.record import RecordFile, UnreadableRecord, read_frames
 from paceline.server.recovery import ServerParts
 from paceline.server.replica_lag import ReplicaLag
+from paceline.server.served_table import SavedFile
 from paceline.server.tables import ServedTables
 from paceline.stopwatch import Stopwatch
 from paceline.transport.base import EMPTY, Connection, Frame, Listener, Transport
@@ -324,6 +325,13 @@ class ReplicaLink:
         return self._connection is not None
 
     @property
+    def num_behind(self) -> int | None:
+        """By how many clocks the replica lags, as `ReplicaLag` counts; None where there is none."""
+        if not self.is_connected:
+            return None
+        return 0 if self.lag is None else self.lag.num_behind(self._num_received)
+
+    @property
     def is_there(self) -> bool:
         """Whether there is a replica by now, and still, or a record."""
         return self.is_connected or self.record is not None
@@ -533,7 +541,7 @@ class Replay:
                 with TemporaryDirectory(prefix=_FOLDER) as folder:
                     path = Path(folder) / "table"
                     path.write_bytes(frame.body)
-                    self.tables[table].restore(path, clock, version, hyper)
+                    self.tables[table].restore(SavedFile(path), clock, version, hyper)
             case Pushed(push):
                 self._keep(push, frame)
             case Happened(now, written):
@@ -585,7 +593,7 @@ class Replay:
                 if not self.tables[table].broken:
                     raise Diverged(f"an update of table '{table}' has failed on the head alone: {reason}")
                 self._broken.add(table)
-            case Began() | Declared() | Changed() | NotFinite():
+            case Began() | Declared() | Changed() | NotFinite() | Measured():
                 pass  # comes of what is done here
             case event:
                 self._compare_broken()
@@ -609,6 +617,8 @@ def _pushes_of(event: ServerEvent) -> tuple[Push, ...]:
     match event:
         case Push():
             return (event,)
+        case ClippedPush(push):
+            return (push,)
         case WholeStep():
             return event.pushes
         case _:

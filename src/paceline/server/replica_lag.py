@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, final
 
+from paceline.core.events import ClippedPush
 from paceline.core.messages import (
     Applied,
     Clock,
@@ -39,6 +40,12 @@ _REPEATED: Final = Push | WholeStep | Clock | Pull | Taken | Follow | Closed
 _MAY_LAG: Final = (
     Held | Applied | Ticked | Fetched | FetchedRest | EarlyValues | Delivered | KeysWanted | Replicated | Closed
 )
+
+
+def _is_repeated(written: Written) -> bool:
+    """Return whether an event is said again; a norm is not, as a server that has made the update forgets it."""
+    has_norm = isinstance(written, Follow | Closed) and written.norm is not None
+    return isinstance(written, _REPEATED) and not has_norm
 
 
 def may_lag(message: object) -> bool:
@@ -73,6 +80,8 @@ class ReplicaLag:
         >>> lag.note_told(Clock(sender, 2), 3)
         >>> lag.num_needed, lag.take_received(2)
         (2, {(0, 0): [5]})
+        >>> lag.num_behind(2), lag.num_behind(3)
+        (1, 0)
     """
 
     clocks: int
@@ -90,6 +99,8 @@ class ReplicaLag:
         match written:
             case Push():
                 self._note_pushes((written,), num_frames)
+            case ClippedPush(push):
+                self._note_pushes((push,), num_frames)
             case WholeStep():
                 self._note_pushes(written.pushes, num_frames)
                 if written.tick is not None:
@@ -98,7 +109,7 @@ class ReplicaLag:
                 self._note_tick(written, num_frames)
             case _:
                 pass
-        if not isinstance(written, _REPEATED) or self._is_decided_by_order():
+        if not _is_repeated(written) or self._is_decided_by_order():
             self.num_needed = num_frames
             self._latest.clear()  # the replica has all of it before anything leaves
 
@@ -109,6 +120,10 @@ class ReplicaLag:
             _, life, seqs = self._told.popleft()
             found.setdefault(life, []).extend(seqs)
         return found
+
+    def num_behind(self, num_frames: int) -> int:
+        """Return by how many clocks of a worker a replica that has so many frames lags, or pushes shown on arrival."""
+        return max((sum(frame > num_frames for frame in latest) for latest in self._latest.values()), default=0)
 
     def restart(self) -> None:
         """Count from zero again: there is another replica, which has all, or none."""

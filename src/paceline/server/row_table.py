@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import msgspec
 import torch
@@ -13,15 +13,24 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from paceline.core.consistency import Consistency
+from paceline.core.effects import Measure
 from paceline.core.messages import Delivered, Fetched, PushId
 from paceline.core.server import LEAD
 from paceline.core.work_queue import Life
-from paceline.errors import PeerError, UsageError
+from paceline.errors import PeerError, ProtocolBug, UsageError
 from paceline.server.early_values import EarlyBody
 from paceline.server.functions import call_over_rows
 from paceline.server.memory_check import has_plenty, require_memory
 from paceline.server.push_checks import push_problem
-from paceline.server.served_table import ACCEPTED, Acceptance, Kind, PartToPublish, ServedValues, TableHost
+from paceline.server.served_table import (
+    ACCEPTED,
+    Acceptance,
+    Kind,
+    PartToPublish,
+    SavedTable,
+    ServedValues,
+    TableHost,
+)
 from paceline.transport.base import Connection, Frame
 from paceline.transport.buffer_pool import Buffer
 from paceline.update.cuts import TableCut
@@ -31,7 +40,7 @@ from paceline.update.lasting import RowsMemory
 from paceline.update.rows.changes import LEAST_LOG_BYTES, ChangeLog
 from paceline.update.rows.column import RowColumn
 from paceline.update.rows.cuts import CUT_SLOT_BYTES, RowsCut
-from paceline.update.rows.export import load_rows, save_rows
+from paceline.update.rows.export import save_rows
 from paceline.update.rows.index import RowIndex
 from paceline.update.rows.layout import IDS, VALUES, RowPiece, use_columns
 from paceline.update.rows.ops import RowOps, tell_of_missing_library
@@ -44,6 +53,7 @@ from paceline.update.summing import num_nonfinite
 from paceline.update.table import TableSpec
 from paceline.wire.malformed import REQUEST_ERRORS, describe_broken_table
 from paceline.wire.messages import (
+    FactoredPush,
     Keys,
     KeysWanted,
     PullFrame,
@@ -324,6 +334,10 @@ class ServedRowTable:
         """Raise PeerError: pushes of rows come whole."""
         raise PeerError(f"a piece of a push of row table '{self.spec.name}'")
 
+    def expand(self, push: FactoredPush, body: memoryview) -> Frame:
+        """Raise PeerError: rows have no factors."""
+        raise PeerError(f"factors for row table '{self.spec.name}'")
+
     @property
     def has_early_readers(self) -> bool:
         """Never: rows are sent when they are asked for."""
@@ -337,7 +351,11 @@ class ServedRowTable:
         """See `ServedTable.has`."""
         return push_id in self._waiting
 
-    def apply(self, push_ids: Sequence[PushId], clock: int) -> str:
+    def measure(self, wanted: Measure) -> NoReturn:
+        """Refuse: updates of rows are not clipped."""
+        raise ProtocolBug(f"table '{self.spec.name}' has rows: an update of {len(wanted.ids)} pushes is not clipped")
+
+    def apply(self, push_ids: Sequence[PushId], clock: int, norm: float | None = None) -> str:
         """See `ServedTable.apply`."""
         self._waiting_ids = None
         pushes = [self._waiting.pop(push_id) for push_id in push_ids]
@@ -518,15 +536,15 @@ class ServedRowTable:
     def _has_no_shape(self) -> UsageError:
         return UsageError(f"table '{self.spec.name}' on {self.host.name} has rows, and no shape")
 
-    def cut(self, *, values_only: bool = False) -> TableCut:
+    def cut(self, *, values_only: bool = False, since: str | None = None) -> TableCut:
         """Return the rows of now; see `ServedTable.cut`."""
-        return self._cut(values_only=values_only)
+        return self._cut(values_only=values_only, since=since)
 
-    def _cut(self, *, values_only: bool) -> RowsCut:
+    def _cut(self, *, values_only: bool, since: str | None = None) -> RowsCut:
         if self.broken:
             raise UsageError(self.broken)
         require_memory(f"a cut of table '{self.spec.name}'", CUT_SLOT_BYTES * self.store.num_slots)
-        return self.store.cut(has_plenty, values_only=values_only)
+        return self.store.cut(has_plenty, values_only=values_only, since=since)
 
     # -- readers that are no workers ---------------------------------------------------------------------------------
 
@@ -596,8 +614,8 @@ class ServedRowTable:
         walk = RowWalk(self.store, clock, self.mark_changed)
         save_rows(path, self.spec, self._rule, walk.pieces(), len(self.store))
 
-    def restore(self, path: Path, clock: int, version: int, hyper: tuple[Hyper, ...]) -> None:
+    def restore(self, saved: SavedTable, clock: int, version: int, hyper: tuple[Hyper, ...]) -> None:
         """See `ServedTable.restore`."""
-        for piece in load_rows(path, self.spec, self._rule):
+        for piece in saved.rows(self.spec, self._rule):
             self.store.load(piece, clock)
         self.store.restore(version, hyper)

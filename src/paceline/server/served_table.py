@@ -10,15 +10,21 @@ What holds for both:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
+from safetensors.torch import load_file
+from torch import Tensor
+
 from paceline.core.consistency import Consistency
-from paceline.core.messages import Delivered, Fetched, PushId, value_class
+from paceline.core.effects import Measure
+from paceline.core.events import ClippedPush, InvalidPush, Measured
+from paceline.core.messages import Delivered, Fetched, Push, PushId, value_class
+from paceline.core.partition import Range
 from paceline.core.settings import ServerSettings
 from paceline.core.work_queue import Life
 from paceline.server.early_values import EarlyBody
@@ -30,11 +36,15 @@ from paceline.transport.lasting_memory import LastingMemory
 from paceline.update.cuts import TableCut
 from paceline.update.rows.changes import ChangeLog
 from paceline.update.rows.cuts import RowsCut
+from paceline.update.rows.export import load_rows
+from paceline.update.rows.layout import RowPiece
 from paceline.update.rows.ops import RowOps, row_ops
+from paceline.update.rows.rules import RowRule
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.rules import Hyper
 from paceline.update.table import TableSpec
 from paceline.wire.messages import (
+    FactoredPush,
     KeysWanted,
     PullFrame,
     PushFrame,
@@ -46,7 +56,7 @@ from paceline.wire.messages import (
 )
 from paceline.wire.requests import TableOperation
 
-Kind = Literal["shape", "rows"]  # as checkpoints name it
+Kind = Literal["shape", "rows"]  # as snapshots name it
 
 
 def _change_unnoticed(_table: str) -> None:
@@ -113,14 +123,23 @@ class TableHost:
 class Acceptance:
     """What became of a push or a pull that has arrived; with both fields empty it is accepted.
 
-    `problem`: why it is refused. `wanted`: a request for its ids, which are not known here.
+    `problem`: why it is refused. `wanted`: a request for its ids, which are not known here. `clips`: it is accepted,
+    and its update is to be clipped by a norm to which other servers have parts.
     """
 
     problem: str = ""
     wanted: KeysWanted | None = None
+    clips: bool = False
+
+    def arrival(self, push: Push) -> Push | InvalidPush | ClippedPush:
+        """Return the event that the push has arrived."""
+        if self.problem:
+            return InvalidPush(push, self.problem)
+        return ClippedPush(push) if self.clips else push
 
 
 ACCEPTED = Acceptance()
+TO_CLIP = Acceptance(clips=True)
 
 
 @value_class
@@ -148,6 +167,34 @@ class ServedValues:
     body: memoryview
     lent: LentBody | None = None
     num_early: int = 0
+
+
+class SavedTable(Protocol):
+    """What a table goes on from."""
+
+    def tensors(self, span: Range) -> Mapping[str, Tensor]:
+        """Return values and rule state of a range of a dense table; see `Shard.load_state`."""
+        ...
+
+    def rows(self, spec: RowTableSpec, rule: RowRule) -> Iterator[RowPiece]:
+        """Return the rows of a row table, piece by piece."""
+        ...
+
+
+@value_class
+class SavedFile:
+    """A file that `ServedTable.save` wrote; see `SavedTable`."""
+
+    path: Path
+
+    def tensors(self, span: Range) -> Mapping[str, Tensor]:
+        """See `SavedTable.tensors`; the file is of this range."""
+        del span
+        return load_file(self.path)
+
+    def rows(self, spec: RowTableSpec, rule: RowRule) -> Iterator[RowPiece]:
+        """See `SavedTable.rows`."""
+        return load_rows(self.path, spec, rule)
 
 
 class ServedTable(Protocol):
@@ -228,6 +275,14 @@ class ServedTable(Protocol):
         """
         ...
 
+    def expand(self, push: FactoredPush, body: memoryview) -> Frame:
+        """Return a push that came with factors as a frame with its whole gradient, for `accept`.
+
+        Raises:
+            PeerError: it breaks the protocol.
+        """
+        ...
+
     @property
     def has_early_readers(self) -> bool:
         """Whether a member takes values ahead of the end of the open clock."""
@@ -246,8 +301,14 @@ class ServedTable(Protocol):
         """Return whether the gradients of this push wait here."""
         ...
 
-    def apply(self, push_ids: Sequence[PushId], clock: int) -> str:
+    def measure(self, wanted: Measure) -> Measured:
+        """Return the norm of the gradient that some pushes make together here, as `apply` combines them."""
+        ...
+
+    def apply(self, push_ids: Sequence[PushId], clock: int, norm: float | None = None) -> str:
         """Apply these pushes in this order as one update; return why that failed, "" if it did not.
+
+        `norm`: of the combined gradient over all servers, where several clip it.
 
         Some that `accept` has not looked at may be in `not_finite` then. These and the others still wait: the caller
         discards them, and calls this again with what is left, be it nothing, which counts as an update.
@@ -326,10 +387,11 @@ class ServedTable(Protocol):
         """Replace values and rule state by those of `state`; raises PacelineError if they do not fit."""
         ...
 
-    def cut(self, *, values_only: bool = False) -> TableCut:
+    def cut(self, *, values_only: bool = False, since: str | None = None) -> TableCut:
         """Return what the table is now, to be read while updates go on; called between two updates.
 
-        With `values_only`, a dense table gives no state of its rule.
+        With `values_only`, a dense table gives no state of its rule. With `since`, rows are marked from now on as they
+        change, and only those are read that have changed since these marks began, if it names the ones that there are.
 
         Raises:
             UsageError: an update of the table has failed.
@@ -377,6 +439,6 @@ class ServedTable(Protocol):
         """
         ...
 
-    def restore(self, path: Path, clock: int, version: int, hyper: tuple[Hyper, ...]) -> None:
-        """Continue from what `save` wrote at this clock and version; raises what reading the file raises."""
+    def restore(self, saved: SavedTable, clock: int, version: int, hyper: tuple[Hyper, ...]) -> None:
+        """Continue from what was saved at this clock and version; raises what reading it raises."""
         ...

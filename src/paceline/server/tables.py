@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
 from paceline.core.events import Declared
-from paceline.errors import UsageError
+from paceline.errors import PeerError, UsageError
 from paceline.server.cuts import OpenCuts
 from paceline.server.dense_table import ServedDenseTable
 from paceline.server.memory_check import require_few_tables
 from paceline.server.row_table import ServedRowTable
 from paceline.server.served_table import ServedTable, TableHost
+from paceline.transport.base import EMPTY, Frame
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.table import TableSpec
+from paceline.wire.messages import FactoredPush
 
 if TYPE_CHECKING:
     from paceline.core.server import ServerCore
@@ -52,6 +55,24 @@ class ServedTables(dict[str, ServedTable]):
         else:
             table.require_equal(spec)
         return Declared(spec.name, table.consistency, table.keyed)
+
+    def expand(self, push: FactoredPush, frame: Frame) -> Frame:
+        """Return a push that came with factors as a frame with its whole gradient, and release the one it came in.
+
+        One that is of no table, or waits already, is returned without a gradient: no one will look at it.
+
+        Raises:
+            PeerError: it breaks the protocol.
+        """
+        try:
+            if push.checksum is not None and push.checksum != zlib.crc32(frame.body):
+                raise PeerError(f"the {len(frame.body)} bytes of a push with factors are not those that were sent")
+            table = self.get(push.push.push.table)
+            if table is None or table.has(push.push.push.id):
+                return Frame(b"", EMPTY)
+            return table.expand(push, frame.body)
+        finally:
+            frame.release()
 
     def _create(self, spec: TableSpec | RowTableSpec) -> ServedTable:
         if isinstance(spec, RowTableSpec):

@@ -50,6 +50,7 @@ class _RowRead:
     table: str
     number: int
     rows: frozenset[int]
+    needs: int = 0  # the clock below which they must contain every update
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +313,9 @@ class SimulatedWorker:
         """Request the rows that are not cached or not fresh enough, as the node does."""
         table = read.table
         history, kept, life = self.world.histories[table], self._kept(table), (self.worker, self.incarnation)
-        needs = history.consistency.needs(self._asked[table])
+        # Servers know the bound in force, and a cached row has to do for any.
+        consistency, asked = history.consistency, self._asked[table]
+        needs = consistency.needs(asked) if refresh else consistency.unasked(asked)
         fetch: list[int] = []
         deliver: list[int] = []
         for server in range(history.num_servers):
@@ -322,7 +325,7 @@ class SimulatedWorker:
                 self.world.note_request(life, self.core.next_request, server, lacking)
                 brought = not refresh and history.consistency.deliver == "on_clock" and lacking <= kept.keys()
                 (deliver if brought else fetch).append(server)
-        self._row_reads[self.core.next_request] = read
+        self._row_reads[self.core.next_request] = replace(read, needs=needs)
         self._handle(WantRows(table, needs, tuple(fetch), tuple(deliver)))
 
     def _kept(self, table: str) -> dict[int, SeenPart]:
@@ -339,7 +342,7 @@ class SimulatedWorker:
         number = 0
         if history.keyed:
             read = self._row_reads.pop(done.request)
-            kept, needs, number = self._kept(done.table), history.consistency.needs(asked), read.number
+            kept, needs, number = self._kept(done.table), read.needs, read.number
             if done.clock < needs:
                 raise Violation(f"SSP2: worker {self.worker} reads rows of clock {needs} and is told {done.clock}")
             parts = {row: kept[row] for row in read.rows if row in kept and kept[row].clock >= needs}
@@ -349,7 +352,8 @@ class SimulatedWorker:
             clock = min(part.clock for part in parts.values())
         else:
             parts = dict(self._parts[done.table])
-        history.read(SeenRead(self.world.now, life, asked, clock, waited, done.source, parts), self.world.members())
+        seen = SeenRead(self.world.now, life, asked, clock, waited, done.source, parts, done.request)
+        history.read(seen, self.world.members())
         self._reading.discard((done.table, number))
         if not self._reading:
             self.waited_s += waited

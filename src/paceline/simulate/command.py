@@ -157,8 +157,8 @@ def simulate(
     Parameters
     ----------
     consistency
-        bsp, ssp:S, essp:S, asynchronous or backup:B, separated by commas or given several times. A policy may also
-        be given by its axes, on its own: bound=2,visible=on_clock.
+        bsp, ssp:S, essp:S, asynchronous, backup:B or adaptive:L:S, separated by commas or given several times. A policy
+        may also be given by its axes, on its own: bound=2,visible=on_clock.
     workers
         Number of workers.
     servers
@@ -289,7 +289,9 @@ def _with_options(
     size, rate = lines.model_mb * _MB, lines.bandwidth_mbit
     return replace(
         scenario,
-        lines=SimulatedLines(inf if rate is None else rate * _MBIT, gradient_bytes=size, value_bytes=size),
+        lines=SimulatedLines(
+            inf if rate is None else rate * _MBIT, gradient_bytes=size, value_bytes=size, early=rate is not None
+        ),
         data=DataServers(lines.data_servers, lines.batch_s, lines.batch_mb * _MB),
         fate=Faults(
             deaths=faults.deaths,

@@ -62,6 +62,18 @@ class ChangedMember:
 
 
 @value_class
+class MovedBound:
+    """A server moved the adaptive bound, as `BoundMoved` of its core says."""
+
+    t: float
+    server: int
+    before: int
+    bound: int
+    waiting: float
+    staleness: float
+
+
+@value_class
 class RefusedPush:
     """A worker heard that a push of its came too late, and was not applied."""
 
@@ -70,4 +82,4 @@ class RefusedPush:
     reason: str
 
 
-Happening = ReadValues | FinishedClock | ReachedClock | Updated | ChangedMember | RefusedPush
+Happening = ReadValues | FinishedClock | ReachedClock | Updated | ChangedMember | MovedBound | RefusedPush

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from paceline.core.consistency import Consistency
 from paceline.core.events import Died, Disconnected
-from paceline.core.messages import Join, PushId
+from paceline.core.messages import Join, Pull, PushId
 
 Life = tuple[int, int]  # worker, incarnation
 
@@ -99,6 +99,7 @@ class SeenRead:
     waited_s: float
     source: str
     parts: dict[int, SeenPart]
+    request: int = -1  # by which servers know it, if it asked them
 
     @property
     def differential(self) -> int:
@@ -128,6 +129,10 @@ class History:
     acknowledged: set[tuple[int, PushId]] = field(default_factory=set[tuple[int, PushId]])
     refused: set[tuple[int, PushId]] = field(default_factory=set[tuple[int, PushId]])
     invalid: set[PushId] = field(default_factory=set[PushId])  # arrived at a server with invalid values
+    # Of an adaptive bound: where it is by server, and where it was when a pull came, by life, request and server.
+    bounds: dict[int, int] = field(default_factory=dict[int, int])
+    num_moves: int = 0
+    _admitted: dict[tuple[Life, int, int], int] = field(default_factory=dict[tuple[Life, int, int], int])
     _seen: dict[tuple[Life, int], int] = field(default_factory=dict[tuple[Life, int], int])
 
     def __post_init__(self) -> None:
@@ -171,6 +176,21 @@ class History:
         if refused and not late and push_id not in self.invalid and life not in self.lives.gone:
             raise Violation(f"E4: server {server} has refused a sound {push_id} of a worker that takes part")
 
+    def moved(self, server: int, before: int, bound: int) -> None:
+        """Record that a server moved its adaptive bound: every move is told, and none leaves the range (SSP6)."""
+        lowest, highest = self.consistency.lowest, self.consistency.bound
+        known = self.bounds.get(server, lowest)
+        if lowest is None or highest is None or not lowest <= bound <= highest or before != known or bound == before:
+            raise Violation(f"SSP6: server {server} moves a bound from {before} to {bound}, and was at {known}")
+        self.bounds[server] = bound
+        self.num_moves += 1
+
+    def admitted(self, server: int, pull: Pull) -> None:
+        """Record that a pull has come to a server; a copy of it changes nothing."""
+        if self.consistency.lowest is not None:
+            key = (pull.sender.worker, pull.sender.incarnation), pull.request, server
+            self._admitted.setdefault(key, self.bounds.get(server, self.consistency.lowest))
+
     def read(self, read: SeenRead, members: dict[Life, int]) -> None:
         """Record a finished read and check its bound, its freshness and its monotony."""
         self.reads.append(read)
@@ -188,6 +208,7 @@ class History:
             self._check_members(place, length, needs, members, read)
             self._check_promise(place, length, max(needs, part.clock), read)
             self._check_own(place, part, read)
+            self._check_in_force(place, part, read)
             before = self._seen.get((read.life, place), 0)
             if length < before:
                 raise Violation(f"SSP5: {_where(read)} saw {before} updates of {self._name(place)}, now {length}")
@@ -296,6 +317,15 @@ class History:
                 raise Violation(f"SSP2: {_where(read)} lacks {push_id} of clock {clock} on {self._name(place)}")
         shard = self.shards[self.server_of(place)]
         shard.promised = max(shard.promised, complete)
+
+    def _check_in_force(self, place: int, part: SeenPart, read: SeenRead) -> None:
+        """SSP6: values keep the bound in force when their pull came; without a pull, the lowest."""
+        lowest, server = self.consistency.lowest, self.server_of(place)
+        if lowest is None:
+            return
+        bound = self._admitted.get((read.life, read.request, server), lowest)
+        if part.clock < read.clock - bound:
+            raise Violation(f"SSP6: {_where(read)} has {self._name(place)} of clock {part.clock}, in force was {bound}")
 
     def _check_own(self, place: int, part: SeenPart, read: SeenRead) -> None:
         """SSP3: the reader is told exactly which of its own recent pushes are included, so it can add the others."""

@@ -6,7 +6,6 @@ import gc
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import fmean
 
 from paceline.core.consistency import Consistency
 from paceline.simulate.happenings import Happening
@@ -30,10 +29,10 @@ class WorkerOutcome:
     load_s: float
 
     @property
-    def clock_s(self) -> float | None:
-        """Seconds of a clock that counts; None without one."""
-        counted = self.num_clocks - self.num_refused
-        return (self.busy_s + self.wait_s + self.load_s) / counted if counted else None
+    def clocks_per_s(self) -> float:
+        """Clocks a second that count, of the time until its last one."""
+        spent_s = self.busy_s + self.wait_s + self.load_s
+        return (self.num_clocks - self.num_refused) / spent_s if spent_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +86,12 @@ class Outcome:
 
     @property
     def clock_s(self) -> float:
-        """Return the seconds of a clock of a worker, averaged over the workers."""
-        return fmean(own.clock_s for own in self.workers if own.clock_s is not None)
+        """Return the seconds of a clock of a worker, for workers that all had the mean rate of these.
+
+        A mean of seconds would say nothing of a worker that a quorum leaves out nearly always: few of its clocks count.
+        """
+        clocks_per_s = sum(own.clocks_per_s for own in self.workers)
+        return len(self.workers) / clocks_per_s if clocks_per_s else 0.0
 
     @property
     def server_busy(self) -> float:

@@ -11,6 +11,7 @@ from paceline.core.server import LEAD
 from paceline.errors import UsageError
 from paceline.observe.trace import (
     AppliedRecord,
+    BoundRecord,
     Load,
     MembershipRecord,
     MinClock,
@@ -25,6 +26,7 @@ from paceline.simulate.happenings import (
     ChangedMember,
     FinishedClock,
     Happening,
+    MovedBound,
     ReachedClock,
     ReadValues,
     RefusedPush,
@@ -91,6 +93,8 @@ def _record(happening: Happening) -> Record:
             return AppliedRecord(t, server, TABLE, workers, clock, took_s)
         case RefusedPush(t, worker, reason):
             return Refusal(t, LEAD, worker, TABLE, reason)
+        case MovedBound(t, server, before, bound, waiting, staleness):
+            return BoundRecord(t, server, TABLE, before, bound, waiting, staleness)
         case ChangedMember(t, server, worker, incarnation, change):
             event = "joined" if change == "joined" else "left" if change == "left" else "died"
             return MembershipRecord(t, server, worker, incarnation, event)

@@ -15,6 +15,7 @@ from random import Random
 from paceline.core.effects import (
     Advanced,
     Apply,
+    BoundMoved,
     Discard,
     Fail,
     Install,
@@ -52,6 +53,7 @@ from paceline.simulate.happenings import (
     ChangedMember,
     FinishedClock,
     Happening,
+    MovedBound,
     ReachedClock,
     ReadValues,
     RefusedPush,
@@ -65,6 +67,8 @@ TABLE = "w"
 _GENERATION = 1
 # A push is at most as long as the first, to travel with its tick and a fetch; and as the second, to wait for its tick.
 _STEP_BYTES, _WAITING_BYTES = 4 << 20, 16 << 10
+# As nodes on other machines do: of how long a part travels in pieces, and how long and how many these are.
+_LEAST_EARLY_BYTES, _LEAST_PIECE_BYTES, _MOST_PIECES = 256 << 10, 128 << 10, 32
 _JOIN_TIMEOUT_S = 1e9  # expected workers join at once
 _Body = list[float]  # the values of one server
 
@@ -81,6 +85,8 @@ class RehearsedServer:
     busy_s: float = 0.0
     inbox: deque[ServerEvent] = field(default_factory=deque[ServerEvent])
     pushed: dict[PushId, list[float]] = field(default_factory=dict[PushId, list[float]])  # gradients, until applied
+    pieces: Counter[tuple[int, int]] = field(default_factory=Counter[tuple[int, int]])  # of pushes, by clock and place
+    num_early: Counter[int] = field(default_factory=Counter[int])  # pieces of values sent ahead, by worker
 
 
 @dataclass(slots=True, eq=False)
@@ -174,6 +180,7 @@ class Rehearsal:
     _push: WantPush = field(init=False)
     _push_bytes: float = field(init=False)
     _value_bytes: float = field(init=False)
+    _num_pieces: int = field(init=False)  # of a push, and of the values that it makes
     _num_running: int = 0  # lives that have not ended, and those to come
 
     def __post_init__(self) -> None:
@@ -184,7 +191,9 @@ class Rehearsal:
         self._model = Quadratic(s.num_servers)
         # As `paceline.distributed` does: a short push waits for the fetch that follows the end of its clock.
         size, is_held = s.lines.gradient_bytes, s.consistency.visible == "on_clock"
-        may_wait, ends_clock = is_held and size <= _WAITING_BYTES, s.refresh >= 1 and size <= _STEP_BYTES
+        self._num_pieces = _num_pieces(s)
+        in_one = self._num_pieces == 1
+        may_wait, ends_clock = is_held and size <= _WAITING_BYTES, s.refresh >= 1 and size <= _STEP_BYTES and in_one
         self._push = WantPush(TABLE, may_wait=may_wait, ends_clock=ends_clock)
         self._push_bytes = s.lines.gradient_bytes / s.num_servers
         self._value_bytes = s.lines.value_bytes / s.num_servers
@@ -420,6 +429,9 @@ class Rehearsal:
 
     def _send_up(self, worker: RehearsedWorker, send: Send) -> None:
         server, message = self.servers[send.server], send.message
+        if self._num_pieces > 1 and type(message) is Push and not send.bare:
+            self._send_pieces(worker, server, message)
+            return
         num_pushes = len(message.pushes) if isinstance(message, WholeStep) else int(type(message) is Push)
         size = MESSAGE_BYTES + (0.0 if send.bare else num_pushes * self._push_bytes)
         self._send(worker.line, server.line, size, self._to_server, server, message)
@@ -430,7 +442,9 @@ class Rehearsal:
         worker = self._newest.get(rank)
         if worker is None or worker.incarnation != incarnation or not worker.is_alive:
             return
-        size = MESSAGE_BYTES + (self._value_bytes if body is not _NOTHING else 0.0)
+        size = MESSAGE_BYTES
+        if body is not _NOTHING:
+            size += self._value_bytes * (1 - server.num_early.pop(rank, 0) / self._num_pieces)
         self._send(server.line, worker.line, size, self._receive, worker, server.rank, message, body)
 
     def _receive(self, worker: RehearsedWorker, server: int, message: FromServer, body: _Body) -> None:
@@ -441,6 +455,27 @@ class Rehearsal:
                 self._install(worker, effect, body)
             else:
                 self._perform_of_worker(worker, effect)
+
+    def _send_pieces(self, worker: RehearsedWorker, server: RehearsedServer, push: Push) -> None:
+        """Send a push in pieces, which has arrived with the last one."""
+        size, last = MESSAGE_BYTES + self._push_bytes / self._num_pieces, self._num_pieces - 1
+        for place in range(last):
+            self._send(worker.line, server.line, size, self._receive_piece, server, push.clock, place)
+        self._send(worker.line, server.line, size, self._to_server, server, push)
+
+    def _receive_piece(self, server: RehearsedServer, clock: int, place: int) -> None:
+        """Note a piece of a push; with that of the last worker, the values that it makes leave."""
+        server.pieces[clock, place] += 1
+        members = server.core.members
+        if server.pieces[clock, place] < len(members):
+            return
+        del server.pieces[clock, place]
+        for rank in members:
+            worker = self._newest[rank]
+            if worker.is_alive and worker.line is not server.line:
+                size = MESSAGE_BYTES + self._value_bytes / self._num_pieces
+                self._send(server.line, worker.line, size, _keep_early)
+                server.num_early[rank] += 1
 
     def _send_between(self, source: int, target: int, message: BetweenServers) -> None:
         other = self.servers[target]
@@ -502,6 +537,8 @@ class Rehearsal:
                 server.pushed.pop(effect.id, None)
             case Advanced() if self.happenings is not None:
                 self.happenings.append(ReachedClock(at, server.rank, effect.clock))
+            case BoundMoved(_, before, bound, waiting, staleness) if self.happenings is not None:
+                self.happenings.append(MovedBound(at, server.rank, before, bound, waiting, staleness))
             case MembershipChanged():
                 self._on_membership(server, effect)
             case _:
@@ -569,6 +606,19 @@ class Rehearsal:
 _MAY_SET_ALARM = (Disconnected, Died, Leave, Timeout)
 _NOTHING: _Body = []  # a message without values
 _VALUES: _Body = []  # values that are not computed, as the scenario has no loss
+
+
+def _keep_early() -> None:
+    """Receive values that leave early: they count with the rest of them."""
+
+
+def _num_pieces(scenario: Scenario) -> int:
+    """Return the number of pieces in which a push travels, and the values that it makes: 1 where none leave early."""
+    part_bytes = min(scenario.lines.gradient_bytes, scenario.lines.value_bytes) / scenario.num_servers
+    is_early = scenario.lines.early and scenario.consistency.lockstep and scenario.refresh >= 1
+    if not is_early or part_bytes < _LEAST_EARLY_BYTES:
+        return 1
+    return min(_MOST_PIECES, int(part_bytes // _LEAST_PIECE_BYTES))
 
 
 def _check(scenario: Scenario) -> None:

@@ -97,12 +97,15 @@ class SimulatedLines:
         value_bytes: bytes of the values of a read, from all servers together.
         beside: whether server k stands beside worker k, and shares its line; what these two send each other costs
             nothing. Servers beyond the workers have lines of their own.
+        early: whether values leave while pushes still come, as between machines: in lockstep, where a server's part is
+            long enough to travel in pieces.
     """
 
     bytes_per_s: float = inf
     gradient_bytes: float = 0.0
     value_bytes: float = 0.0
     beside: bool = False
+    early: bool = False
 
 
 @dataclass(frozen=True, slots=True)

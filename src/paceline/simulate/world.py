@@ -9,7 +9,19 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from paceline.core.consistency import Consistency
-from paceline.core.effects import Advanced, Apply, Discard, Hold, MembershipChanged, Reply, Serve, ServerEffect, Tell
+from paceline.core.effects import (
+    Advanced,
+    Apply,
+    BoundMoved,
+    Discard,
+    Hold,
+    Measure,
+    MembershipChanged,
+    Reply,
+    Serve,
+    ServerEffect,
+    Tell,
+)
 from paceline.core.events import Declared, Died, Disconnected, InvalidPush, Timeout
 from paceline.core.messages import (
     Applied,
@@ -17,6 +29,7 @@ from paceline.core.messages import (
     Delivered,
     Fetched,
     FromWorker,
+    Pull,
     Push,
     PushId,
     PushRefused,
@@ -338,9 +351,19 @@ class World:
         self.lives.told(server, event, self.now)
         effects = entry.core.handle(event, self.now)
         self.record(f"server {server}", event, effects)
+        self._note_bounds(server, event, effects)
         for effect in effects:
             self._perform(server, entry, effect)
         self._set_alarm(server, entry)
+
+    def _note_bounds(self, server: int, event: ServerEvent, effects: list[ServerEffect]) -> None:
+        """Record where bounds move, and then which pulls come: those of a step follow its tick."""
+        for effect in effects:
+            if isinstance(effect, BoundMoved):
+                self.histories[effect.table].moved(server, effect.before, effect.bound)
+        pulls = event.pulls if isinstance(event, WholeStep) else (event,) if isinstance(event, Pull) else ()
+        for pull in pulls:
+            self.histories[pull.table].admitted(server, pull)
 
     def _set_alarm(self, server: int, entry: _Server) -> None:
         deadline = entry.core.next_deadline()
@@ -385,7 +408,7 @@ class World:
                 self._between(server, effect.server, effect.message)
             case MembershipChanged():
                 self._on_membership(server, effect)
-            case Hold() | Discard() | Advanced():
+            case Hold() | Discard() | Advanced() | BoundMoved() | Measure():  # no simulated push is to be clipped
                 pass
 
     def _note_answered(self, server: int, push_id: PushId, *, refused: bool) -> None:

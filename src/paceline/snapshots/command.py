@@ -31,7 +31,8 @@ def list_snapshots(folder: Path) -> int:
         manifest = snapshot.manifest
         age_s, size = max(0.0, time.time() - manifest.written_at_s), _size(manifest.size_bytes)
         name = snapshot.folder.name
-        print(f"{name:<16} {manifest.clock:>8} {size:>9} {_time(age_s):>9} {_time(manifest.took_s):>5}")
+        since = f"  changes since {manifest.base}" if manifest.base else ""
+        print(f"{name:<16} {manifest.clock:>8} {size:>9} {_time(age_s):>9} {_time(manifest.took_s):>5}{since}")
     return 0
 
 
@@ -58,7 +59,9 @@ def show(folder: Path) -> int:
             size = f"{spec.numel} {spec.dtype} in {len(spec.segments)} tensors"
             print(f"table {table.name}: {size}, {spec.rule.name}, {states}")
         else:
-            print(f"table {table.name}: {table.num_rows} rows of {spec.width} {spec.dtype}, {spec.rule.name}")
+            rows = f"{table.num_rows} rows of {spec.width} {spec.dtype}"
+            since = f", changed since {manifest.base}" if table.changed_only else ""
+            print(f"table {table.name}: {rows}, {spec.rule.name}{since}")
     for number, position in enumerate(manifest.sources):
         print(f"source {number}: epoch {position.get('epoch', '?')}, {position.get('num_done', '?')} batches done")
     return 0
@@ -77,7 +80,8 @@ def verify(folder: Path) -> int:
     for path in [folder] if not snapshots_in(folder) else snapshots_in(folder):
         try:
             found = Snapshot.read(path)
-            found.verify()
+            found.verify_files()
+            found.base()
             print(f"{path}: whole, {len(found.manifest.files)} files of {_size(found.manifest.size_bytes)}")
         except CheckpointError as error:
             print(f"{path}: {error}")

@@ -37,6 +37,7 @@ DEFAULT_KEEP: Final = 3
 MAX_MANIFEST_BYTES: Final = 256 << 20
 _PREFIX: Final = "snapshot-"
 _UNFINISHED: Final = ".unfinished-"
+_DAMAGED: Final = ".damaged"
 _LOCK: Final = ".lock"
 _MAX_DIGITS: Final = 18
 
@@ -59,6 +60,8 @@ class SnapshotTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         fixed: file of the states that do not have the shape of their parameters; empty without any.
         rows: files of a row table.
         num_rows: in these.
+        changed_only: these are the rows that have changed since the base of the snapshot; it has the others.
+        removed: file with ids of rows that are gone since then; empty without any.
     """
 
     name: str
@@ -73,6 +76,8 @@ class SnapshotTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fixed: str = ""
     rows: tuple[str, ...] = ()
     num_rows: _Count = 0
+    changed_only: bool = False
+    removed: str = ""
 
 
 class SnapshotManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,6 +94,8 @@ class SnapshotManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         state: what the script has added, as JSON.
         written_at_s: seconds since 1970.
         took_s: seconds from the cut to the disk.
+        base: name of the snapshot that has the rows which have not changed; empty if this one has all.
+        base_sha256: digest of the manifest of that one.
     """
 
     clock: _Count
@@ -101,6 +108,8 @@ class SnapshotManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state: msgspec.Raw = msgspec.Raw(b"null")
     written_at_s: float = 0.0
     took_s: float = 0.0
+    base: str = ""
+    base_sha256: str = ""
     format: str = FORMAT
     written_by: str = __version__
 
@@ -141,8 +150,35 @@ class Snapshot:
                 raise CheckpointError(f"{path} names a file outside of its folder: {entry.name!r}")
         return Snapshot(folder, manifest)
 
+    def base(self) -> Snapshot | None:
+        """Return the snapshot that has the rows which have not changed; None if this one has all.
+
+        Raises:
+            CheckpointError: it is not there, or is another one by now.
+        """
+        name = self.manifest.base
+        if not name:
+            return None
+        path = self.folder.absolute().with_name(Path(name).name)
+        found = digest_of_manifest(path)
+        if found != self.manifest.base_sha256:
+            why = "another one is there" if found else "it is not there: copy it, too"
+            raise CheckpointError(f"{self.folder} has only the rows that have changed since {path}, and {why}")
+        return Snapshot.read(path)
+
     def verify(self) -> None:
-        """Compare every file with its digest; raises CheckpointError for the first that is missing or damaged."""
+        """Compare every file with its digest, also of the snapshots that this one is based on.
+
+        Raises:
+            CheckpointError: one is missing or damaged.
+        """
+        self.verify_files()
+        base = self.base()
+        if base is not None:
+            base.verify()
+
+    def verify_files(self) -> None:
+        """Compare the files of this snapshot alone with their digests; raises as `verify`."""
         for entry in self.manifest.files:
             path = self.folder / entry.name
             try:
@@ -178,23 +214,43 @@ def newest(folder: Path) -> Snapshot:
     return Snapshot.read(found[-1])
 
 
+def set_aside(snapshot: Path) -> None:
+    """Rename a snapshot that is damaged: it does not count any more, and is not removed."""
+    snapshot.rename(snapshot.with_name(f"{snapshot.name}{_DAMAGED}"))
+
+
+def digest_of_manifest(snapshot: Path) -> str:
+    """Return the digest that a snapshot says that its manifest has; empty if it cannot be read."""
+    try:
+        return (snapshot / MANIFEST_DIGEST).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def has_any(folder: Path) -> bool:
+    """Return whether there is a snapshot in a folder, or was one that is damaged."""
+    return any(_number_of(path, set_aside=True) is not None for path in folder.glob(f"{_PREFIX}*"))
+
+
 def write_snapshot(folder: Path, fill: Callable[[Path], SnapshotManifest], keep: int = DEFAULT_KEEP) -> Snapshot:
     """Write a snapshot, whose files `fill` writes into a new folder, and keep the newest ones; blocks.
 
     Raises:
         UsageError: another process writes snapshots there now.
+        CheckpointError: its manifest would be too large to be read again.
         OSError: the disk is full or fails. What was there before counts then.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
         for left in folder.glob(f"{_UNFINISHED}*"):
-            shutil.rmtree(left, ignore_errors=True)
-        number = max((number for path in folder.glob(f"{_PREFIX}*") if (number := _number_of(path))), default=0) + 1
+            _remove(left)
+        numbers = [_number_of(path, set_aside=True) or 0 for path in folder.glob(f"{_PREFIX}*")]
+        number = max(numbers, default=0) + 1
         unfinished = folder / f"{_UNFINISHED}{number}"
         unfinished.mkdir()
         try:
             manifest = fill(unfinished)
-            entry = write_file(unfinished / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+            entry = write_file(unfinished / MANIFEST, _encoded(manifest, folder))
             write_file(unfinished / MANIFEST_DIGEST, entry.sha256.encode())
             sync(unfinished)
             final = unfinished.rename(folder / f"{_PREFIX}{number}")
@@ -202,7 +258,7 @@ def write_snapshot(folder: Path, fill: Callable[[Path], SnapshotManifest], keep:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
         sync(folder)
-        for old in snapshots_in(folder)[: -max(1, keep)]:
+        for old in _unneeded(snapshots_in(folder), max(1, keep)):
             _discard(old)
     return Snapshot(final, manifest)
 
@@ -210,6 +266,38 @@ def write_snapshot(folder: Path, fill: Callable[[Path], SnapshotManifest], keep:
 def now_s() -> float:
     """Return the seconds since 1970."""
     return time.time()
+
+
+def _unneeded(found: list[Path], keep: int) -> list[Path]:
+    """Return the snapshots that are not among the newest ones, nor what these are based on."""
+    needed = set(found[-keep:])
+    for path in found[-keep:]:
+        try:
+            base = Snapshot.read(path).base()
+            while base is not None:
+                needed.add(path.with_name(base.folder.name))
+                base = base.base()
+        except CheckpointError:  # what it needs is not known: nothing goes before it does
+            return []
+    return [path for path in found if path not in needed]
+
+
+def _encoded(manifest: SnapshotManifest, folder: Path) -> bytes:
+    text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    if len(text) > MAX_MANIFEST_BYTES:
+        raise CheckpointError(
+            f"the manifest of a snapshot in {folder} would have {len(text)} bytes, at most {MAX_MANIFEST_BYTES} are "
+            "read: declare fewer tables, or tables with fewer parameters"
+        )
+    return text
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder with all its content, or a file, or a link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _discard(old: Path) -> None:
@@ -235,7 +323,8 @@ def _locked(folder: Path) -> Generator[None]:
         os.close(lock)
 
 
-def _number_of(path: Path) -> int | None:
+def _number_of(path: Path, *, set_aside: bool = False) -> int | None:
     text = path.name.removeprefix(_PREFIX)
+    text = text.removesuffix(_DAMAGED) if set_aside else text
     is_number = text.isdecimal() and text.isascii() and len(text) <= _MAX_DIGITS
     return int(text) if path.name.startswith(_PREFIX) and is_number else None

@@ -11,6 +11,9 @@ from paceline.errors import UsageError
 
 _SECONDS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _AUTO: Final = "auto"
+LEAST_AUTO_S: Final = 60.0
+# A snapshot slows training by a tenth while it is written, at most; ten times as long between two, that is a hundredth.
+_AUTO_TIMES: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,17 +48,7 @@ class SnapshotOptions:
         >>> SnapshotOptions(snapshot_every="10m").every_s, SnapshotOptions().every_s
         (600.0, 0.0)
         """
-        text = self.snapshot_every or _AUTO
-        if text == _AUTO:
-            return 0.0
-        number, unit = (text[:-1], text[-1:]) if text[-1:] in _SECONDS else (text, "s")
-        try:
-            seconds = float(number) * _SECONDS[unit]
-        except ValueError:
-            seconds = 0.0
-        if not 0 < seconds < math.inf:
-            raise UsageError(f"--snapshot-every is '{text}', expected auto, or a time such as 90s, 10m or 2h")
-        return seconds
+        return interval_s(self.snapshot_every or _AUTO)
 
     def validate(self) -> None:
         """Raise UsageError for options that do not go together, or make no sense."""
@@ -66,3 +59,30 @@ class SnapshotOptions:
                 f"--snapshot-every is {self.snapshot_every}, and nothing says where snapshots go: add --snapshots DIR"
             )
         assert self.every_s >= 0
+
+
+def interval_s(text: str) -> float:
+    """Return the seconds of an interval as it is typed; 0 for `auto`.
+
+    Raises:
+        UsageError: it is no time.
+    """
+    if text == _AUTO:
+        return 0.0
+    number, unit = (text[:-1], text[-1:]) if text[-1:] in _SECONDS else (text, "s")
+    try:
+        seconds = float(number) * _SECONDS[unit]
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"--snapshot-every is '{text}', expected auto, or a time such as 90s, 10m or 2h")
+    return seconds
+
+
+def auto_interval_s(took_s: float) -> float:
+    """Return the seconds between two snapshots of which the last took so long.
+
+    >>> auto_interval_s(0.2), auto_interval_s(30.0)
+    (60.0, 300.0)
+    """
+    return max(LEAST_AUTO_S, _AUTO_TIMES * took_s)

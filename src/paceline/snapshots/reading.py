@@ -147,7 +147,42 @@ def saved_rows(snapshot: Snapshot, spec: RowTableSpec) -> SnapshotTable | None:
 
 
 def row_pieces(snapshot: Snapshot, table: SnapshotTable) -> Iterator[RowPiece]:
-    """Yield the rows of a table, a few megabytes at a time."""
+    """Yield the rows of a table, a few megabytes at a time, those of the snapshots that it is based on among them.
+
+    Raises:
+        CheckpointError: one of these cannot be read.
+    """
+    newer = torch.empty(0, dtype=torch.int64)  # what was yielded or is gone, sorted
+    while True:
+        mine = list[Tensor]()
+        for piece in _pieces_in(snapshot, table):
+            if table.changed_only:
+                mine.append(piece.ids)
+            yield _without(piece, newer)
+        if not table.changed_only:
+            return
+        if table.removed:
+            mine.append(TensorFile(snapshot.folder / table.removed).tensor(IDS))
+        newer = torch.cat([newer, *mine]).unique()
+        base = snapshot.base()
+        earlier = None if base is None else base.table(table.name)
+        if base is None or earlier is None or earlier.kind != "rows":
+            raise CheckpointError(
+                f"{snapshot.folder} has changes of table '{table.name}', and its base has no such rows"
+            )
+        snapshot, table = base, earlier
+
+
+def _without(piece: RowPiece, ids: Tensor) -> RowPiece:
+    """Return the rows of a piece that are not among ids, which are sorted."""
+    if not len(ids):
+        return piece
+    places = torch.searchsorted(ids, piece.ids).clamp_(max=len(ids) - 1)
+    others = ids[places] != piece.ids
+    return RowPiece(piece.ids[others], {name: column[others] for name, column in piece.columns.items()})
+
+
+def _pieces_in(snapshot: Snapshot, table: SnapshotTable) -> Iterator[RowPiece]:
     for name in table.rows:
         file = TensorFile(snapshot.folder / name)
         columns = {column: file.tensor(column) for column in file.names}

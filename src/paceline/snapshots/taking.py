@@ -19,6 +19,8 @@ from paceline.core.consistency import Consistency
 from paceline.core.partition import Range
 from paceline.errors import CheckpointError, DeadlineExceeded, PacelineError, UsageError
 from paceline.snapshots.folder import DEFAULT_KEEP, Snapshot, SnapshotManifest, SnapshotTable, now_s, write_snapshot
+from paceline.snapshots.increments import Increments, marks_of
+from paceline.snapshots.options import LEAST_AUTO_S, auto_interval_s
 from paceline.snapshots.reading import row_pieces, saved_dense, saved_rows, spec_of
 from paceline.snapshots.writing import CutOfTable, FolderWriter
 from paceline.update.rows.layout import RowPiece
@@ -28,9 +30,6 @@ from paceline.wire.requests import ListedTable
 from paceline.worker.cuts import CutReader, list_tables
 from paceline.worker.node import WorkerNode
 
-LEAST_AUTO_S: Final = 60.0
-# A snapshot slows training by a tenth while it is written, at most; ten times as long between two, that is a hundredth.
-_AUTO_TIMES: Final = 10.0
 _LAST_TIMEOUT_S: Final = 600.0
 
 Positions = Sequence[Mapping[str, int]]
@@ -110,6 +109,7 @@ class SnapshotTaker:
         self._every_s = LEAST_AUTO_S if plan is None or plan.every_s is None else plan.every_s
         self._due_s = math.inf if plan is None else time.monotonic() + self._every_s
         self._writer: ThreadPoolExecutor | None = None
+        self._increments = Increments()
         self._last: Future[Path] | None = None
 
     @property
@@ -123,7 +123,8 @@ class SnapshotTaker:
             return  # the disk is slower than the interval
         self._due_s = time.monotonic() + self._every_s
         try:
-            self.take(self.plan.folder, self.plan.keep, positions, None).add_done_callback(self._note_planned)
+            taken = self._take(self.plan.folder, self.plan.keep, positions, None, self._increments)
+            taken.add_done_callback(self._note_planned)
         except PacelineError as error:
             self._tell_failure(error)
 
@@ -134,30 +135,43 @@ class SnapshotTaker:
             UsageError: `state` cannot be written as JSON.
             PeerError: a server is gone.
         """
+        return self._take(folder, keep, positions, state, None)
+
+    def _take(
+        self, folder: Path, keep: int, positions: Positions, state: object, increments: Increments | None
+    ) -> Future[Path]:
+        """Begin a snapshot; see `take`. With `increments`, it may have only the rows that have changed."""
         self._wait_last()
         content, clock, began_s = _as_json(state), self._node.clock, time.monotonic()
-        cuts = [(each, self._begin(each, clock)) for each in list_tables(self._node)]
+        cuts = [(each, self._begin(each, clock, increments)) for each in list_tables(self._node)]
+        base = None if increments is None else increments.begin()
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, "paceline-snapshot")
 
         def fill(path: Path) -> SnapshotManifest:
-            tables, files = self._write(cuts, path)
+            writer = self._write(cuts, path)
+            base_name, base_sha256 = writer.based_on(base)
             return SnapshotManifest(
                 clock,
                 self._node.settings.sender.generation,
                 self._num_workers,
                 self._node.num_servers,
-                tables,
-                files,
+                tuple(writer.tables),
+                tuple(writer.files),
                 tuple(dict(each) for each in positions),
                 content,
                 now_s(),
                 time.monotonic() - began_s,
+                base_name,
+                base_sha256,
             )
 
         def write() -> Path:
             try:
-                return write_snapshot(folder, fill, keep).folder
+                written = write_snapshot(folder, fill, keep)
+                if increments is not None:
+                    increments.note(written, marks_of({each.name: reader.heads() for each, reader in cuts}))
+                return written.folder
             except OSError as error:
                 raise CheckpointError(
                     f"the snapshot of clock {clock} was not written to {error.filename or folder}: {error.strerror}. "
@@ -184,13 +198,14 @@ class SnapshotTaker:
         if self._last is not None and not wait([self._last], _LAST_TIMEOUT_S).done:
             raise DeadlineExceeded(f"the snapshot before was not on disk after {_LAST_TIMEOUT_S:g} s")
 
-    def _begin(self, table: ListedTable, clock: int) -> CutReader:
+    def _begin(self, table: ListedTable, clock: int, increments: Increments | None) -> CutReader:
         # Where neither reads nor updates wait for other workers, none has to come to this clock.
         policy = Consistency.parse(_decoded(table).consistency)
         waits = policy.bound is not None or policy.visible == "on_clock"
-        return CutReader.begin(self._node, table.name, clock if waits else 0)
+        since = None if increments is None else increments.since(table.name, self._node.num_servers)
+        return CutReader.begin(self._node, table.name, clock if waits else 0, since=since)
 
-    def _write(self, cuts: Sequence[tuple[ListedTable, CutReader]], path: Path) -> tuple[Any, Any]:
+    def _write(self, cuts: Sequence[tuple[ListedTable, CutReader]], path: Path) -> FolderWriter:
         found = [CutOfTable(_decoded(each), each.spec, reader.heads(), reader) for each, reader in cuts]
         found = [each for each in found if each.has_values]
         if not found:
@@ -202,7 +217,7 @@ class SnapshotTaker:
         for each in found:
             writer.add(each)
         writer.finish()
-        return tuple(writer.tables), tuple(writer.files)
+        return writer
 
     def _note_planned(self, done: Future[Path]) -> None:
         """Have the interval follow what a snapshot takes, and tell of one that failed; in the thread that writes."""
@@ -211,7 +226,7 @@ class SnapshotTaker:
             self._tell_failure(error)
         elif self.plan is not None and self.plan.every_s is None and not done.cancelled():
             took_s = Snapshot.read(done.result()).manifest.took_s
-            every_s = max(LEAST_AUTO_S, _AUTO_TIMES * took_s)
+            every_s = auto_interval_s(took_s)
             if every_s > 2 * self._every_s or self._every_s == LEAST_AUTO_S < every_s:
                 self._tell(
                     f"a snapshot takes {took_s:.1f} s, so one is made every {every_s:.0f} s, and they cost 1 % at most"

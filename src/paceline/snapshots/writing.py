@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 import torch
@@ -17,9 +17,10 @@ from torch import Tensor
 from paceline.core.partition import Range
 from paceline.errors import CheckpointError
 from paceline.snapshots.files import FileEntry, FileWriter, write_file
-from paceline.snapshots.folder import INDEX, SnapshotTable
+from paceline.snapshots.folder import INDEX, Snapshot, SnapshotTable, digest_of_manifest
 from paceline.snapshots.tensor_files import dtype_of, header_of
 from paceline.update.placement import spans
+from paceline.update.rows.cuts import REMOVED
 from paceline.update.rows.layout import IDS
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.shard import VALUES
@@ -27,11 +28,18 @@ from paceline.update.table import Segment, TableSpec, cut
 from paceline.wire.requests import CutHead
 
 if TYPE_CHECKING:
-    from paceline.core.settings import WorkerSettings
-    from paceline.worker.cuts import CutReader
+    from paceline.core.settings import ServerSettings, WorkerSettings
 
 ROWS_FILE_BYTES: Final = 64 << 20  # of a file of rows, before it is written: these are in memory
 Place = tuple[int, int, int]  # where elements begin and end in a piece, and the number of their segment
+
+
+class PieceReader(Protocol):
+    """Reads the parts of a cut."""
+
+    def pieces(self, server: int, num_pieces: int) -> Iterator[memoryview]:
+        """Return the pieces of one server's part, in order; may block for each, and raise PacelineError."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +49,7 @@ class CutOfTable:
     spec: TableSpec | RowTableSpec
     encoded: bytes  # the declaration as it came
     heads: Sequence[CutHead]
-    reader: CutReader
+    reader: PieceReader
 
     @property
     def clock(self) -> int:
@@ -58,6 +66,18 @@ class CutOfTable:
         """Whether every server has values of it."""
         return all(head.num_pieces >= 0 for head in self.heads)
 
+    @property
+    def has_changed_only(self) -> bool:
+        """Whether it has only rows that have changed; raises CheckpointError where that is so of some servers alone."""
+        found = {bool(head.base) for head in self.heads}
+        if len(found) > 1:
+            lost = [server for server, head in enumerate(self.heads) if not head.base]
+            raise CheckpointError(
+                f"servers {lost} have not marked what has changed of table '{self.spec.name}', as they were replaced "
+                "since the snapshot before: the next one has all rows"
+            )
+        return True in found
+
 
 @dataclass(slots=True)
 class FolderWriter:
@@ -65,12 +85,12 @@ class FolderWriter:
 
     Args:
         folder: exists, and is empty.
-        settings: of the worker that reads the cuts.
+        settings: how the tables are spread over servers.
         num_dense: dense tables that will come.
     """
 
     folder: Path
-    settings: WorkerSettings
+    settings: WorkerSettings | ServerSettings
     num_dense: int
     files: list[FileEntry] = field(default_factory=list[FileEntry])
     tables: list[SnapshotTable] = field(default_factory=list[SnapshotTable])
@@ -88,6 +108,19 @@ class FolderWriter:
         """Write which values are in which file."""
         index = {"metadata": {"total_size": self._num_values_bytes}, "weight_map": self._weight_map}
         self.files.append(write_file(self.folder / INDEX, msgspec.json.format(msgspec.json.encode(index), indent=1)))
+
+    def based_on(self, base: Snapshot | None) -> tuple[str, str]:
+        """Return name and digest of the snapshot that has the rows which have not changed; empty if this has all.
+
+        Raises:
+            CheckpointError: it is not there.
+        """
+        if not any(table.changed_only for table in self.tables):
+            return "", ""
+        digest = "" if base is None else digest_of_manifest(base.folder)
+        if base is None or not digest:
+            raise CheckpointError("the snapshot before is not there any more: the next one has all rows")
+        return base.folder.name, digest
 
     # -- dense tables ------------------------------------------------------------------------------------------------
 
@@ -171,6 +204,7 @@ class FolderWriter:
     def _rows(self, each: CutOfTable) -> SnapshotTable:
         number, files, num_rows = len(self.tables) + 1, list[str](), 0
         waiting, waiting_bytes = list[dict[str, Tensor]](), 0
+        changed_only = each.has_changed_only
 
         def write() -> None:
             columns = {name: torch.cat([part[name] for part in waiting]) for name in waiting[0]}
@@ -202,7 +236,21 @@ class FolderWriter:
             hyper,
             rows=tuple(files),
             num_rows=num_rows,
+            changed_only=changed_only,
+            removed=self._removed(number, each) if changed_only else "",
         )
+
+    def _removed(self, number: int, each: CutOfTable) -> str:
+        """Write the ids of rows that are gone; return the name of the file, "" if there are none."""
+        try:
+            ids = torch.cat([load(head.fixed)[REMOVED] for head in each.heads])
+        except (SafetensorError, KeyError, RuntimeError) as error:
+            raise CheckpointError(f"a server did not say which rows of table '{each.spec.name}' are gone") from error
+        if not len(ids):
+            return ""
+        file = f"rows-{number:05d}-removed.safetensors"
+        self.files.append(write_file(self.folder / file, save({IDS: ids}, {"format": "pt", "table": each.spec.name})))
+        return file
 
 
 def _state_file(number: int, state: str) -> str:

@@ -90,7 +90,7 @@ def run(
     joining
         Where workers of other machines join.
     consistency
-        bsp, ssp:S, essp:S, asynchronous or backup:B, for every table whose script names none.
+        bsp, ssp:S, essp:S, asynchronous, backup:B or adaptive:L:S, for every table whose script names none.
     strategy
         How workers share the work where the script says nothing: parameter-server, a consistency such as ssp:3,
         all-reduce, fsdp, local-sgd:STEPS, diloco:STEPS or downpour:STEPS, and joined to it by + pipeline:STAGES and

@@ -16,16 +16,21 @@ from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
-from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from paceline.collective.call_queue import QueuedCall
 from paceline.collective.operations import broadcast_bytes, broadcast_tensor, reduce_in_place
 from paceline.collective.signature import CallSignature
 from paceline.errors import PeerError, UsageError
+from paceline.torch_private import (
+    GradBucket,
+    after_forward,
+    before_forward,
+    call_after_backward,
+    remove_backward_hooks,
+    tree_leaves,
+)
 from paceline.training.buffers import floating_buffers
 from paceline.training.collective_optimizer import (
     COMPARED_EVERY,
@@ -287,7 +292,7 @@ class DDPReplica:
         self._call(CallSignature(0, "trained", digest=digest_of(bytes(trained))), act, "forward")
         while self._watched:
             self._watched.pop().remove()
-        self._ddp.reducer._remove_autograd_hooks()
+        remove_backward_hooks(self._ddp)
         self._trained, self._ddp = trained, self._attached(first=False)
 
     def _copy_buffers(self) -> None:
@@ -321,7 +326,7 @@ class DDPReplica:
         self._inputs = digest_of_batch(tree_leaves((args, kwargs))) if self._same_batches.is_checking else 0
         self._ddp.require_backward_grad_sync = self._combines = not self._accumulates
         try:
-            return self._ddp._pre_forward(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]
+            return before_forward(self._ddp, args, kwargs)
         except (RuntimeError, PeerError) as error:
             where = f"forward of '{self._settings.name}'"
             if "finished reduction in the prior iteration" not in str(error):
@@ -334,13 +339,13 @@ class DDPReplica:
 
     def _after(self, output: object) -> Any:  # noqa: ANN401 - whatever the module returns
         # As in DistributedDataParallel.forward, around the module; the module itself is called unchanged.
-        return self._ddp._post_forward(output) if torch.is_grad_enabled() else None  # pyright: ignore[reportPrivateUsage]
+        return after_forward(self._ddp, output) if torch.is_grad_enabled() else None
 
     def _on_bucket(self, bucket: GradBucket) -> Tensor:
         """Queue a bucket that is ready, behind the agreement on this backward; return the tensor of its mean."""
         if self._round is None:
             self._round = self._begun()
-            Variable._execution_engine.queue_callback(self._finish)  # pyright: ignore[reportPrivateUsage]
+            call_after_backward(self._finish)
         round_, buffer = self._round, bucket.buffer()
         round_.is_whole = bucket.is_last()
         round_.buckets.append(buffer)

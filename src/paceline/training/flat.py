@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from paceline.errors import UsageError
+from paceline.torch_private import version_of
 from paceline.training.device_copies import DeviceCopies
 from paceline.update.table import DType, Segment, position_hint, positional_name
 from paceline.worker.cache import Readable, TableCache
@@ -191,7 +192,7 @@ class Weights:
         """Return whether a script has written to views: torch counts most changes, the kernel shows the rest."""
         tensors = self.flat.tensors
         for index, version in self._versions.items():
-            if tensors[index]._version != version:
+            if version_of(tensors[index]) != version:
                 return True
         return cache.was_written(list(self._viewing.values()))
 
@@ -276,7 +277,7 @@ class Weights:
         if self._viewing:
             self._viewed = cache
             increment_version([tensors[index] for index in self._viewing])  # tells autograd of the change
-        self._versions = {index: tensors[index]._version for index in self._viewing}
+        self._versions = {index: version_of(tensors[index]) for index in self._viewing}
         for reading in self.device_copies.queued() if self._are_on_device else ():
             cache.note_device_read(reading)
 
@@ -340,7 +341,7 @@ class GradientVersion:
     @staticmethod
     def of(gradient: Tensor | None) -> GradientVersion:
         """Record a gradient and its current version."""
-        return GradientVersion(gradient, -1 if gradient is None else gradient._version)
+        return GradientVersion(gradient, -1 if gradient is None else version_of(gradient))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -354,7 +355,7 @@ class _Copy:
 
     def is_of(self, gradient: Tensor) -> bool:
         """Return whether this copies a gradient in its current version."""
-        return gradient is self.gradient and (gradient.data_ptr(), gradient._version) == (self.place, self.version)
+        return gradient is self.gradient and (gradient.data_ptr(), version_of(gradient)) == (self.place, self.version)
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -470,7 +471,7 @@ class Gradients:
         """Start to copy a gradient from its device, unless that copy is under way."""
         coming = self._coming.get(index)
         if coming is None or not coming.is_of(gradient):
-            place, version = gradient.data_ptr(), gradient._version
+            place, version = gradient.data_ptr(), version_of(gradient)
             done = self.device_copies.fetch(gradient.detach(), self._parts[index])
             self._coming[index] = _Copy(gradient, place, version, done)
 

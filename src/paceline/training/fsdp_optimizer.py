@@ -11,15 +11,14 @@ from weakref import WeakMethod
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paceline.errors import UsageError
 from paceline.model_parallel.arrangement import whole
 from paceline.model_parallel.mesh import Mesh
 from paceline.model_parallel.parallelize import Parallel
 from paceline.model_parallel.sharded import gathered, shard_fully, sliced_like
+from paceline.torch_private import call_after_backward, tree_leaves, tree_map_only
 from paceline.training.buffers import floating_buffers
 from paceline.training.collective_optimizer import (
     NOT_FINITE,
@@ -198,7 +197,7 @@ class Passes:
         if self._scale is None:
             with self._job.metrics.communicating():
                 self._scale = self._agreed()
-            Variable._execution_engine.queue_callback(self._end_backward)  # pyright: ignore[reportPrivateUsage]
+            call_after_backward(self._end_backward)
         return gradient if self._scale == 1.0 else gradient * self._scale
 
     def _agreed(self) -> float:

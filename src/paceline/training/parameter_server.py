@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from paceline.core.consistency import Consistency
+from paceline.core.server import LEAD
 from paceline.errors import UsageError
 from paceline.training.buffers import open_buffers
 from paceline.training.device_copies import DeviceCopies
+from paceline.training.factors import WeightFactors, follow_layers
 from paceline.training.flat import FlatParameters, Gradients, GradientVersion, Weights, segments_of
 from paceline.training.state import (
     StateOf,
@@ -34,6 +36,7 @@ from paceline.training.state import (
 )
 from paceline.training.strategy import Distributed, HeldTensor, Settings, TrainingJob, held_by, open_flat, require_fresh
 from paceline.update.clipping import with_clip
+from paceline.update.factors import Factors
 from paceline.update.rates import require_rate, with_share_of_rate
 from paceline.update.rules import RuleSpec
 from paceline.update.table import Hyper, TableSpec
@@ -57,6 +60,7 @@ class Bucket:
     table: Table
     weights: Weights
     gradients: Gradients
+    factors: Mapping[int, WeightFactors] = field(default_factory=dict[int, WeightFactors])  # by index of the weight
     _reserved: PushBuffer | None = None  # memory of the next push, until it is sent
     # Push of the current step, once it is sent, with the values that it was made from.
     _sent: _Sent | None = None
@@ -101,10 +105,26 @@ class Bucket:
         assert buffer is not None, "it was just reserved"
         table = self.table
         pushed = table.client.push_reserved(
-            buffer, count=samples, absent=absent, hyper=hyper, expected=expected, ends_clock=ends_clock
+            buffer,
+            count=samples,
+            absent=absent,
+            hyper=hyper,
+            expected=expected,
+            ends_clock=ends_clock,
+            factors=self._take_factors(buffer.gradient) if self.factors else None,
         )
         pushed.when_refused(table.metrics.note_push(table.spec.name, table.spec.consistency, table.node.clock))
         return pushed
+
+    def _take_factors(self, gradient: Tensor) -> dict[int, Factors]:
+        """Return the factors of gradients in a flat vector, by index, as far as they are known."""
+        found: dict[int, Factors] = {}
+        for index, known in self.factors.items():
+            start, stop = self.flat.bounds[index]
+            factors = known.take(gradient[start:stop].view(self.flat.tensors[index].shape))
+            if factors is not None:
+                found[index] = factors
+        return found
 
     def push_in_backward(self, samples: float, hyper: tuple[Hyper, ...]) -> None:
         """Push the gradients before their step; they may not change until then."""
@@ -375,8 +395,32 @@ class DistributedOptimizer(Distributed):
         self._buckets = self._open_buckets(named)
         self._buffers = open_buffers(model, settings, settings.consistency, job, read_my_writes=True)
         self._overlap = Overlap(self._buckets, model, self._send) if settings.overlap else None
+        if settings.factors:
+            self._follow_layers(model)
         self._fetch(refresh=True)
         self.wait_for_values()
+
+    def _follow_layers(self, model: nn.Module | None) -> None:
+        """Record factors of gradients that leave this machine or process, while backward runs."""
+        name, job = self._settings.name, self._job
+        if model is None:
+            raise UsageError(
+                f"'{name}' is told factors=True, which follows the layers of a module: give model=... too."
+            )
+        for bucket in self._buckets:
+            if bucket.table.client.send_factors():
+                known = follow_layers(
+                    model,
+                    bucket.flat.named.items(),
+                    lambda text: job.metrics.tell(f"worker {job.rank}, '{name}': {text}"),
+                )
+                bucket.factors = {index: known[w] for index, w in enumerate(bucket.flat.tensors) if w in known}
+
+    @property
+    def num_factored(self) -> int:
+        """Gradients of this worker of which servers were sent factors, each counted for each server."""
+        sent = [bucket.table.client.factored for bucket in self._buckets]
+        return sum(each.num_matrices for each in sent if each is not None)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -408,16 +452,17 @@ class DistributedOptimizer(Distributed):
         return weight
 
     def clip_gradients(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
-        """Have the server clip the mean of all workers' gradients; see `Distributed.clip_gradients`.
+        """Have the servers clip the mean of all workers' gradients; see `Distributed.clip_gradients`.
 
-        Only one server that has the whole model in one table can do so, in lockstep and with scale="samples". Otherwise
-        each worker clips its own gradients, which under bsp is told once.
+        They do so for a model in one table, in lockstep and with scale="samples"; several servers tell each other the
+        norms of their parts. Otherwise each worker clips its own gradients, which under bsp is told once.
         """
         if self._job.size == 1 or norm_type != 2.0 or not self._lockstep:
             return super().clip_gradients(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
-        num_servers = self._buckets[0].table.node.settings.num_servers
+        holders = self._buckets[0].table.client.cache.servers
+        is_led = len(holders) == 1 or LEAD in holders  # one that has all of it clips it by itself
         reason = (
-            f"there are {num_servers} servers, each with a part of the model" * (num_servers > 1)
+            f"server {LEAD}, which leads the others, has no part of the model" * (not is_led)
             or "overlap=True sends gradients in parts" * (self._overlap is not None)
             or f"the scale is {self._settings.scale!r}" * (self._settings.scale != "samples")
         )
@@ -539,6 +584,8 @@ class DistributedOptimizer(Distributed):
         for bucket in self._buckets:
             bucket.gradients.detach()
             bucket.weights.detach()
+            for factors in bucket.factors.values():
+                factors.detach()
         if self._buffers is not None:
             self._buffers.weights.detach()
 

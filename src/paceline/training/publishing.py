@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
+from paceline.torch_private import saved_buffers
 from paceline.wire.versions import PublishedTensor, VersionLayout, encode_layout
 from paceline.worker.parts import PartedTable
 from paceline.worker.table import Table
@@ -149,8 +150,7 @@ def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, module in model.named_modules(remove_duplicate=False)
-        for name, buffer in module._buffers.items()  # pyright: ignore[reportPrivateUsage] - which are saved is not public
-        if buffer is not None and name not in module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+        for name, buffer in saved_buffers(module)
     }
 
 

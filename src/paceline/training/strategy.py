@@ -11,12 +11,7 @@ from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import profiler
 from torch.nn.utils import clip_grad_norm_
-from torch.optim.optimizer import (  # torch has no public names for these
-    _global_optimizer_post_hooks,  # pyright: ignore[reportPrivateUsage]
-    _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
-)
 
 from paceline.collective.collectives import Collectives
 from paceline.core.calls import shown
@@ -26,6 +21,7 @@ from paceline.errors import UsageError
 from paceline.model_parallel.arrangement import Arrangement, ModelPart
 from paceline.model_parallel.mesh import Mesh
 from paceline.notices import is_told
+from paceline.torch_private import is_profiling, post_step_hooks, pre_step_hooks
 from paceline.training.embedding_gradients import EmbeddingLookups
 from paceline.training.flat import FlatParameters, Weights
 from paceline.update.table import NonFinite, Scale, TableSpec
@@ -116,6 +112,7 @@ class Settings:
     name: str
     views: bool | None = None
     overlap: bool = False
+    factors: bool = False  # of gradients are sent, where they have fewer bytes
     divide_lr: bool = False  # among the pushes of a clock, where each is an update of its own
     average_buffers: bool = True  # of the model; False where another part of the same model averages them
     part: ModelPart | None = None  # of a model that several workers hold; None for a whole one
@@ -140,6 +137,8 @@ class Settings:
         """Reason why gradients of several slices of a clock cannot be added up; empty where they can."""
         if self.overlap:
             return "overlap=True, which sends gradients while backward runs: leave one of the two out."
+        if self.factors:
+            return "factors=True, as the mean over slices is no product of factors: leave one of the two out."
         if self.scale != "samples" and self.consistency.visible == "on_clock":
             return f'scale="{self.scale}", as workers do not do the same number of slices: leave it at "samples".'
         return ""
@@ -333,9 +332,9 @@ class Distributed(torch.optim.Optimizer, ABC):
         return bool(
             self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
-            or _global_optimizer_pre_hooks
-            or _global_optimizer_post_hooks
-            or profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
+            or pre_step_hooks
+            or post_step_hooks
+            or is_profiling()
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -365,7 +364,7 @@ class Distributed(torch.optim.Optimizer, ABC):
     def clip_gradients(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
         """Clip the gradients of this step by their norm over all parameters, after backward and before `step`.
 
-        What is clipped is the mean of all workers' gradients, as after torch's DDP: by the server under bsp, and here
+        What is clipped is the mean of all workers' gradients, as after torch's DDP: by the servers under bsp, and here
         where backward has combined them. Under other policies each push is an update of its own, and clipped as such.
         Does not block.
 
@@ -628,7 +627,7 @@ def distribute(
 
     Raises:
         UsageError: a `SyncBatchNorm` that would not combine batches; for a part, `overlap`, as each micro-batch adds to
-            the gradients, or an optimizer that needs whole tensors, for layers that are split.
+            the gradients, `factors`, or an optimizer that needs whole tensors, for layers that are split.
     """
     part = settings.part
     if model is not None and settings.num_replicas(job) > 1:
@@ -639,6 +638,11 @@ def distribute(
         raise UsageError(
             f"'{settings.name}' is told overlap=True, but the gradients of a model that is cut are whole only when "
             "forward_backward is over: leave it out."
+        )
+    if settings.factors:
+        raise UsageError(
+            f"'{settings.name}' is told factors=True, which is for a model that each worker holds as a whole, and this "
+            "one is cut over several: leave it out."
         )
     if part.grid.tensor > 1 and model is not None:
         _require_elements(optimizer, model, settings.name)

@@ -44,21 +44,19 @@ def without_clip(hyper: tuple[Hyper, ...]) -> tuple[tuple[Hyper, ...], float | N
     return (own, *hyper[1:]), max_norm  # pyright: ignore[reportReturnType]
 
 
-def clipping(
+def combined_norm(
     contributions: Sequence[Contribution],
     pieces: Sequence[SegmentPiece],
     policy: tuple[Scale, NonFinite],
     threads: ThreadPool,
-    max_norm: float,
-) -> Contribution:
-    """Return a contribution without gradients, with which a mean over samples has at most this norm.
+) -> float:
+    """Return the norm of the mean of all samples over a range; not finite if a gradient is not.
 
     Args:
-        contributions: all of the update, at least one; with NaN or infinity in some, nothing is clipped.
-        pieces: of the range, which is a whole table.
+        contributions: all of the update, at least one.
+        pieces: of the range.
         policy: scale, which is "samples", and treatment of non-finite elements, see `TableSpec`.
         threads: pool that adds the gradients.
-        max_norm: more than 0.
     """
     having = [tuple(i for i, each in enumerate(contributions) if piece.segment not in each.absent) for piece in pieces]
     jobs = [
@@ -81,10 +79,24 @@ def clipping(
         return 0
 
     threads.total(jobs, measure)
-    norm, num_samples = math.hypot(*norms), sum(each.count for each in contributions)
+    return math.hypot(*norms)
+
+
+def clipping(
+    contributions: Sequence[Contribution], pieces: Sequence[SegmentPiece], norm: float, max_norm: float
+) -> Contribution:
+    """Return a contribution without gradients, with which a mean over samples has at most the norm `max_norm`.
+
+    Args:
+        contributions: all of the update, at least one.
+        pieces: of the range.
+        norm: of the mean, over the whole table; if it is not finite, nothing is clipped.
+        max_norm: more than 0.
+    """
+    num_samples = sum(each.count for each in contributions)
     excess = (norm + _EPSILON) / max_norm - 1.0
     count = num_samples * excess if math.isfinite(excess) and excess > 0 else 0.0
-    return Contribution(gradient, count, absent=frozenset(piece.segment for piece in pieces))
+    return Contribution(contributions[0].gradient, count, absent=frozenset(piece.segment for piece in pieces))
 
 
 def _norm(tensor: Tensor) -> float:

@@ -41,6 +41,16 @@ class TableCut(Protocol):
         """What belongs to the cut besides its pieces."""
         ...
 
+    @property
+    def base(self) -> str:
+        """The marks since which its rows have changed; empty if it has all."""
+        ...
+
+    @property
+    def marks(self) -> str:
+        """The marks that begin with it; empty if rows are not marked."""
+        ...
+
     def read(self, index: int) -> memoryview:
         """Return the bytes of one piece, once.
 
@@ -81,6 +91,8 @@ class ShardCut:
         has_room: Callable[[int], bool] = lambda _: True,
     ) -> None:
         self.fixed: Final = dict(fixed or {})
+        self.base: Final = ""
+        self.marks: Final = ""
         self._parts = {name: part.view(torch.uint8) for name, part in parts.items()}
         self._has_room = has_room
         num = next(iter(parts.values())).numel()

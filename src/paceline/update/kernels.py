@@ -8,24 +8,19 @@ Kernels call torch's operations in torch's order. Results go to reused memory, s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, final
 
 import torch
 
+from paceline.torch_private import FUSED_ADAGRAD, FUSED_ADAM, FUSED_ADAMW, FUSED_SGD
 from paceline.update.rules import Granularity, RuleSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Numbers: TypeAlias = Mapping[str, Any]  # hyperparameters of one group
-
-# Torch has no public names for these.
-_FUSED_SGD: Callable[..., object] = torch._fused_sgd_
-_FUSED_ADAM: Callable[..., object] = torch._fused_adam_
-_FUSED_ADAMW: Callable[..., object] = torch._fused_adamw_
-_FUSED_ADAGRAD: Callable[..., object] = torch._fused_adagrad_
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +125,7 @@ class SGDKernel(Kernel):
             for value, gradient, state in at.one_by_one():
                 self._step(at, value, at.gradient_of(value, gradient, numbers, numbers["weight_decay"]), state, numbers)
             return
-        _FUSED_SGD(
+        FUSED_SGD(
             at.values,
             at.gradients,
             at.state.get("momentum_buffer", []),
@@ -174,7 +169,7 @@ class AdamKernel(Kernel):
             for value, gradient, state in at.one_by_one():
                 self._step(at, value, gradient, state, numbers, decoupled=decoupled)
             return
-        fused = _FUSED_ADAMW if decoupled else _FUSED_ADAM
+        fused = FUSED_ADAMW if decoupled else FUSED_ADAM
         fused(
             at.values,
             at.gradients,
@@ -225,7 +220,7 @@ class AdagradKernel(Kernel):
         """Take one step."""
         if numbers.get("fused"):
             plain = {key: numbers[key] for key in ("lr", "lr_decay", "weight_decay", "eps", "maximize")}
-            _FUSED_ADAGRAD(at.values, at.gradients, at.state["sum"], at.steps(), **plain, **at.scaling())
+            FUSED_ADAGRAD(at.values, at.gradients, at.state["sum"], at.steps(), **plain, **at.scaling())
             return
         for value, pushed, state in at.one_by_one():
             gradient = at.gradient_of(value, pushed, numbers, numbers["weight_decay"])

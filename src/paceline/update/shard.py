@@ -11,7 +11,7 @@ import torch
 
 from paceline.errors import ProtocolBug, UsageError
 from paceline.update.chunked import Chunked
-from paceline.update.clipping import CLIP_NORM, clipping, without_clip
+from paceline.update.clipping import CLIP_NORM, clipping, combined_norm, without_clip
 from paceline.update.cuts import ShardCut
 from paceline.update.kernels import Kernel
 from paceline.update.lasting import ShardMemory, ShardSettings
@@ -134,6 +134,7 @@ class Shard:
         self.spec = spec
         self.span = span
         self._shape = (span.length,)
+        self.is_whole = span.length == spec.numel  # no other server has a part of the table
         self._dtype: torch.dtype = getattr(torch, spec.dtype)
         self._lasting = lasting
         self.cold = ""  # why the shard does not last any more
@@ -185,7 +186,15 @@ class Shard:
         views = (piece.view(gradient).view(-1) for piece in self._pieces if piece.segment not in absent)
         return sum(num_nonfinite(view, self._threads) for view in views)
 
-    def apply(self, contributions: Sequence[Contribution]) -> dict[int, int]:
+    def measure(self, contributions: Sequence[Contribution]) -> float:
+        """Return the norm of the gradient that `apply` would make of these; raises ProtocolBug likewise."""
+        self._require_contributions(contributions)
+        return self._norm([*contributions, *self._missing(contributions)])
+
+    def _norm(self, contributions: Sequence[Contribution]) -> float:
+        return combined_norm(contributions, self._pieces, (self.spec.scale, self.spec.nonfinite), self._threads)
+
+    def apply(self, contributions: Sequence[Contribution], norm: float | None = None) -> dict[int, int]:
         """Update the values once: add the contributions in the order given, scale the sum, and apply the rule.
 
         Returns how many elements are NaN or infinite in each of the unchecked contributions with some, by its index:
@@ -196,12 +205,15 @@ class Shard:
         all contributions does not change; where it is absent from some, zeros are added. With a quorum, contributions
         are kept until their update is due.
 
+        An update that is to be clipped needs `norm`, that over the whole table, unless this shard is all of it;
+        without, it is not clipped.
+
         Raises:
             ProtocolBug: no contribution, or one that does not fit this shard.
         """
         self._require_contributions(contributions)
         if self._merger is None:
-            return self._update([*contributions, *self._missing(contributions)])
+            return self._update([*contributions, *self._missing(contributions)], norm)
         self.settle()  # an update that was due before these contributions does not include them
         self._merger.keep(contributions)
         self.settle()
@@ -230,12 +242,13 @@ class Shard:
         everything = frozenset(range(len(self.spec.segments)))
         return [Contribution(contributions[0].gradient, missing, absent=everything)]
 
-    def _update(self, contributions: Sequence[Contribution]) -> dict[int, int]:
+    def _update(self, contributions: Sequence[Contribution], norm: float | None = None) -> dict[int, int]:
         updates, told = self._updates, contributions[0].hyper or self.hyper
         hyper, max_norm = without_clip(told) if told and CLIP_NORM in told[0] else (told, None)
-        if max_norm is not None:
-            policy = (self.spec.scale, self.spec.nonfinite)
-            contributions = [*contributions, clipping(contributions, self._pieces, policy, self._threads, max_norm)]
+        if max_norm is not None and norm is None and self.is_whole:
+            norm = self._norm(contributions)
+        if max_norm is not None and norm is not None:
+            contributions = [*contributions, clipping(contributions, self._pieces, norm, max_norm)]
         if self._cuts:
             self._cuts[:] = [each for each in self._cuts if not each.is_over]
             if isinstance(updates, WholeTensors):

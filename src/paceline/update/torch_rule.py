@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from paceline.core.calls import checked
 from paceline.errors import ProtocolBug, UsageError
+from paceline.torch_private import DYNAMO
 from paceline.update.rules import Granularity, Hyper, Number, RuleSpec
 
 PREFIX = "torch.optim."
@@ -320,8 +321,7 @@ class TorchRule:
     """
 
     def __init__(self, name: str) -> None:
-        # The first torch optimizer imports this, which takes about a second: import it before the first step.
-        importlib.import_module("torch._dynamo")
+        importlib.import_module(DYNAMO)  # before the first step
         self._class = optimizer_class(name)
         self._optimizer: torch.optim.Optimizer | None = None
         self._parameters: list[nn.Parameter] = []

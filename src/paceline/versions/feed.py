@@ -19,6 +19,7 @@ from paceline.transport.deadline import Deadline
 from paceline.update.rows.spec import RowTableSpec
 from paceline.versions.link import Gone, ReaderLink
 from paceline.versions.links import ServerLinks
+from paceline.wire.versions import RowChoice
 
 _CURSOR: Final = re.compile(r"[0-9a-f]{16}:[0-9]{1,18}(,[0-9a-f]{16}:[0-9]{1,18})*")
 _MANY_WAIT_S: Final = 0.05  # for a change on each of several servers, as the first that has one waits for the others
@@ -75,16 +76,19 @@ class RowFeed:
         links: connections to the servers, for this feed alone.
         table: its name.
         cursor: to go on from; empty: begin with all rows.
+        only: the rows that are wanted; None for all.
 
     Raises:
         UsageError: the cursor is not one that a feed has given.
     """
 
-    def __init__(self, links: ServerLinks, table: str, cursor: str = "") -> None:
+    def __init__(self, links: ServerLinks, table: str, cursor: str = "", only: RowChoice | None = None) -> None:
         self.confirmed_s = 0.0  # all changes until then, of the monotonic clock, were returned
         self.clock = 0  # every clock below is complete behind what was returned, on every server
         self._links = links
         self._table = table
+        self._only = only
+        self._has_skipped = False  # changes without wanted rows, behind the last ones that were returned
         self._spec: RowTableSpec | None = None
         self._positions = _positions(cursor)
         self._shown: _Shown | None = None
@@ -136,7 +140,7 @@ class RowFeed:
             shown, self._resets = _Shown(self._links.life), True
             self._shown, self._positions = shown, None
         if shown.piece < shown.num_pieces:
-            ids, values = links[len(shown.positions) - 1].fetch_rows(shown.piece, spec)
+            ids, values = links[len(shown.positions) - 1].fetch_rows(shown.piece, spec, self._only)
             shown.piece += 1
             return [self._made(ids, values, _NO_IDS, shown.positions[-1].clock, "", is_snapshot=True)]
         if len(shown.positions) < len(links):
@@ -157,21 +161,31 @@ class RowFeed:
         asked = list[tuple[ReaderLink, _Position, int, float]]()
         for link, position in zip(links, positions, strict=True):
             asked_s = time.monotonic()
-            number = link.ask_changes(self._table, position.log, position.sequence, wait_s)
+            number = link.ask_changes(self._table, position.log, position.sequence, wait_s, self._only)
             asked.append((link, position, number, asked_s))
         answers = [(position, asked_s, *link.changes(number, spec)) for link, position, number, asked_s in asked]
         found, until_s, is_all = list[RowChanges](), list[float](), True
         for position, asked_s, fetched, entries in answers:
+            self._has_skipped = self._has_skipped or fetched.sequence > position.sequence
             for sequence, entry in enumerate(entries, fetched.sequence - len(entries) + 1):
                 position.sequence = sequence
-                found.append(self._made(entry.ids, entry.values, entry.removed, entry.clock, _cursor(positions)))
+                if self._only is None or len(entry.ids) + len(entry.removed):
+                    found.append(self._made(entry.ids, entry.values, entry.removed, entry.clock, _cursor(positions)))
             position.sequence, position.clock = fetched.sequence, fetched.clock
             until_s.append(asked_s + fetched.waited_s)
             is_all = is_all and fetched.is_all
         if is_all:
             self.confirmed_s = min(until_s)
         self.clock = min(each.clock for each in positions)
+        self._has_skipped = self._has_skipped and not found
         return found
+
+    def skipped(self) -> RowChanges | None:
+        """Return where to go on behind changes that had no wanted rows, without rows; None if there were none."""
+        if not self._has_skipped or self._positions is None or self._spec is None:
+            return None
+        self._has_skipped = False
+        return self._made(_NO_IDS, _no_values(self._spec), _NO_IDS, self.clock, _cursor(self._positions))
 
     def _made(
         self, ids: Tensor, values: Tensor, removed: Tensor, clock: int, cursor: str, *, is_snapshot: bool = False

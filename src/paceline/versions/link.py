@@ -42,6 +42,7 @@ from paceline.wire.versions import (
     LeaseVersion,
     PublicationId,
     ReaderRefused,
+    RowChoice,
     RowsDescribed,
     RowsFetched,
     RowsShown,
@@ -221,15 +222,15 @@ class ReaderLink:
         """Have the server show all rows of a table as they are now; raises Refused where it cannot now."""
         return self._answer(self._ask(FollowRows(self._next(), table)), RowsShown)[0]
 
-    def fetch_rows(self, piece: int, spec: RowTableSpec) -> tuple[Tensor, Tensor]:
+    def fetch_rows(self, piece: int, spec: RowTableSpec, only: RowChoice | None = None) -> tuple[Tensor, Tensor]:
         """Return the ids, (n,), and values, (n, width), of a piece of the rows that were shown, which is had once."""
-        fetched, body = self._answer(self._ask(FetchRows(self._next(), piece)), RowsFetched)
+        fetched, body = self._answer(self._ask(FetchRows(self._next(), piece, only)), RowsFetched)
         ids, values, _ = changes_of(body, [(fetched.num_rows, 0)], spec.width, torch_dtype(spec))[0]
         return ids, values
 
-    def ask_changes(self, table: str, log: str, since: int, wait_s: float) -> int:
+    def ask_changes(self, table: str, log: str, since: int, wait_s: float, only: RowChoice | None = None) -> int:
         """Ask for the changes after entry `since` of a log; return the number of the request. Does not block."""
-        return self._ask(FetchChanges(self._next(), table, log, since, wait_s))
+        return self._ask(FetchChanges(self._next(), table, log, since, wait_s, only))
 
     def changes(self, number: int, spec: RowTableSpec) -> tuple[ChangesFetched, list[LogEntry]]:
         """Return the answer to a request for changes, and these; blocks for it.

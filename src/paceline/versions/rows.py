@@ -24,6 +24,8 @@ from paceline.update.rows.spec import RowTableSpec
 from paceline.versions.feed import RowChanges, RowFeed
 from paceline.versions.links import ServerLinks
 from paceline.wire.malformed import describe_error
+from paceline.wire.row_codec import ids_body
+from paceline.wire.versions import MAX_CHOSEN_IDS, MAX_ROW_PARTS, RowChoice
 from paceline.worker.validation import Ids, row_ids
 
 MAX_AGE_S: Final = 1.0
@@ -208,25 +210,42 @@ class SubscribedRows:
             return self._copy.items()
 
     def changes(
-        self, since: str = "", *, wait_s: float = 1.0, timeout_s: float = TIMEOUT_S
+        self,
+        since: str = "",
+        *,
+        ids: Ids | None = None,
+        part: tuple[int, int] = (0, 1),
+        wait_s: float = 1.0,
+        timeout_s: float = TIMEOUT_S,
     ) -> Iterator[RowChanges | None]:
         """Return every change from a cursor on, as it comes; each has the cursor to go on behind it. Never ends.
 
         Without a cursor, or where the servers do not have all changes behind it any more (they keep the last 64 MB, and
         none when they were replaced), all rows come first: the first of these says so (`resets`).
 
+        With `ids` or `part` servers send those rows alone. A cursor says how far a reader has come, and not with which
+        rows. While other rows change, changes without rows come every `wait_s`, for their cursor.
+
         Args:
             since: the `cursor` of the last changes that were handled, perhaps by another process.
+            ids: the rows that are wanted, at most 4096.
+            part: number and how many: one of several equal parts of all rows, by the hashes of their ids. Several
+                consumers that take one part each have all rows together, each row once.
             wait_s: seconds, after which None is returned while nothing changes.
             timeout_s: for servers that cannot be reached.
 
         Raises:
-            UsageError: that is no cursor.
+            UsageError: that is no cursor, or the rows that are wanted make no sense.
             DeadlineExceeded: servers could not be reached in time.
         """
+        return self._changes(since, _chosen(self.name, ids, part), wait_s, timeout_s)
+
+    def _changes(
+        self, since: str, only: RowChoice | None, wait_s: float, timeout_s: float
+    ) -> Iterator[RowChanges | None]:
         links = self._make_links()
         try:
-            feed, nothing_since_s = RowFeed(links, self.name, since), time.monotonic()
+            feed, nothing_since_s = RowFeed(links, self.name, since, only), time.monotonic()
             while True:
                 began_s = time.monotonic()
                 found = feed.poll(min(wait_s, _WAIT_S), Deadline.after(timeout_s))
@@ -237,7 +256,7 @@ class SubscribedRows:
                     links.wait_closed(max(0.0, _LEAST_POLL_S - (now_s - began_s)))
                 elif now_s - nothing_since_s >= wait_s:
                     nothing_since_s = now_s
-                    yield None
+                    yield feed.skipped()
         finally:
             links.close()
 
@@ -328,3 +347,22 @@ class SubscribedRows:
             else:
                 later.append(changes)
         self._pending, self._clock = later, clock
+
+
+def _chosen(table: str, ids: Ids | None, part: tuple[int, int]) -> RowChoice | None:
+    """Return which rows a reader wants, None for all; raises UsageError for what makes no sense."""
+    number, num_parts = part
+    if not 0 <= number < num_parts <= MAX_ROW_PARTS:
+        raise UsageError(
+            f"part is {part}, expected a number and how many parts there are: (0, 4) is the first of four, and there "
+            f"may be {MAX_ROW_PARTS}"
+        )
+    if ids is None:
+        return None if num_parts == 1 else RowChoice(b"", number, num_parts)
+    keys = row_ids(ids, f"rows of '{table}'").view(-1).unique()
+    if num_parts > 1 or not 0 < len(keys) <= MAX_CHOSEN_IDS:
+        raise UsageError(
+            f"changes of '{table}' are wanted for {len(keys)} ids of part {part}, expected 1 to {MAX_CHOSEN_IDS} ids, "
+            "or a part: leave the others out where they come"
+        )
+    return RowChoice(bytes(ids_body(keys)))

@@ -304,6 +304,26 @@ class FetchedRest:
     num_early: int
 
 
+@value_class
+class FactoredMatrix:
+    """A matrix whose gradient comes as factors: its index among the parameters of the table, and the samples."""
+
+    index: int
+    num_samples: int
+
+
+@value_class
+class FactoredPush:
+    """A push of a dense table with factors in the place of some gradients; `update.factors.pack` makes its body.
+
+    `matrices`: by index, in ascending order. `checksum`: the CRC-32 of the body; None where memory is not checked.
+    """
+
+    push: PushFrame
+    matrices: tuple[FactoredMatrix, ...]
+    checksum: int | None = None
+
+
 _ALIGNMENT: Final = 8  # bytes of the widest number
 
 # The position is the kind byte: append, never reorder.
@@ -359,6 +379,7 @@ _CODEC: Final = MessageCodec[object](
     requests.PublishTable,
     messages.Repeated,
     messages.Replicated,
+    FactoredPush,
 )
 _PUSHES: Final = tuple(map(_CODEC.kind_byte, (PushFrame, StepFrame, PushPiece)))
 _JOINED: Final = _CODEC.kind_byte(messages.Joined)
@@ -392,6 +413,7 @@ SPEAKERS: Final[dict[type, Role | None]] = {
     PullFrame: "worker",
     StepFrame: "worker",
     PushPiece: "worker",
+    FactoredPush: "worker",
     EarlyValues: None,
     FetchedRest: None,
     RowPushFrame: "worker",
@@ -456,7 +478,7 @@ def check_said(hello: Hello, message: object, num_servers: int) -> None:
             raise PeerError(f"{hello.role} {hello.rank} ends clock {message.ends}")
     elif isinstance(message, PushFrame | RowPushFrame):
         _check_worker(hello, message.push.id)
-    elif isinstance(message, PushPiece):
+    elif isinstance(message, PushPiece | FactoredPush):
         _check_worker(hello, message.push.push.id)
     elif isinstance(message, PullFrame | RowPullFrame):
         _check_worker(hello, message.pull.sender)
@@ -516,5 +538,6 @@ def _check_worker(hello: Hello, *said_by: PushId | Sender) -> None:
 
 def _check_server(hello: Hello, message: messages.Follow | messages.Closed, num_servers: int) -> None:
     follows = isinstance(message, messages.Follow)
-    if not 0 <= hello.rank < num_servers or (follows and message.server != hello.rank):
+    is_negative = message.norm is not None and message.norm < 0.0
+    if not 0 <= hello.rank < num_servers or (follows and message.server != hello.rank) or is_negative:
         raise PeerError(f"{message} came from server {hello.rank} of {num_servers}")

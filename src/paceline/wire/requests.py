@@ -192,11 +192,14 @@ class ListTables:
 class BeginCut:
     """Have your part ready to be read as it is when it has every update below the clock `needs`, and go on meanwhile.
 
-    Where updates show on clocks, it has no other update. It ends the cut of this table that I had.
+    Where updates show on clocks, it has no other update. It ends the cut of this table that I had. With `since`, mark
+    the rows that change from then on, and give only those that have changed since the marks of this name began, if you
+    have these.
     """
 
     table_call: TableCall
     values_only: bool = False
+    since: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +262,9 @@ class CutHead:
         num_pieces: to be read; -1 if there were no values.
         hyper: hyperparameters of each group, as of the last update.
         layout: how to read the pieces of a dense table; those of rows are safetensors.
-        fixed: as safetensors, the state that is in no piece, named as in `Shard.state`.
+        fixed: as safetensors, the state that is in no piece, named as in `Shard.state`; of rows the ids that are gone.
+        base: the marks since which its rows have changed; empty if it has all.
+        marks: those that begin with it; empty if rows are not marked.
     """
 
     clock: int
@@ -268,6 +273,8 @@ class CutHead:
     hyper: tuple[Hyper, ...] = ()
     layout: ShardLayout | None = None
     fixed: bytes = b""
+    base: str = ""
+    marks: str = ""
 
 
 @dataclass(frozen=True, slots=True)

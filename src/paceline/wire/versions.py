@@ -30,6 +30,8 @@ MAX_PARTS: Final = 1024  # tables in one version
 MAX_PUBLISHED_NAME: Final = 100
 MAX_SERVERS: Final = 4096  # that hold one version
 MAX_CHANGES_WAIT_S: Final = 0.5  # for one answer
+MAX_CHOSEN_IDS: Final = 4096  # of one reader of changes
+MAX_ROW_PARTS: Final = 1 << 20
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PUBLISHED_NAME)]
 Series = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
@@ -269,11 +271,27 @@ class RowsShown:
 
 
 @value_class
+class RowChoice:
+    """The rows that a reader wants: those with these ids, or, without ids, one of `num_parts` equal parts of all rows.
+
+    Args:
+        ids: int64, 8 bytes each.
+        part: those whose hash leaves it when divided by `num_parts`.
+        num_parts: that there are.
+    """
+
+    ids: Annotated[bytes, msgspec.Meta(max_length=8 * MAX_CHOSEN_IDS)] = b""
+    part: Size = 0
+    num_parts: Annotated[int, msgspec.Meta(ge=1, le=MAX_ROW_PARTS)] = 1
+
+
+@value_class
 class FetchRows:
-    """From a reader: send me this piece of the rows that I was shown; each can be had once."""
+    """From a reader: send me this piece of the rows that I was shown, or what I want of it; each can be had once."""
 
     number: int
     piece: Size
+    only: RowChoice | None = None
 
 
 @value_class
@@ -288,7 +306,8 @@ class RowsFetched:
 class FetchChanges:
     """From a reader: send me the entries of a log after number `since`.
 
-    Reply when there are some, or after `wait_s` seconds, up to `MAX_CHANGES_WAIT_S`.
+    Reply when there are some, or after `wait_s` seconds, up to `MAX_CHANGES_WAIT_S`. With `only`, leave out other rows,
+    and reply when there are some of these.
     """
 
     number: int
@@ -296,6 +315,7 @@ class FetchChanges:
     log: LogName
     since: Size
     wait_s: float
+    only: RowChoice | None = None
 
 
 @value_class

@@ -41,17 +41,25 @@ class CutReader:
     asked: Sequence[Future[memoryview]]
 
     @staticmethod
-    def begin(node: WorkerNode, table: str, clock: int, *, values_only: bool = False) -> CutReader:
+    def begin(
+        node: WorkerNode, table: str, clock: int, *, values_only: bool = False, since: Sequence[str] | None = None
+    ) -> CutReader:
         """Ask all servers for a cut at a clock; does not block.
 
         A worker that asks at its own clock, before it finishes that, gets every update of the clocks below and, where
         updates show on clocks, nothing else. Where a quorum completes clocks, `heads` may refuse.
+
+        `since` names marks by server, or is empty there; see `BeginCut`.
         """
 
-        def make(number: int) -> BeginCut:
-            return BeginCut(TableCall(number, table, clock, node.rpc.settled(number)), values_only)
+        def ask(server: int) -> Future[memoryview]:
+            marks = None if since is None else since[server]
+            return node.rpc.start_call(
+                server,
+                lambda number: BeginCut(TableCall(number, table, clock, node.rpc.settled(number)), values_only, marks),
+            )
 
-        return CutReader(node, table, [node.rpc.start_call(server, make) for server in range(node.num_servers)])
+        return CutReader(node, table, [ask(server) for server in range(node.num_servers)])
 
     def heads(self) -> list[CutHead]:
         """Return what the servers say of their parts; blocks until all of them are cut.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,12 +22,14 @@ from paceline.core.table_reads import TableReads
 from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.transport.base import EMPTY
 from paceline.transport.buffers import fresh_buffer
+from paceline.update.factors import Factors
 from paceline.update.placement import spans
 from paceline.update.summing import num_nonfinite
 from paceline.update.table import Hyper, TableSpec
 from paceline.wire.messages import EarlyValues, FetchedRest, KeysWanted, PullFrame, PushFrame, PushPiece
 from paceline.wire.requests import Declare
 from paceline.worker.cache import TableCache, can_replay
+from paceline.worker.factored import FactoredPart, FactoredPushes
 from paceline.worker.kept_pushes import KeptPushes
 from paceline.worker.pushes import (
     Outgoing,
@@ -93,6 +95,7 @@ _MOST_STEP_BYTES: Final = 4 << 20
 _MOST_WAITING_BYTES: Final = 16 << 10
 # Of a server's part on another machine: it is sent in pieces, whose values come while others leave.
 _LEAST_IN_PIECES_BYTES: Final = 256 << 10
+_NO_SERVERS: Final = frozenset[int]()
 _SLOTS: Final = 2  # pushes of one table in flight
 
 
@@ -178,6 +181,7 @@ class DenseClient:
     checks_memory: bool = False
     distant: frozenset[int] = frozenset()
     name: str = field(init=False)
+    factored: FactoredPushes | None = None  # where factors are sent
     _reads: Reads = field(default_factory=Reads)
     _core_reads: TableReads = field(init=False)
     _screens: bool = field(init=False)  # gradients that are not finite are not sent
@@ -288,18 +292,40 @@ class DenseClient:
         hyper: tuple[Hyper, ...] = (),
         expected: float = 0.0,
         ends_clock: bool = False,
+        factors: Mapping[int, Factors] | None = None,
     ) -> PendingPush:
         """Send an update as `push` does, from memory that `reserve` returned, which servers read from now on.
 
         Other machines send values ahead of the end of the clock, as those who push so read the table in the next one.
         `ends_clock`: the caller finishes the clock at once, and then reads the table. So one frame can do for all.
+        `factors`: of gradients of matrices, by the index of their parameter; see `send_factors`.
         """
         screened = not (ends_clock and self._is_checked_in_updates(buffer))
         if screened and self._screens and num_nonfinite(buffer.gradient):
             return self._not_sent(buffer)
         return self._push(
-            buffer, count, absent, hyper, expected, screened=screened, ends_clock=ends_clock, reads_next=True
+            buffer,
+            count,
+            absent,
+            hyper,
+            expected,
+            screened=screened,
+            ends_clock=ends_clock,
+            reads_next=True,
+            factors=factors,
         )
+
+    def send_factors(self) -> bool:
+        """Send factors, from now on, in the place of gradients with more bytes; return whether a server gets any.
+
+        One with which memory is shared reads gradients where they are. And replicas that lag are sent what is kept.
+        """
+        transport = self.context.transport
+        copies = not transport.maps_memory and transport.name != "memory"
+        servers = set(self.cache.servers) if copies else self.distant.intersection(self.cache.servers)
+        if servers and self._kept is None:
+            self.factored = FactoredPushes(self.cache.spec, self.cache.spans, servers, self.checks_memory)
+        return self.factored is not None
 
     def _not_sent(self, buffer: PushBuffer) -> PendingPush:
         """Refuse reserved memory with values that are not finite."""
@@ -389,6 +415,7 @@ class DenseClient:
         screened: bool = True,
         ends_clock: bool = False,
         reads_next: bool = False,
+        factors: Mapping[int, Factors] | None = None,
     ) -> PendingPush:
         parts, context = buffer.parts or self._split(buffer), self.context
         lock = context.lock
@@ -398,14 +425,19 @@ class DenseClient:
             checksums = tuple(map(zlib.crc32, self.parts(buffer))) if self.checks_memory else ()
             push = context.core.next_push(self.name)
             frame = PushFrame(push, count, absent, hyper, screened=screened, checksums=checksums, expected=expected)
-            in_pieces = self._in_pieces(parts) if reads_next and self.distant else ()
+            in_pieces = self._in_pieces(parts) if reads_next and self.distant else _NO_SERVERS
+            factored: dict[int, FactoredPart] = {}
+            if factors and self.factored is not None:
+                factored = self.factored.parts(frame, buffer.gradient, factors)
+                in_pieces -= factored.keys()
             pending = PendingPush(lock.changed)
-            self.pushes.prepare(buffer, parts.copy(), frame, pending, in_pieces)
+            self.pushes.prepare(buffer, parts.copy(), frame, pending, in_pieces, factored)
             if self.cache.reads_own_writes:
                 self.cache.note_own(push.id.seq, buffer.gradient, absent, hyper)
             size_bytes = buffer.memory.nbytes
-            may_wait = self.pushes.held and size_bytes <= _MOST_WAITING_BYTES and not in_pieces
-            ends_clock = ends_clock and size_bytes <= _MOST_STEP_BYTES and not in_pieces
+            is_plain = not (in_pieces or factored)
+            may_wait = self.pushes.held and size_bytes <= _MOST_WAITING_BYTES and is_plain
+            ends_clock = ends_clock and size_bytes <= _MOST_STEP_BYTES and is_plain
             context.handle(WantPush(self.name, may_wait=may_wait, ends_clock=ends_clock))
             if self._kept is not None:  # while it is on its way
                 self._keep(self._kept, frame, buffer)
@@ -442,6 +474,9 @@ class DenseClient:
         if server in outgoing.in_pieces:
             outgoing.in_pieces.discard(server)
             self._send_pieces(server, outgoing)
+        elif server in outgoing.factored and not bare:
+            part = outgoing.factored[server]
+            self.context.send(server, part.message, part.body)
         else:
             self.context.send(server, outgoing.frame, EMPTY if bare else outgoing.bodies[server])
 

@@ -9,11 +9,11 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
 
 from paceline.core.calls import checked_late
 from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
+from paceline.torch_private import flatten_tensors
 from paceline.update.placement import torch_dtype
 from paceline.update.table import Hyper, TableSpec
 from paceline.worker.dense import PendingRead
@@ -160,4 +160,4 @@ def join_parts(
         names = [part.name for part in spec.segments]
         unknown = next(name for name in given if name not in names)
         raise UsageError(f"{here()}: {what} has {brief(unknown)}, expected names of parts: {brief(names)}.")
-    return _flatten_dense_tensors(pieces), tuple(absent)
+    return flatten_tensors(pieces), tuple(absent)

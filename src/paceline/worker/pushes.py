@@ -22,6 +22,7 @@ from paceline.update.summing import num_nonfinite
 from paceline.update.table import TableSpec
 from paceline.wire.messages import PushFrame
 from paceline.wire.send_queue import SendOrder
+from paceline.worker.factored import FactoredPart
 
 T = TypeVar("T")
 
@@ -187,6 +188,7 @@ class Outgoing:
     bodies: dict[int, memoryview]  # by server, parts of the buffer. Invariant: exactly those that have not answered
     pending: PendingPush
     in_pieces: set[int]  # servers that are sent their part in pieces, and have not been sent it yet
+    factored: dict[int, FactoredPart]  # by server, what it is sent in the place of its part of the buffer
     order: SendOrder = field(default_factory=SendOrder)  # of the pieces
     answers: Answers = field(default_factory=Answers)
 
@@ -331,9 +333,10 @@ class Pushes:
         frame: PushFrame,
         pending: PendingPush,
         in_pieces: Collection[int] = (),
+        factored: dict[int, FactoredPart] | None = None,
     ) -> None:
-        """Add a push that is about to be sent, in pieces to some servers."""
-        self._under_way[frame.push.id.seq] = Outgoing(frame, buffer, bodies, pending, set(in_pieces))
+        """Add a push that is about to be sent, in pieces or with factors to some servers."""
+        self._under_way[frame.push.id.seq] = Outgoing(frame, buffer, bodies, pending, set(in_pieces), factored or {})
         self._counts.add(frame.push)
 
     def outgoing(self, push: Push) -> Outgoing | None:

@@ -14,7 +14,7 @@ from paceline.observe.dashboard.server import DashboardServer
 from paceline.observe.trace import Carried, Exit, Record, Step
 
 pytestmark = pytest.mark.skipif(browser() is None, reason="no Chromium is installed: apt install chromium")
-KILLED = Exit(100.4, "worker 2", "worker", 2, 0, 7, -9, 1.7e9, "was killed by SIGKILL", "the others go on without it")
+KILLED = Exit(110.0, "worker 2", "worker", 2, 0, 7, -9, 1.7e9, "was killed by SIGKILL", "the others go on without it")
 
 
 def slow_run(worker: int) -> list[Record]:

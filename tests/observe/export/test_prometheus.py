@@ -43,7 +43,7 @@ EVERYTHING: tuple[Record, ...] = (
     Refusal(1.0, -1, 0, "model", "late"),
     MinClock(1.0, 0, "model", 2),
     AppliedRecord(1.0, 0, "model", (0,), 1, 0.5),
-    Serving(1.0, 0, 2.0, 1.5, 1000, 2000, 3),
+    Serving(1.0, 0, 2.0, 1.5, 1000, 2000, 3, num_behind=2),
     Sampled(1.0, "worker", 0, 1, 2.5, 0.5, 0.25, 7, 1, "here"),
     MembershipRecord(1.0, 0, 0, 0, "joined"),
     Exit(1.0, "worker 1", "worker", 1, 0, 9, -9, 0.0, "was killed", "the others go on"),

@@ -85,7 +85,7 @@ def test_only_asynchronous_is_advised_against_a_worker_that_is_always_slow(
 def test_the_rate_of_a_line_is_found_and_more_servers_are_advised_for_a_full_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = SimulatedLines(125e6, gradient_bytes=1e6, value_bytes=1e6)
+    lines = SimulatedLines(125e6, gradient_bytes=1e6, value_bytes=1e6, early=True)
     full = replace(TRANSIENT, stragglers=Stragglers(), lines=lines, num_clocks=40)
     found = advice(capsys, recorded_as(full, tmp_path, "tcp"))
     assert found["line_bytes_per_s"] == pytest.approx(125e6, rel=0.1)
@@ -95,7 +95,7 @@ def test_the_rate_of_a_line_is_found_and_more_servers_are_advised_for_a_full_one
             real = truth(full, bsp(), num_servers=number, lines=replace(lines, beside=beside), apply_s=1e-4 / number)
             assert rows["bsp", number, beside]["clock_s"] == pytest.approx(real.clock_s, rel=0.1)
     assert found["advised"]["servers"] > 1  # type: ignore[index]
-    assert "other servers gain over tcp is a guess" in str(found["told"])
+    assert "rests on a line of one rate for each machine" in str(found["told"])
 
 
 def test_the_table_says_what_is_rehearsed_and_how_near_it_comes(

@@ -23,7 +23,7 @@ from paceline.launch.rendezvous.detect import Detected
 from paceline.launch.rendezvous.liveness_lock import is_held
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
+    from paceline.torch_private import TCPStore
 
 LOCK_TIMEOUT_S: Final = 10.0
 STORE_KEY: Final = "paceline/meeting"
@@ -110,7 +110,7 @@ class TorchRendezvous:
         """Leave the store as it is: it ends with the launcher."""
 
     def _connect(self, timeout_s: float) -> "TCPStore":
-        from torch._C._distributed_c10d import TCPStore
+        from paceline.torch_private import TCPStore
 
         try:
             return TCPStore(self._host, self._port, is_master=False, timeout=timedelta(seconds=timeout_s))

@@ -227,6 +227,8 @@ class RunHistory:
     def _add_serving(self, record: Serving) -> None:
         server = f"{record.server}"
         self.times.add(("queue", server), self._at(record.t), record.num_waiting, max)
+        if record.num_behind is not None:
+            self.times.add(("lag", server), self._at(record.t), record.num_behind, max)
         totals: dict[Key, float] = {
             ("busy", server): record.busy_s,
             ("received", server): record.received_bytes,

@@ -85,6 +85,7 @@ SERVER_BUSY: Final = _counter("server_busy_seconds", "Time in which the serving 
 SERVER_RECEIVED: Final = _counter("server_received_bytes", "Bytes that came to a server.", "server")
 SERVER_SENT: Final = _counter("server_sent_bytes", "Bytes that a server sent.", "server")
 SERVER_QUEUE: Final = _gauge("server_queue_frames", "Frames that wait for the serving thread.", "server")
+SERVER_REPLICA_LAG: Final = _gauge("server_replica_lag_clocks", "Clocks by which a server's replica lags.", "server")
 PROCESS_CPU: Final = _counter("process_cpu_seconds", "Processor time of all threads.", "role", "rank")
 PROCESS_DELAYED: Final = _counter("process_delayed_seconds", "Time without a core, of its main thread.", "role", "rank")
 PROCESS_GC: Final = _counter("process_gc_seconds", "Time in which the garbage collector stopped it.", "role", "rank")
@@ -97,6 +98,7 @@ METRICS: Final = (
     *(WORKER_STEPS, WORKER_CLOCK, WORKER_SAMPLES, WORKER_STEP, WORKER_COMPUTE, WORKER_DATA, WORKER_WAIT),
     *(WORKER_REFUSED, STALENESS, REPORTED),
     *(SERVER_CLOCK, SERVER_UPDATES, SERVER_UPDATE, SERVER_BUSY, SERVER_RECEIVED, SERVER_SENT, SERVER_QUEUE),
+    SERVER_REPLICA_LAG,
     *(PROCESS_CPU, PROCESS_DELAYED, PROCESS_GC, PROCESS_FAULTS, PROCESS_RESENT, MEMBERSHIP, EXITS),
 )
 
@@ -164,6 +166,8 @@ class RunMetrics:
                 self._set(SERVER_RECEIVED, record.received_bytes, record.server)
                 self._set(SERVER_SENT, record.sent_bytes, record.server)
                 self._set(SERVER_QUEUE, record.num_waiting, record.server)
+                if record.num_behind is not None:
+                    self._set(SERVER_REPLICA_LAG, record.num_behind, record.server)
             case Sampled():
                 self._add_sample(record)
             case MembershipRecord(server=0):

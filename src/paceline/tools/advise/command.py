@@ -28,9 +28,9 @@ _SERVERS: Final = (1, 2, 4, 8)
 _LEAST_GAIN: Final = 1.05  # less is not worth a change
 _AS_FAST: Final = 1.03  # of what is nearly as fast, that with the freshest values is advised
 _TRUSTED: Final = 0.15
-_GUESS: Final = (
-    "What other servers gain over tcp is a guess, several times off where lines are thin, as a trace does not tell the "
-    "work of a server from its waits for bytes: try it before you rely on it."
+_ONE_RATE: Final = (
+    "Over tcp that rests on a line of one rate for each machine, which is found from the whole run: try it before you "
+    "rely on it where machines differ, or share a line."
 )
 _BUSY: Final = 0.3  # from this share on, servers or lines may be what workers wait for
 
@@ -189,7 +189,7 @@ def explain(recorded: RecordedRun, best: Variant | None) -> str:
     servers = f" with {best.num_servers} servers{place}" if is_moved else ""
     age = f"values {best.outcome.mean_lag:.1f} clocks behind on average and {best.outcome.max_lag} at most"
     told = f"{as_it_was} {best.consistency}{servers} would make {gain:.2f} times the clocks, on {age}."
-    return f"{told} {_GUESS}" if is_moved and recorded.is_network else told
+    return f"{told} {_ONE_RATE}" if is_moved and recorded.is_network else told
 
 
 def _table(recorded: RecordedRun, variants: Sequence[Variant]) -> Table:

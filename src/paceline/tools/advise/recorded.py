@@ -128,10 +128,10 @@ def _starts(run: Run) -> tuple[float, ...]:
 
 
 def _recorded_s(run: Run, steps: Mapping[int, Sequence[Step]]) -> float:
-    """Return the seconds of a clock, averaged over the workers; those whose pushes came too late do not count."""
+    """Return the seconds of a clock of a worker, as `Outcome.clock_s`: pushes that came too late do not count."""
     refused = Counter(refusal.worker for refusal in run.refusals if refusal.server == LEAD)
-    spent = {worker: (sum(step.step_s for step in own), len(own) - refused[worker]) for worker, own in steps.items()}
-    return fmean(seconds / counted for seconds, counted in spent.values() if counted > 0)
+    rates = [(len(own) - refused[worker]) / sum(step.step_s for step in own) for worker, own in steps.items()]
+    return len(rates) / max(sum(rates), 1e-9)
 
 
 def _scenario(run: Run, steps: Mapping[int, Sequence[Step]], spec: ClusterSpec, policy: Consistency) -> Scenario:
@@ -163,7 +163,11 @@ def _scenario(run: Run, steps: Mapping[int, Sequence[Step]], spec: ClusterSpec, 
         apply_s=apply_s,
         handle_s=handle_s,
         network=Network(latency_s=(latency_s, latency_s)),
-        lines=SimulatedLines(gradient_bytes=received / num_steps, value_bytes=sent / num_fetches),
+        lines=SimulatedLines(
+            gradient_bytes=received / num_steps,
+            value_bytes=sent / num_fetches,
+            early=spec.transport in _NETWORKS,
+        ),
         retry_s=1e6,
     )
 

@@ -41,7 +41,7 @@ mixes of stragglers for 8, two numbers of workers for 14, several problems and a
 training for 29, of which a second check that did not hold was left out. With other settings ESSP was up to 7 % behind
 BSP in 5, asynchronous workers were ahead in 14, and adaptive revision no wider than Adagrad in 16. Claims 3 and 15
 failed once on a busy machine, 15 has one seed of the three that its anchor asks for, and 12 and 22 hold by little.
-Claim 13 is a formula and 19 counts; 9, 19 and 23 show what the library itself does not offer.
+Claim 13 is a formula; 9 and 23 show what the library itself does not offer.
 
 A claim's time is *real* where processes of this machine run, *virtual* on the simulator, *counted* where only bytes
 matter. Claims that run programs of the source tree (`benchmarks/`) need it beside the package; those with limited lines

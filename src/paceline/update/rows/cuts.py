@@ -14,8 +14,11 @@ from paceline.update.cuts import NO_ROOM
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from paceline.update.rows.marks import RowMarks
+
 Columns = dict[str, "Tensor"]  # by name, ids among them, with one row each
 PIECE_BYTES: Final = 1 << 22
+REMOVED: Final = "removed"  # in `fixed`: ids of rows that are gone since the marks of `base`
 CUT_SLOT_BYTES: Final = 5  # of a cut for each slot, at once
 
 
@@ -32,6 +35,8 @@ class RowsCut:
         live: returns those slots between two that have a row now.
         copies: returns copies of all columns of rows.
         has_room: returns whether so many bytes may be kept in all.
+        marks: those that begin with the cut, if any.
+        since: marks of the rows that it has; None for all.
     """
 
     def __init__(
@@ -41,15 +46,21 @@ class RowsCut:
         live: Callable[[int, int], Tensor],
         copies: Callable[[Tensor], Columns],
         has_room: Callable[[int], bool] = lambda _: True,
+        *,
+        marks: RowMarks | None = None,
+        since: RowMarks | None = None,
     ) -> None:
         self.layout: Final = None
-        self.fixed: Final[dict[str, Tensor]] = {}
+        self.fixed: Final[dict[str, Tensor]] = {} if since is None else {REMOVED: since.removed}
+        self.base: Final = "" if since is None else since.name
+        self.marks: Final = "" if marks is None else marks.name
         self._num_slots, self._row_bytes = num_slots, row_bytes
         self._live, self._copies, self._has_room = live, copies, has_room
         self._step = max(1, PIECE_BYTES // row_bytes)  # slots of a piece
         self.num_pieces: Final = -(-num_slots // self._step)
         self._left = set(range(self.num_pieces))
-        self._settled = torch.zeros(num_slots, dtype=torch.bool)  # read, kept, or without a row at the cut
+        # Read, kept, without a row at the cut, or with one that is not wanted.
+        self._settled = torch.zeros(num_slots, dtype=torch.bool) if since is None else ~since.changed(num_slots)
         self._place = torch.full((num_slots,), -1, dtype=torch.int32)  # of a kept row, counted over all parts
         self._parts: list[Columns] = []
         self._starts = [0]  # of the parts, and where the next one begins

@@ -23,6 +23,7 @@ from paceline.update.rows.layout import (
     use_columns,
 )
 from paceline.update.rows.lifecycle import Candidates, RowUsage
+from paceline.update.rows.marks import RowMarks
 from paceline.update.rows.memory import RowMemory
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class RowStore:
         counts = {name: left.get(name, 0) for name in ("num_admitted", "num_zeroed")}
         self._done = RowStatistics(**counts)  # what was counted so far
         self._cuts: list[RowsCut] = []  # that may still need rows which change
+        self._marks: RowMarks | None = None  # of rows that change, for a later cut
         if lasting is not None:
             self._finish_piece(lasting)
 
@@ -201,9 +203,11 @@ class RowStore:
         if not self._usage.limits:
             return _NONE
         num_slots = self._memory.num_slots
-        if self._cuts and self._usage.fades(len(self)):
+        if (self._cuts or self._marks is not None) and self._usage.fades(len(self)):
             for cut in self._cuts:
                 cut.keep_all()
+            if self._marks is not None:
+                self._marks.note_all(self._memory.num_slots)
         self._usage.fade(len(self), num_slots)
         expired = self._remove(self._usage.expired(clock, len(self), num_slots))
         evicted = self._remove(self._usage.surplus(len(self), num_slots))
@@ -264,12 +268,23 @@ class RowStore:
         self._usage.forget_bounds()
         self._commit()
 
-    def cut(self, has_room: Callable[[int], bool] = lambda _: True, *, values_only: bool = False) -> RowsCut:
-        """Return the rows as they are now, to be read while updates go on; raises nothing, and copies nothing."""
+    def cut(
+        self, has_room: Callable[[int], bool] = lambda _: True, *, values_only: bool = False, since: str | None = None
+    ) -> RowsCut:
+        """Return the rows as they are now, to be read while updates go on; raises nothing, and copies nothing.
+
+        With `since`, rows are marked from now on as they change. If it names the marks that there are, the cut has only
+        the rows which have changed since these began; see `RowsCut.base`.
+        """
         names = (IDS, VALUES) if values_only else tuple(self._layouts)
         row_bytes = sum(self._layouts[name].row_bytes for name in names)
         copies = partial(self._all_copies, names=names)
-        cut = RowsCut(self._memory.num_slots, row_bytes, self._live, copies, has_room)
+        num_slots, before = self._memory.num_slots, None
+        if since is not None:
+            before = self._marks if self._marks is not None and self._marks.name == since else None
+            self._marks = RowMarks(num_slots)
+        marks = None if since is None else self._marks
+        cut = RowsCut(num_slots, row_bytes, self._live, copies, has_room, marks=marks, since=before)
         self._cuts.append(cut)
         return cut
 
@@ -320,7 +335,7 @@ class RowStore:
     def _write(self, ids: Tensor, slots: Tensor, rows: Mapping[str, Tensor], clock: int) -> None:
         """Write columns of the rows with these ids, at these slots or new ones."""
         absent = _absent(slots)
-        if self._cuts:
+        if self._cuts or self._marks is not None:
             self._keep_for_cuts(slots[slots >= 0])
         if absent.numel():
             slots[absent] = self._memory.add(ids[absent])
@@ -361,6 +376,8 @@ class RowStore:
             self._keep_for_cuts(slots[piece])
             ids[piece] = self._memory.ids_of(slots[piece])
             self._usage.note_removed(slots[piece])
+        if self._marks is not None:
+            self._marks.note_removed(ids)
         self._memory.remove(slots)
         return ids
 
@@ -370,13 +387,17 @@ class RowStore:
         self._usage.note_use(slots, clock)
 
     def _keep_for_cuts(self, slots: Tensor) -> None:
-        """Have cuts keep these rows, which are about to change."""
+        """Have cuts keep these rows, which are about to change, and mark them."""
+        if self._marks is not None:
+            self._marks.note(slots)
         if self._cuts:
             self._cuts = [cut for cut in self._cuts if not cut.is_over]
             for cut in self._cuts:
                 cut.keep(slots)
 
     def _skip_for_cuts(self, slots: Tensor) -> None:
+        if self._marks is not None:
+            self._marks.note(slots)
         for cut in self._cuts:
             cut.skip(slots)
 

@@ -59,7 +59,7 @@ class Managed:
                 "Leave out one of them."
             )
         bound = consistency.bound
-        if not bound or consistency.visible != "on_arrival":
+        if not bound or consistency.lowest is not None or consistency.visible != "on_arrival":
             raise UsageError(
                 f"table '{table}': managed communication lets updates wait, which '{consistency}' does not allow. Give "
                 "it a staleness bound of 1 or more: consistency='ssp:2' or 'essp:2', for example."

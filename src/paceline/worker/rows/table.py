@@ -383,10 +383,11 @@ class RowTable:
             distinct, places = self.client.distinct.among(keys.view(-1))
             num, most = distinct.numel(), self._most_a_read
             clock = self.node.clock + ahead
-            needs = clock if exact else self.client.state.deferral.needs(clock)
             # Pushes that other workers held back until a barrier are of clocks that cached rows need not contain.
             late = exact and self.client.has_budget
             asks = (late or not self.client.state.is_lazy) if refresh is None else refresh
+            deferral = self.client.state.deferral
+            needs = clock if exact else deferral.needs(clock) if asks else deferral.unasked(clock)
             if num > _MOST_READS * most:
                 raise UsageError(
                     f"{self._here()}: {num} rows are asked for at once, expected at most {_MOST_READS * most}: "

@@ -12,6 +12,7 @@ const charts = {
   down: new Lines(find("bytes-down"), format.at, n => `${format.bytes(n)}/s`, { together: "time" }),
   busy: new Lines(find("busy"), format.at, format.percent, { together: "time" }),
   queue: new Lines(find("queue"), format.at, format.number, { together: "time" }),
+  lag: new Lines(find("lag"), format.at, format.number, { together: "time" }),
 };
 const timeline = new Timeline(find("timeline")), staleness = new Staleness(find("staleness"));
 
@@ -112,6 +113,8 @@ function show() {
   charts.down.show(most(times, byLink ? "down" : "pulled", label, 1 / times.width));
   charts.busy.show(most(times, "busy", key => `server ${key}`, 1 / times.width));
   charts.queue.show(most(times, "queue", key => `server ${key}`, 1));
+  find("lag-figure").hidden = !times.series.lag;
+  if (times.series.lag) charts.lag.show(most(times, "lag", key => `server ${key}`, 1));
   showServers(now.servers ?? [], now.verdict?.subject);
   showEvents(run.events);
   document.title = `${runs.length > 1 ? `${runs.length} runs` : now.verdict?.text ?? "Paceline"} · Paceline`;
@@ -213,7 +216,7 @@ function showServers(rows, blamed) {
     const line = node("tr", blamed === `server ${row.server}` ? "blamed" : "");
     const cells = [
       [row.server], [format.percent(row.busy)], [format.seconds(row.apply_s)], [row.queue, "more"],
-      [`${format.bytes(row.received_per_s)}/s`], [`${format.bytes(row.sent_per_s)}/s`], [format.bytes(row.rss_bytes || null), "more"],
+      [row.replica_lag ?? "-", "more"], [`${format.bytes(row.received_per_s)}/s`], [`${format.bytes(row.sent_per_s)}/s`], [format.bytes(row.rss_bytes || null), "more"],
       [row.lives, "more"], [row.table + hot, "text"],
     ];
     line.append(...cells.map(([content, kind]) => node("td", kind ?? "", content)));

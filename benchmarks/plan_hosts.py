@@ -1,0 +1,165 @@
+"""What `paceline plan` says of the seconds of a step over lines of limited rate, beside steps that take them.
+
+    python benchmarks/plan_hosts.py [--megabytes 10] [--mbps 100] [--picture FILE] [--json]
+
+Four workers, each on a host in a network namespace of its own, and one to four servers alone on hosts, or a server
+beside every worker and up to two alone; the kernel limits what each line carries each way. Workers take plain steps of
+momentum SGD in float32 with `paceline.distributed`. The plan is asked by its command, and told what one process takes
+to compute. Needs root, and `ip` and `tc` (iproute2).
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+import torch
+from hosted_job import HostedJob, JobFailedError, hosted_spec
+from measuring import machine, print_json, progress
+from shaped_network import CannotShapeError, Line, ShapedNetwork
+
+from paceline.tools.plan.estimate import server_shares
+
+WORKER: Final = Path(__file__).resolve().with_name("hosts_worker.py")
+TIMEOUT_S: Final = 400.0
+START_S: Final = 200.0
+NUM_WORKERS: Final = 4
+NUM_LAYERS: Final = 5
+STRATEGIES: Final = (
+    *(f"parameter-server:{number}" for number in (1, 2, 3, 4)),
+    *(f"colocated-server:{number}" for number in (0, 1, 2)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Seconds of a step under one strategy, planned and measured."""
+
+    strategy: str
+    planned_s: float
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        """By what share the plan is too slow (above 0) or too fast."""
+        return self.planned_s / self.measured_s - 1
+
+
+def computing_s(megabytes: float) -> float:
+    """Return the seconds in which this process computes and updates what a worker does in a step, alone."""
+    torch.set_num_threads(1)
+    width = int(megabytes * 1e6 / 4) // NUM_LAYERS
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, 1, bias=False) for _ in range(NUM_LAYERS)))
+    took: list[float] = []
+    for _ in range(7):
+        began = time.monotonic()
+        for layer in model:
+            layer(torch.ones(width))
+        torch.cat([parameter.view(-1) for parameter in model.parameters()]).sum().backward()
+        model.zero_grad()
+        took.append(time.monotonic() - began)
+    return median(took)
+
+
+def plan(strategies: Sequence[str], options: argparse.Namespace) -> dict[str, float]:
+    """Return the seconds of a step that the plan says of each strategy."""
+    compute_s = NUM_WORKERS * computing_s(options.megabytes)  # of the whole batch on one device
+    command = [sys.executable, "-m", "paceline", "plan", "--json", "--parameters", f"{options.megabytes / 4}M"]
+    command += ["--precision", "fp32", "--optimizer", "momentum", "--batch", str(NUM_WORKERS)]
+    command += ["--device", "cpu:24GB", "--devices", str(NUM_WORKERS), "--devices-per-machine", "1"]
+    command += ["--network", f"{options.mbps:g}mbit", "--compute-s", f"{compute_s:.6f}"]
+    done = subprocess.run(
+        [*command, "--strategies", ",".join(strategies)], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    if done.returncode:
+        raise JobFailedError(f"paceline plan failed: {done.stderr}")
+    return {each["strategy"]: each["seconds"]["step"] for each in json.loads(done.stdout)["strategies"]}
+
+
+def measure(strategy: str, options: argparse.Namespace) -> float:
+    """Take steps under a strategy; return the seconds of one: the median of several, of the slowest worker."""
+    kind, _, number = strategy.partition(":")
+    num_alone = int(number)
+    alone = list(range(NUM_WORKERS, NUM_WORKERS + num_alone))
+    shares: tuple[float, ...] = ()
+    beside: list[int] = []
+    if kind == "colocated-server":
+        of_one_alone, of_one_beside = server_shares(NUM_WORKERS, num_alone)
+        beside = list(range(NUM_WORKERS)) if of_one_beside else []
+        shares = (of_one_alone,) * num_alone + (of_one_beside,) * len(beside)
+    spec = hosted_spec(NUM_WORKERS, num_alone + len(beside), shares)
+    command = [sys.executable, str(WORKER), "--mode", "step", "--out", "{folder}"]
+    command += ["--megabytes", str(options.megabytes), "--steps", str(options.steps)]
+    lines = [Line(options.mbps, options.mbps)] * (NUM_WORKERS + num_alone)
+    with (
+        ShapedNetwork(lines, queue_ms=200.0, mtu=9000, congestion="reno") as network,
+        HostedJob(network, spec, alone + beside, list(range(NUM_WORKERS)), command, START_S) as job,
+    ):
+        job.wait(TIMEOUT_S)
+        written = [(job.folder / f"seconds-{rank}").read_text().split() for rank in range(NUM_WORKERS)]
+    return max(float(each[0]) for each in written)
+
+
+def draw(found: Sequence[Found], caption: str, path: Path) -> None:
+    """Draw what was planned beside what was measured."""
+    from matplotlib.figure import Figure
+
+    from paceline.observe.plots import DPI, FAINT, GRID, INK, POLICY_COLOURS
+
+    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    axes = figure.subplots()
+    places = range(len(found))
+    for offset, colour, label, seconds in (
+        (-0.2, FAINT, "planned", [each.planned_s for each in found]),
+        (0.2, POLICY_COLOURS[0], "measured", [each.measured_s for each in found]),
+    ):
+        bars = axes.bar([place + offset for place in places], seconds, width=0.38, color=colour, label=label)
+        axes.bar_label(bars, fmt="%.2f", color=INK, fontsize=9, padding=2)
+    axes.set_xticks(list(places), [each.strategy.replace("-server:", "\nserver:") for each in found], color=INK)
+    axes.set_ylabel("seconds of a step", color=INK)
+    axes.set_title(f"Steps over thin lines, planned and measured\n{caption}", loc="left", color=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color=GRID)
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=DPI)
+
+
+def main() -> None:
+    """Plan, measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=float, default=10.0)
+    parser.add_argument("--mbps", type=float, default=100.0)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
+    parser.add_argument("--picture", type=Path, help="draw them to this file")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    options = parser.parse_args()
+    caption = f"{NUM_WORKERS} workers, {options.megabytes:g} MB of float32, lines of {options.mbps:g} Mbit/s"
+    print(f"{caption}; {machine()}")
+    found: list[Found] = []
+    try:
+        planned = plan(options.strategies, options)
+        for strategy in options.strategies:
+            found.append(Found(strategy, planned[strategy], measure(strategy, options)))
+            one = found[-1]
+            print(f"{strategy:20} planned {one.planned_s:6.3f} s, measured {one.measured_s:6.3f} s, {one.error:+.1%}")
+            progress(f"{strategy} is measured")
+    except (CannotShapeError, JobFailedError) as problem:
+        sys.exit(f"plan_hosts.py: {problem}")
+    if options.picture:
+        draw(found, caption, options.picture)
+    if options.json:
+        result: dict[str, object] = {f"{each.strategy}.measured_s": each.measured_s for each in found}
+        result |= {f"{each.strategy}.planned_s": each.planned_s for each in found}
+        print_json({"name": "plan_hosts", **result, "worst_error": max(abs(each.error) for each in found)})
+
+
+if __name__ == "__main__":
+    main()
