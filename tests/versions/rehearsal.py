@@ -71,9 +71,9 @@ class ReaderHistory:
                 raise WrongReadError(f"R1: version {key} has other bytes in '{name}' than were published")
         if self.digests.setdefault(key, version.digest) != version.digest:
             raise WrongReadError(f"R2: version {key} has two digests")
-        series, number = self.newest.get(reader, ("", -1))
-        if series == key[0] and (key[1] <= number if is_newer else key[1] < number):
-            raise WrongReadError(f"R3: reader {reader} got version {key[1]} after {number}")
+        newest = self.newest.get(reader, ("", -1))
+        if key <= newest if is_newer else key < newest:
+            raise WrongReadError(f"R3: reader {reader} got version {key} after {newest}")
 
     def took(self, reader: int, version: Version) -> None:
         self.newest[reader] = version.series, version.number
@@ -293,9 +293,9 @@ class World:
             version.close()
 
     def _come_to_newest(self, reader: int) -> None:
-        for version in [version for number, version in self.held if number == reader]:
+        for _, version in self.held:  # a server keeps so many versions for readers and no more
             version.close()
-        self.held = [each for each in self.held if each[0] != reader]
+        self.held.clear()
         for _ in range(CALM_TRIES):
             self._relay_one(0)
             self._relay_one(2)
@@ -308,7 +308,7 @@ class World:
         raise WrongReadError(f"R4: reader {reader} does not come to version {self._newest()} without faults")
 
     def _newest(self) -> tuple[str, int]:
-        return f"s{self._series}", self._number
+        return f"s{self._series:04}", self._number
 
     # -- what happens ------------------------------------------------------------------------------------------------
 

@@ -38,7 +38,8 @@ class Version(Mapping[str, Tensor]):
         name: under which it is published.
         number: the clock of the worker that published it.
         digest: SHA-256 of all its bytes, in hexadecimal.
-        series: which publisher it is from: two versions of one number and series are one.
+        series: which publisher it is from: two versions of one number and series are one. Those of a publisher that
+            began later, by the clock of its machine, come later.
         absent: names of parameters that were published without their values, as no server holds them: frozen ones.
     """
 
@@ -127,6 +128,11 @@ class _Unfinished:
 _Lease: TypeAlias = tuple[PublicationId, int]  # with the connections that it is held over
 
 
+def _place(version: PublicationId) -> tuple[str, int]:
+    """Return the place of a version in the order of publication."""
+    return version.series, version.number
+
+
 @final
 class VersionSubscription:
     """What is published under one name: see `paceline.subscribe`. A context manager; threads may share it.
@@ -173,18 +179,13 @@ class VersionSubscription:
     def latest(self, *, timeout_s: float = TIMEOUT_S) -> Version:
         """Return the newest version; blocks until there is one, and its bytes are here.
 
-        Of one publisher it is never older than what this subscription has returned last, whichever place it comes from.
+        It is never older than what this subscription has returned last, whichever place it comes from.
 
         Raises:
             DeadlineExceeded: there is none in time, or no server.
             AuthenticationFailed: the servers do not let this reader in.
         """
-        last = self._newest
-
-        def wanted(found: PublicationId) -> bool:
-            return last is None or found.series != last.series or found.number >= last.number
-
-        return self._take(wanted, Deadline.after(timeout_s), "a version")
+        return self._take(lambda _: True, Deadline.after(timeout_s), "a version")
 
     def pull(self, number: int, *, timeout_s: float = TIMEOUT_S) -> Version:
         """Return the version of this number; blocks until its bytes are here.
@@ -217,7 +218,7 @@ class VersionSubscription:
         def wanted(found: PublicationId) -> bool:
             if number is not None:
                 return found.number >= number
-            return last is None or found.series != last.series or found.number > last.number
+            return last is None or _place(found) > _place(last)
 
         what = "another version" if number is None else f"version {number} or a newer one"
         return self._take(wanted, Deadline.after(timeout_s), what)
@@ -291,10 +292,9 @@ class VersionSubscription:
 
         return self._servers.repeat(once, deadline, what)
 
-    def _not_older(self, found: tuple[PublicationId, ...]) -> tuple[PublicationId, ...]:
+    def _not_older(self, found: tuple[PublicationId, ...]) -> list[PublicationId]:
         """Return what was not published before the version that was taken last, as by an earlier publisher."""
-        last = self._newest
-        return found[found.index(last) :] if last is not None and last in found else found
+        return [each for each in found if self._newest is None or _place(each) >= _place(self._newest)]
 
     def _wait_change(
         self, lists: list[tuple[PublicationId, ...]], wanted: list[PublicationId], deadline: Deadline

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from paceline.worker.table import Table
 from paceline.worker.validation import brief
 
 _MAX_UNDER_WAY: Final = 4  # versions of one worker; the next one waits for the oldest of them
-_SERIES_BYTES: Final = 8
+_SERIES_BYTES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,14 @@ class Publication:
         return next((str(error) for error in errors if error is not None), "")
 
 
+def new_series() -> str:
+    """Return a name for the versions of one publisher, which comes after those of publishers that began earlier.
+
+    By the clock of the machine, as a publisher that takes the place of another may share nothing with it but readers.
+    """
+    return f"{time.time_ns():016x}-{secrets.token_hex(_SERIES_BYTES)}"
+
+
 @dataclass(slots=True)
 class Publisher:
     """Publishes for one worker.
@@ -70,7 +79,7 @@ class Publisher:
 
     node: WorkerNode
     tell: Callable[[str], None]
-    _series: str = field(default_factory=lambda: secrets.token_hex(_SERIES_BYTES))
+    _series: str = field(default_factory=new_series)
     _under_way: list[Publication] = field(default_factory=list[Publication])
     _told: set[str] = field(default_factory=set[str])
 
