@@ -327,8 +327,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a delivery of too old values wakes the reader",
         READS,
-        "if reading and server in reading.awaited and self._is_fresh(server, reading.needs):",
-        "if reading and server in reading.awaited:",
+        "if is_fresh and (is_answer or not reading.refresh):",
+        "if is_answer or not reading.refresh:",
     ),
     # -- an adaptive bound ---------------------------------------------------------------------------------------------
     Mutant(

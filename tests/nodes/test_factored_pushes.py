@@ -13,8 +13,8 @@ from tests.nodes.test_faults import FAULTS, NUM_CLOCKS, NUM_WORKERS, Ledger, ass
 from tests.nodes.test_successors import killable
 from torch import Tensor
 
-from paceline.server.connections import said_by
-from paceline.server.node import ServerNode
+from paceline.server.connections import Incoming, said_by
+from paceline.server.repeated_pushes import RepeatedPushes
 from paceline.server.tables import ServedTables
 from paceline.transport.base import Frame
 from paceline.update.factors import Factors
@@ -76,15 +76,15 @@ def test_every_push_counts_once_whatever_happens_to_frames(
 def test_a_successor_takes_factors_again(
     policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_expanded: list[int]
 ) -> None:
-    taken, take_again = list[object](), ServerNode._take_again
+    taken, take = list[object](), RepeatedPushes._take
 
-    def note(node: ServerNode, item: Any, recovery: Any) -> bool:
-        found, is_taken = said_by(item, node.settings.num_servers), take_again(node, item, recovery)
+    def note(repeated: RepeatedPushes, item: Incoming) -> bool:
+        found, is_taken = said_by(item, repeated.num_servers), take(repeated, item)
         if found is not None and isinstance(found[1], FactoredPush) and is_taken:
             taken.append(found[1])
         return is_taken
 
-    monkeypatch.setattr(ServerNode, "_take_again", note)
+    monkeypatch.setattr(RepeatedPushes, "_take", note)
     ledger = FactoredLedger(policy)
     with killable("tcp", tmp_path, (61,)) as (servers, places):
         servers.run(NUM_WORKERS, ledger.work)

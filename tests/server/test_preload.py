@@ -11,6 +11,7 @@ import pytest
 
 from paceline.server import preload
 from paceline.server.preload import RulePreload
+from paceline.torch_private import DYNAMO
 from paceline.update import named_rules as update
 
 NADAM = update.RuleSpec("torch.optim.NAdam", ({},))
@@ -20,7 +21,7 @@ KERNELS = (update.SGD(lr=0.1), update.Add())
 def test_requests_wait_for_the_import_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
     gate, done = threading.Event(), list[str]()
-    monkeypatch.delitem(sys.modules, preload.MODULE, raising=False)
+    monkeypatch.delitem(sys.modules, DYNAMO, raising=False)
     monkeypatch.setattr(preload.importlib, "import_module", lambda _: gate.wait(30))
     warm = RulePreload(calls.put)
     assert not any(warm.defer((0, 0), rule, lambda: done.append("kernel")) for rule in KERNELS)

@@ -143,12 +143,13 @@ class DenseReads:
         else:
             self._note_answered(server, message, effects)
         reading = self.reading
-        if reading and server in reading.awaited and self._is_fresh(server, reading.needs):
-            if request == reading.request:
+        if reading and server in reading.awaited:
+            is_answer = request == reading.request
+            is_fresh = self._is_fresh(server, reading.needs if is_answer else reading.unasked)
+            if is_fresh and (is_answer or not reading.refresh):
                 reading.awaited.discard(server)
-            elif not reading.refresh and self._is_fresh(server, reading.unasked):
-                reading.awaited.discard(server)
-                reading.source = "delivery"
+                if not is_answer:
+                    reading.source = "delivery"
         if reading and not reading.awaited:
             self._finish(effects)
 

@@ -70,10 +70,8 @@ class Factors:
 
 
 def _signs(num: int, dtype: torch.dtype) -> Tensor:
-    """Return random signs; they leave torch's own random numbers as they are."""
-    generator = torch.Generator()
-    generator.seed()
-    return torch.randint(0, 2, (num,), generator=generator).mul_(2).sub_(1).to(dtype)
+    """Return random signs, the same ones in every run; they leave torch's own random numbers as they are."""
+    return torch.randint(0, 2, (num,), generator=torch.Generator().manual_seed(num)).mul_(2).sub_(1).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
