@@ -57,10 +57,13 @@ def test_a_job_listens_on_the_loopback_interface_alone(carrier: str, tmp_path: P
 
 
 def test_no_code_looks_at_a_clock_that_another_machine_may_have_set_otherwise() -> None:
-    """But for certificates, whose times are told by such clocks, and for what is written for people."""
+    """But for certificates, whose times are told by such clocks, for what is written for people, and for publishers.
+
+    One that takes the place of another shares nothing with it but readers, who say where a clock is behind.
+    """
     keys = {f"job/credentials/{name}.py" for name in ("certificates", "key_store", "command")}
     told = keys | {"transport/peer_identity.py", "launch/supervise.py", "launch/guard.py", "observe/progress.py"}
-    told |= {"snapshots/command.py", "snapshots/folder.py", "observe/export/trackers.py"}
+    told |= {"snapshots/command.py", "snapshots/folder.py", "observe/export/trackers.py", "worker/publishing.py"}
     found = {
         place(path, number): line.strip()
         for path in python_files("src")

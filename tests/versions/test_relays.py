@@ -185,6 +185,30 @@ def test_a_reader_of_a_relay_that_lost_its_job_goes_on_at_the_next_place(tmp_pat
         assert torch.equal(reader.wait(number, timeout_s=PATIENCE_S)["w"], publisher.values[number])
 
 
+def test_a_publisher_whose_machine_has_its_clock_behind_is_not_taken_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes the place of one that published version 1 already."""
+    folders = (tmp_path / "first", tmp_path / "second")
+    with ExitStack() as opened:
+        jobs = list[Job]()
+        for folder, began_ns in zip(folders, (2, 1), strict=True):
+            folder.mkdir()
+            monkeypatch.setattr("paceline.worker.publishing.time.time_ns", lambda began_ns=began_ns: began_ns)
+            started, publisher = opened.enter_context(publishing(folder))
+            assert publisher.publish() == 1
+            jobs.append(started)
+        places = VersionPlaces("the job", (lambda: PublishingServers(jobs[0].transport, jobs[0].spec.addresses),))
+        reader = opened.enter_context(VersionSubscription("w", places))
+        assert reader.latest(timeout_s=PATIENCE_S).number == 1
+        del jobs[0]
+        for link in reader._servers.links:
+            link.close()
+        with pytest.raises(DeadlineExceeded, match=r"an earlier publisher only, up to 1, .* clock is behind"):
+            reader.wait(timeout_s=1.0)
+        assert "clock is behind" in reader.problem
+
+
 def test_what_a_relay_does_not_hand_on_is_refused_with_a_reason(tmp_path: Path) -> None:
     with ExitStack() as opened:
         started, publisher = opened.enter_context(publishing(tmp_path))

@@ -275,7 +275,10 @@ class VersionSubscription:
                 links = self._connected(deadline)
                 lists = [link.find(self.name, (), 0.0) for link in links]
                 problem = next((link.problem for link in links if link.problem), "")
-                wanted = [each for each in self._not_older(lists[0]) if is_wanted(each)]
+                not_older = self._not_older(lists[0])
+                if lists[0] and not not_older:
+                    problem = problem or self._all_earlier(lists[0])
+                wanted = [each for each in not_older if is_wanted(each)]
                 whole = [each for each in wanted if all(each in found for found in lists)]
                 if whole:
                     try:
@@ -295,6 +298,15 @@ class VersionSubscription:
     def _not_older(self, found: tuple[PublicationId, ...]) -> list[PublicationId]:
         """Return what was not published before the version that was taken last, as by an earlier publisher."""
         return [each for each in found if self._newest is None or _place(each) >= _place(self._newest)]
+
+    def _all_earlier(self, found: tuple[PublicationId, ...]) -> str:
+        """Say why no version of these is taken."""
+        assert self._newest is not None, "a first version is never older"
+        return (
+            f"{self._places.name} has versions of an earlier publisher only, up to {found[-1].number}, and version "
+            f"{self._newest.number} came last: a relay that is behind, or a publisher that began on a machine "
+            "whose clock is behind"
+        )
 
     def _wait_change(
         self, lists: list[tuple[PublicationId, ...]], wanted: list[PublicationId], deadline: Deadline
