@@ -17,9 +17,9 @@ from paceline.job.folders import wait_for
 def kill(rank, again=False):
     before = data_addresses(spec)[rank]
     os.kill(int(before), signal.SIGKILL)
-    wait_for(lambda: not os.path.exists(f'/proc/{before}') or None, 10.0, lambda: 'it is still there')
+    wait_for(lambda: not os.path.exists(f'/proc/{before}') or None, 60.0, lambda: 'it is still there')
     if again:
-        wait_for(lambda: data_addresses(spec)[rank] != before or None, 10.0, lambda: 'it is not started again')
+        wait_for(lambda: data_addresses(spec)[rank] != before or None, 60.0, lambda: 'it is not started again')
 """
 
 
@@ -64,7 +64,7 @@ def test_one_that_is_killed_is_done_without(tmp_path: Path) -> None:
 
     result = launch(script, num_workers=1, num_data_servers=2)
 
-    assert result.code == 0
+    assert result.code == 0, result.stderr
     assert "done" in result.stdout
     assert "was killed by SIGKILL; the other data servers go on without it" in result.stderr
 
@@ -74,7 +74,7 @@ def test_one_that_is_killed_is_started_again_when_asked_for(tmp_path: Path) -> N
 
     result = launch(script, num_workers=1, num_data_servers=1, policy={"on_crash": "restart", "max_restarts": 2})
 
-    assert result.code == 0
+    assert result.code == 0, result.stderr
     assert "done" in result.stdout
     assert "was killed by SIGKILL; restart 1 of 2 in 0.5 s" in result.stderr
     assert "was killed by SIGKILL; restart 2 of 2 in 1 s" in result.stderr
@@ -127,5 +127,5 @@ def test_one_that_does_not_begin_ends_the_run(behaviour: str, reason: str, tmp_p
 def test_one_that_ends_badly_when_told_to_stop_is_named_and_changes_nothing(tmp_path: Path) -> None:
     result = launch(write_script(tmp_path, ""), num_workers=1, num_data_servers=1, data_behaviour="die-when-told")
 
-    assert result.code == 0
+    assert result.code == 0, result.stderr
     assert "was killed by SIGABRT; it had been told to stop, and the run ends" in result.stderr

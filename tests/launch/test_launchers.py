@@ -97,8 +97,13 @@ with paceline.connect() as ps:
     if ps.rank == 1:
         open(sys.argv[1]).close()
 """
-TASK = "SLURM_PROCID={rank} SLURM_LOCALID={rank} " + shlex.quote(sys.executable) + ' "$@" &'
-SRUN = ("sh", "-c", " ".join(TASK.format(rank=rank) for rank in range(2)) + " wait", "srun")
+TASK = "SLURM_PROCID={rank} SLURM_LOCALID={rank} " + shlex.quote(sys.executable) + ' "$@" & tasks="$tasks $!";'
+SRUN = (
+    "sh",
+    "-c",
+    " ".join(TASK.format(rank=rank) for rank in range(2)) + " for i in $tasks; do wait $i || exit; done",
+    "srun",
+)
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "2"}
 
 

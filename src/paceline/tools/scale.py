@@ -6,7 +6,7 @@ from typing import Annotated, Final
 
 from cyclopts import Parameter
 
-TIMEOUT_S: Final = 30.0
+TIMEOUT_S: Final = 60.0
 
 
 def scale(run_dir: Path, /, *, workers: Annotated[int, Parameter(alias="-n")]) -> None:
