@@ -78,7 +78,7 @@ clean:  ## Remove everything that the other targets make.
 
 $(OLDEST)/installed: $(INSTALLED)
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --disable-pip-version-check --progress-bar off -q -e '.[dev]' 'torch==$(OLDEST_TORCH).*'
+	$(OLDEST)/bin/python -m pip install --disable-pip-version-check --progress-bar off -q -e '.[dev]' 'torch==$(OLDEST_TORCH).0'
 	touch $@
 
 $(BIN)/pip:

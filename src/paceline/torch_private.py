@@ -1,6 +1,6 @@
 """What Paceline uses of torch that torch does not promise: what each is for, under a public name, and nowhere else.
 
-All of it is in torch 2.7, the oldest that is accepted, and in 2.13; what a newer torch moves is mended here.
+All of it is in torch 2.10, the oldest that is accepted, and in 2.13; what a newer torch moves is mended here.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from torch.utils._pytree import (
 )
 
 if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
     from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
@@ -75,6 +76,7 @@ __all__ = [
     "call_after_backward",
     "flatten_tensors",
     "gloo_backend",
+    "gpipe",
     "group_over",
     "has_one_width",
     "is_profiling",
@@ -163,6 +165,21 @@ def after_forward(ddp: DistributedDataParallel, output: object) -> Any:  # noqa:
 def remove_backward_hooks(ddp: DistributedDataParallel) -> None:
     """Have DDP combine no gradients any more, so that another one can."""
     ddp.reducer._remove_autograd_hooks()
+
+
+# -- pipelines -------------------------------------------------------------------------------------------------------
+
+
+def gpipe(stage: PipelineStage, num: int, loss: Callable[..., Tensor]) -> ScheduleGPipe:
+    """Return a schedule of `num` micro-batches, whose losses are not scaled; they may be fewer than the stages.
+
+    It has no need of more, but older versions of torch refuse to make one.
+    """
+    from torch.distributed.pipelining import ScheduleGPipe  # takes a second
+
+    made = ScheduleGPipe(stage, max(num, stage.num_stages), loss_fn=loss, scale_grads=False)
+    made._n_microbatches = num  # pyright: ignore[reportPrivateUsage]
+    return made
 
 
 # -- process groups --------------------------------------------------------------------------------------------------

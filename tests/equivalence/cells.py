@@ -52,7 +52,6 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "own class": lambda model: SignOfMean(model.parameters()),
     "LBFGS": lambda model: torch.optim.LBFGS(model.parameters()),
 }
-_NEWER = {"Muon"}  # than the oldest torch that is supported
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Cell:
 
 
 AXES: Mapping[str, tuple[str, ...]] = {
-    "optimizer": tuple(name for name in OPTIMIZERS if name not in _NEWER or hasattr(torch.optim, name)),
+    "optimizer": tuple(OPTIMIZERS),
     "schedule": ("none", "by epoch", "by batch"),
     "accumulation": ("none", "in accumulate()", "without it"),
     "batches": ("even", "one short", "one missing"),

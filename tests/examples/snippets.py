@@ -35,6 +35,7 @@ NEEDS = {
     "kubernetes",
     "engine",
     "registry",
+    "torchtitan",
     "data",
     "hours",
 }

@@ -135,7 +135,7 @@ class OwnGroup(ProcessGroup):
     def allgather(
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Options | None = None
     ) -> Work:
-        """Give every worker the tensors of all. Torch 2.7 leaves the options out."""
+        """Give every worker the tensors of all. Older versions of torch leave the options out."""
         return self._all_gather(output_tensors[0], input_tensors[0], opts or AllgatherOptions())
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Options) -> Work:

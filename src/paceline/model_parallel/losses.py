@@ -150,7 +150,11 @@ class Taking(ABC):
 
     @abstractmethod
     def __call__(self, outputs: Any) -> Tensor:  # noqa: ANN401 - whatever the last layer gives
-        """Return the tensor of shape (1,) that backward of the next micro-batch begins with."""
+        """Return the tensor of shape (1,) that backward of the next micro-batch begins with.
+
+        It is of float32 whatever the loss is: a schedule is told the dtypes of a stage before there is a loss, and
+        older versions of torch compare them in every step.
+        """
         ...
 
 
@@ -180,7 +184,7 @@ class PieceLoss(Taking):
             return _nothing(outputs)
         loss = self._loss(outputs, targets).reshape(1) * share
         self.total += loss.detach().double().sum()
-        return loss
+        return loss.float()
 
 
 class BatchLoss(Taking):
@@ -329,4 +333,4 @@ def _are_aligned(outputs: Any, targets: Any) -> bool:  # noqa: ANN401
 def _nothing(outputs: object) -> Tensor:
     """Return a loss of 0 with gradients of 0, for outputs whose targets are all ignored."""
     learned = [one for one in tree_leaves(outputs) if isinstance(one, Tensor) and one.requires_grad]
-    return whole(sum((one[:0].sum() for one in learned), torch.zeros(()))).reshape(1)
+    return whole(sum((one[:0].sum() for one in learned), torch.zeros(()))).reshape(1).float()

@@ -28,6 +28,7 @@ from paceline.model_parallel.losses import (
 )
 from paceline.model_parallel.mesh import Mesh
 from paceline.torch_private import (
+    gpipe,
     tree_flatten,
     tree_leaves,
     tree_map_only,
@@ -309,7 +310,7 @@ class Pipeline:
 
     def _made(self, given: tuple[Tensor, ...], num: int) -> _Made:
         from torch.distributed.pipelining import PipelineStage as TorchStage  # takes a second
-        from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+        from torch.distributed.pipelining import Schedule1F1B
 
         size = len(given[0]) // num
         inputs, outputs = self._tried(tuple(tensor[:size] for tensor in given))
@@ -331,9 +332,10 @@ class Pipeline:
             group=self.mesh.group("pipeline"),
         )
         # With fewer micro-batches than stages the two schedules are the same, and torch supports only GPipe.
-        gpipe = self.schedule == "gpipe" or num < self.mesh.grid.pipeline or self.joining is None
-        kind = ScheduleGPipe if gpipe else Schedule1F1B
-        engine = kind(stage, num, loss_fn=_as_it_is, scale_grads=False)
+        if self.schedule == "gpipe" or num < self.mesh.grid.pipeline or self.joining is None:
+            engine = gpipe(stage, num, _as_it_is)
+        else:
+            engine = Schedule1F1B(stage, num, loss_fn=_as_it_is, scale_grads=False)
         told = tree_map_only(Tensor, Tensor.detach, outputs) if self._is_last and is_said and num > 1 else None
         return _Made(engine, dims, told)
 

@@ -86,11 +86,8 @@ def shard_fully(model: nn.Module, mesh: DeviceMesh, guard: Guard = nullcontext) 
         guard: context of each collective call, which explains failures.
 
     Raises:
-        UsageError: a model without parameters, with several dtypes, or that is sharded; or a torch without support for
-            custom collective calls.
+        UsageError: a model without parameters, with several dtypes, or that is sharded.
     """
-    if getattr(FSDPModule, "set_custom_all_gather", None) is None:
-        raise UsageError(f"fsdp needs torch 2.9 or later, this is {torch.__version__}: take all-reduce in its place.")
     parameters = list(model.parameters())
     dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
     if len(dtypes) != 1 or is_sharded(model):

@@ -25,7 +25,7 @@ def fsdp() -> FullySharded:
     runs; `paceline.distributed` needs `model`. Learning is that of one process with the whole
     batch. A step sends and receives 3 (n-1)/n times the bytes of the model, all-reduce 2 (n-1)/n.
 
-    Needs torch 2.9 or later, and workers that are processes, on the CPU: `paceline run --transport shm` or tcp.
+    Needs workers that are processes, on the CPU: `paceline run --transport shm` or tcp.
 
     Example:
         >>> import paceline

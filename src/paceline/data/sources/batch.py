@@ -72,7 +72,7 @@ class _Claimed:
 def tensor_over(array: np.ndarray[Any, Any]) -> Tensor:
     """Return a tensor over the memory of an array; one over a read-only array must not be written to.
 
-    Torch warns of read-only memory, or before version 2.7 refuses it, although it is not written to here.
+    Torch warns of read-only memory, although it is not written to here.
 
     >>> array = np.arange(3)
     >>> array.flags.writeable = False
