@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,24 +69,49 @@ def test_an_order_that_changes_is_recorded_anew(first: list[int], second: list[i
     assert expected(order, len(second)) == second
 
 
-@given(pieces=st.lists(st.binary(max_size=40), max_size=60), max_bytes=st.integers(0, 2000))
+@given(cycle=cycles(), odd=st.integers(6, 9), place=st.integers(0, 12))
+def test_a_piece_out_of_order_is_soon_made_up_for(cycle: list[int], odd: int, place: int) -> None:
+    turned = [cycle[(place + step) % len(cycle)] for step in range(len(cycle))]
+    order = noted([*cycle * 3, *(cycle * 12)[:place], odd, *turned * 2])
+    assert expected(order, len(cycle)) == turned
+
+
+def test_a_part_that_repeats_within_an_iteration_does_not_hide_the_rest() -> None:
+    twice_forward_and_then_once_back = [1, 2, 3, 1, 2, 3, 2, 1, 2, 4]
+    order = noted(twice_forward_and_then_once_back * 2)
+    for place, piece in enumerate(twice_forward_and_then_once_back * 2):
+        assert expected(order, 1) == [piece], place
+        noted([piece], order)
+
+
+@given(pieces=st.lists(st.binary(max_size=40), max_size=60), max_bytes=st.integers(0, 6000))
 def test_a_record_stays_within_its_limit(pieces: list[bytes], max_bytes: int) -> None:
     order = AccessOrder(max_bytes)
     for piece in pieces:
         order.note(piece)
-        assert sum(map(len, order._pieces)) + 128 * len(order._pieces) <= max_bytes
+        assert sum(map(len, order._pieces)) + 288 * len(order._pieces) == order.size_bytes <= max_bytes
+
+
+@pytest.mark.parametrize("num_fitting", [8, 9, 13, 50])
+def test_an_order_that_repeats_stays_known_as_its_record_is_cut(num_fitting: int) -> None:
+    order = AccessOrder(num_fitting * 289)
+    noted([1, 2, 3, 4] * 2, order)
+    for place, piece in enumerate([1, 2, 3, 4] * 20):
+        assert expected(order, 4) == [(piece + step - 1) % 4 + 1 for step in range(4)], place
+        noted([piece], order)
 
 
 def test_an_order_too_long_for_its_limit_is_never_known() -> None:
-    order = AccessOrder(3 * 129)
+    order = AccessOrder(3 * 289)
     for piece in [1, 2, 3, 4] * 5:
         noted([piece], order)
         assert expected(order, 1) == [None]
 
 
-def test_a_record_that_is_larger_than_a_new_limit_is_forgotten() -> None:
+def test_with_no_room_nothing_is_known() -> None:
     order = noted([1, 2, 3] * 2)
-    order.limit(2 * 129)
+    order.limit(0)
     assert expected(order, 1) == [None]
+    assert order.size_bytes == 0
     order.limit(ENOUGH)
     assert expected(noted([4, 5, 4], order), 2) == [5, 4]

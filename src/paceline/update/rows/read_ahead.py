@@ -26,16 +26,27 @@ class SpillReads:
     """What a table in files has mapped for its pieces, in bytes of whole windows.
 
     Args:
-        ahead_bytes: mapped before their piece began.
-        waited_bytes: mapped when their piece began or later, so that it waited for them.
+        ahead_bytes: asked for ahead, and mapped before their piece began.
+        late_bytes: asked for ahead, and not mapped yet when their piece began. This depends on how busy the machine is;
+            the sum of both does not.
+        waited_bytes: not asked for ahead, so that their piece waited for them.
+
+    Example:
+        >>> SpillReads(ahead_bytes=4096) + SpillReads(waited_bytes=8192)
+        SpillReads(ahead_bytes=4096, late_bytes=0, waited_bytes=8192)
     """
 
     ahead_bytes: int = 0
+    late_bytes: int = 0
     waited_bytes: int = 0
 
     def __add__(self, other: SpillReads) -> SpillReads:
         """Return the bytes of both together."""
-        return SpillReads(self.ahead_bytes + other.ahead_bytes, self.waited_bytes + other.waited_bytes)
+        return SpillReads(
+            self.ahead_bytes + other.ahead_bytes,
+            self.late_bytes + other.late_bytes,
+            self.waited_bytes + other.waited_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +143,7 @@ class ReadAhead:
     def _take(self, ahead: _Ahead) -> None:
         """Count a piece that begins and was to be read ahead; wait for it if it is being read just now."""
         if ahead.reading.cancel():  # not begun with: the piece reads what it needs itself
-            self.reads += SpillReads(waited_bytes=ahead.new_bytes)
+            self.reads += SpillReads(late_bytes=ahead.new_bytes)
             return
         is_done = ahead.reading.done()
         _wait([ahead.reading], self._table)
