@@ -90,7 +90,7 @@ def _told(seconds: dict[str, list[float]], policies: tuple[str, ...] = _POLICIES
 CLAIM: Final = Claim(
     "15",
     "Managed, prioritized communication beats clock-only at the same budget",
-    "Wei et al. 2015 (Boesen)",
+    "Wei et al. 2015 (Bösen)",
     "2 to 3 times less time",
     "real",
     (6.0, 6.0),
