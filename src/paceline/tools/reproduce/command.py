@@ -127,9 +127,10 @@ def _list(*, as_json: bool) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=_LISTED_COLUMNS)
     console.print(_table())
     print(
-        "\n`paceline reproduce 8` runs claim 8; several numbers, anchors such as A7, and `all` work too. --quick shortens "
-        "the runs.\nTime is real where processes of this machine run, virtual where the protocol runs on simulated "
-        "time,\nand counted where only bytes matter. Each run ends with a verdict and a picture."
+        "\n`paceline reproduce 8` runs claim 8; several numbers, anchors such as A7, and `all` work too.\n"
+        "--quick shortens the runs. Each ends with a verdict and a picture.\n"
+        "Time is real where processes of this machine run, virtual where the protocol runs on simulated time, and\n"
+        "counted where only bytes matter."
     )
 
 

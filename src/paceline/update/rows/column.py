@@ -280,6 +280,9 @@ class Windows:
 
     def release_but(self, kept: list[Tensor]) -> None:
         """Release what is mapped but for these windows."""
+        if not kept:
+            self.trim()
+            return
         stays = self._none()
         for units in kept:
             stays.index_fill_(0, units, True)

@@ -134,23 +134,16 @@ class RowColumns:
         if self._ahead is None:
             yield from self.pieces(len(slots))
             return
-        costs = torch.stack([windows.costs(slots) for windows in self._windows.values()]).sum(0).cumsum(0)
-        start = 0
-        while start < len(slots):
-            most = int(costs[start]) + self._room_bytes // 2 - self._piece_bytes
-            stop = max(start + LEAST_PIECE_ROWS, int(torch.searchsorted(costs, most, right=True)))
-            piece = slice(start, min(stop, start + PIECE_ROWS, len(slots)))
-            self._make_room(int(costs[piece.stop - 1] - costs[start]) + self._piece_bytes)
-            mapped_bytes = self.mapped_bytes
-            self.visit(slots[piece])
-            self._ahead.begin(slots[piece], self.mapped_bytes - mapped_bytes)
-            yield piece
-            start = piece.stop
+        for first in range(0, len(slots), PIECE_ROWS):
+            for piece in self._cut(slots[first : first + PIECE_ROWS], self._ahead):
+                yield slice(first + piece.start, first + piece.stop)
 
     def pieces_in(self, name: str, num_rows: int) -> Iterator[slice]:
         """Return slices of `num_rows` rows of which the caller touches one column, of all columns in files."""
         windows, half_bytes = self._windows[name], self._room_bytes // 2
-        most = max(LEAST_PIECE_ROWS, half_bytes // windows.row_bytes, num_rows * (windows.most_bytes <= half_bytes))
+        most = PIECE_ROWS
+        if windows.most_bytes > half_bytes:
+            most = min(most, max(LEAST_PIECE_ROWS, half_bytes // windows.row_bytes))
         for start in range(0, num_rows, most):
             self._make_room(min(half_bytes, windows.most_bytes))
             yield slice(start, min(start + most, num_rows))
@@ -188,6 +181,21 @@ class RowColumns:
     def _make_room(self, num_bytes: int | None = None) -> None:
         if self._ahead is not None:
             self._ahead.make_room(self._room_bytes // 2 if num_bytes is None else num_bytes)
+
+    def _cut(self, slots: Tensor, ahead: ReadAhead) -> Iterator[slice]:
+        """Return slices of known rows that need no more than half of the room, each when it is begun."""
+        costs = torch.stack([windows.costs(slots) for windows in self._windows.values()]).sum(0).cumsum(0)
+        start = 0
+        while start < len(slots):
+            most = int(costs[start]) + self._room_bytes // 2 - self._piece_bytes
+            stop = max(start + LEAST_PIECE_ROWS, int(torch.searchsorted(costs, most, right=True)))
+            piece = slice(start, min(stop, len(slots)))
+            self._make_room(int(costs[piece.stop - 1] - costs[start]) + self._piece_bytes)
+            mapped_bytes = self.mapped_bytes
+            self.visit(slots[piece])
+            ahead.begin(slots[piece], self.mapped_bytes - mapped_bytes)
+            yield piece
+            start = piece.stop
 
     def _piece_rows(self) -> int:
         if not self._windows:

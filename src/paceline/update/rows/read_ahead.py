@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MAX_PIECES: Final = 8  # that are read ahead at once
+_SPARE: Final = 4  # one part in so many of the room is for what is read ahead, or about to be used again
 _DEADLINE_S: Final = 120.0  # for what the disk is reading when its result is no longer wanted
 
 
@@ -95,13 +96,13 @@ class ReadAhead:
     def make_room(self, num_bytes: int) -> None:
         """Release windows if need be, so that so many bytes can be mapped, at most half of the room.
 
-        What is read ahead stays, and if there is room, what the last piece has used: the next one may use it again.
+        What is read ahead stays, and with it, if there is room, what the last piece has used: the next one may use it.
         """
-        if self._mapped_bytes + num_bytes <= self._room_bytes:
+        if self._mapped_bytes + num_bytes <= self._room_bytes - self._room_bytes // _SPARE:
             return
-        queued_bytes = sum(each.size_bytes for each in self._queue)
         kept = [each.units for each in self._queue]
-        if self._current and queued_bytes + self._bytes_of(self._current) + num_bytes <= self._room_bytes:
+        kept_bytes = sum(each.size_bytes for each in self._queue) + self._bytes_of(self._current)
+        if kept and kept_bytes + num_bytes <= self._room_bytes:
             kept.append(self._current)
         self._release_but(kept)
 
