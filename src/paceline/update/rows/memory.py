@@ -13,7 +13,7 @@ from paceline.update.rows.contribution import part_of
 from paceline.update.rows.index import RowIndex
 from paceline.update.rows.layout import IDS, LEAST_PIECE_ROWS, index_bytes, layouts, least_bytes, piece_bytes, row_bytes
 from paceline.update.rows.lifecycle import most_candidate_bytes
-from paceline.update.rows.read_ahead import ReadAhead, SpillReads
+from paceline.update.rows.read_ahead import PieceReadAhead, SpillReads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +51,7 @@ class RowColumns:
         self._room_bytes = 0  # that may be mapped, of columns in files
         self._columns: dict[str, RowColumn] = {}
         self._windows: dict[str, Windows] = {}
-        self._ahead: ReadAhead | None = None
+        self._ahead: PieceReadAhead | None = None
         self._piece_bytes = piece_bytes(spec, rule)
         try:
             for name, layout in layouts(spec, rule).items():
@@ -67,7 +67,7 @@ class RowColumns:
         if spec.life.spill:
             self._windows = {name: Windows(column) for name, column in self._columns.items()}
             block_rows = max(1, WINDOW_BYTES // max(column.row_bytes for column in self._columns.values()))
-            self._ahead = ReadAhead(spec.name, self._windows, block_rows)
+            self._ahead = PieceReadAhead(spec.name, self._windows, block_rows)
 
     def __getitem__(self, name: str) -> Tensor:
         """Return a whole column, (capacity, width); keep it no longer than a piece."""
@@ -182,7 +182,7 @@ class RowColumns:
         if self._ahead is not None:
             self._ahead.make_room(self._room_bytes // 2 if num_bytes is None else num_bytes)
 
-    def _cut(self, slots: Tensor, ahead: ReadAhead) -> Iterator[slice]:
+    def _cut(self, slots: Tensor, ahead: PieceReadAhead) -> Iterator[slice]:
         """Return slices of known rows that need no more than half of the room, each when it is begun."""
         costs = torch.stack([windows.costs(slots) for windows in self._windows.values()]).sum(0).cumsum(0)
         start = 0

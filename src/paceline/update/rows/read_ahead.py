@@ -62,7 +62,7 @@ class _Ahead:
 
 
 @final
-class ReadAhead:
+class PieceReadAhead:
     """Maps the windows of the pieces that come next, where their order repeats. For one thread at a time.
 
     What is mapped counts from when its reading is asked for, so that no thread has to agree with another on how much
