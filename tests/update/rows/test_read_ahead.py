@@ -74,11 +74,14 @@ class Pair:
             store.apply([gradient(number, seed)], seed)
         self.check()
 
+    def read(self, number: int) -> None:
+        """Read a layer, and find the bits of the table that fits."""
+        assert torch.equal(self.spilled.read(layer(number), 0), self.plain.read(layer(number), 0))
+
     def use(self, numbers: Sequence[int]) -> None:
-        """Read each of these layers, and find the bits of the table that fits."""
         for number in numbers:
-            assert torch.equal(self.spilled.read(layer(number), 0), self.plain.read(layer(number), 0))
-            self.check()
+            self.read(number)
+        self.check()
 
     def check(self) -> None:
         found = self.spilled.statistics()
@@ -88,7 +91,7 @@ class Pair:
         """Read and update each of these layers; return the bytes that were read ahead, and those waited for."""
         before = self.spilled.spill_reads
         for number in numbers:
-            self.use([number])
+            self.read(number)
             self.push(number, seed)
         after = self.spilled.spill_reads
         return after.ahead_bytes - before.ahead_bytes, after.waited_bytes - before.waited_bytes
