@@ -1,4 +1,4 @@
-"""A table larger than the memory that it may take, trained beside one that fits: equal values, and the time of both."""
+"""A table larger than its memory, trained beside one that fits: equal values, what is read ahead, the time of both."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from paceline.update.named_rules import SGD
 from paceline.update.rows.contribution import RowContribution
 from paceline.update.rows.ops import row_ops
+from paceline.update.rows.read_ahead import SpillReads
 from paceline.update.rows.rules import row_rule
 from paceline.update.rows.spec import Lifecycle, RowTableSpec
 from paceline.update.rows.store import RowStore
@@ -31,11 +32,22 @@ _BATCH: Final = 384
 
 @dataclass(frozen=True, slots=True)
 class SwapFinding:
-    """Whether both tables ended with the same bits, and the milliseconds of each step of both."""
+    """What became of both tables.
+
+    Args:
+        is_equal: whether they ended with the same bits.
+        resident_ms: of each step of the one that fits.
+        swapped_ms: of each step of the other.
+        ahead: which share of the bytes that the other mapped, from the second step on, was asked for ahead.
+        in_time: which share of these was there before it was needed.
+        facts: what was run, in words.
+    """
 
     is_equal: bool
     resident_ms: tuple[float, ...]
     swapped_ms: tuple[float, ...]
+    ahead: float
+    in_time: float
     facts: str
 
     @property
@@ -46,7 +58,7 @@ class SwapFinding:
 
 def swap(options: ClaimOptions) -> SwapFinding:
     """Train a stack of layers, kept as rows, once in memory and once in a fourth of it with a file for the rest."""
-    num_steps = 6 if options.is_quick else 30
+    num_steps = 10 if options.is_quick else 30
     with tempfile.TemporaryDirectory(prefix="paceline-swap-") as folder:
         life = Lifecycle(memory_bytes=_BUDGET_BYTES, spill=folder)
         tables = [_store(Lifecycle()), _store(life)]
@@ -54,9 +66,12 @@ def swap(options: ClaimOptions) -> SwapFinding:
             for table in tables:
                 _fill(table, options.seed)
             times: list[list[float]] = [[], []]
+            first = SpillReads()
             for step in range(num_steps):  # in turns, so that other work on the machine meets both
                 for place, table in enumerate(tables):
                     times[place].append(_step_ms(table, options.seed + step))
+                first = tables[1].spill_reads if step == 0 else first
+            last = tables[1].spill_reads
             is_equal = all(_layer(tables[0], each).equal(_layer(tables[1], each)) for each in range(_NUM_LAYERS))
         finally:
             for table in tables:
@@ -65,7 +80,11 @@ def swap(options: ClaimOptions) -> SwapFinding:
         f"{_NUM_LAYERS} layers of {_LAYER_ROWS} x {_WIDTH} float32, 24 MiB, in a table of {_BUDGET_BYTES >> 20} MiB; "
         "a step reads, uses and updates all of them."
     )
-    return SwapFinding(is_equal, tuple(times[0]), tuple(times[1]), facts)
+    ahead = last.ahead_bytes - first.ahead_bytes
+    asked = ahead + last.late_bytes - first.late_bytes
+    waited = last.waited_bytes - first.waited_bytes
+    share, in_time = asked / max(1, asked + waited), ahead / max(1, asked)
+    return SwapFinding(is_equal, tuple(times[0]), tuple(times[1]), share, in_time, facts)
 
 
 def _store(life: Lifecycle) -> RowStore:

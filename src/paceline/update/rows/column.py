@@ -7,6 +7,8 @@ import mmap
 import os
 import tempfile
 import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
@@ -103,6 +105,16 @@ class RowColumn:
         if self.is_spilled:
             self._map.madvise(mmap.MADV_DONTNEED)
 
+    def release(self, start_byte: int, stop_byte: int) -> None:
+        """Release the memory of whole pages of a column in a file, as `trim` does of all."""
+        self._map.madvise(mmap.MADV_DONTNEED, start_byte, stop_byte - start_byte)
+
+    def stretch(self, start_byte: int, stop_byte: int) -> Stretch:
+        """Return whole pages of a column in a file, to be read by another thread; valid until `grow` or `close`."""
+        if self._descriptor is None:
+            raise ProtocolBug("a column in memory has no file to read from")
+        return Stretch(self.tensor.data_ptr() + start_byte, self._descriptor, start_byte, stop_byte - start_byte)
+
     def close(self) -> None:
         """Release everything. Views that still exist stay valid, and keep the memory until they are dropped."""
         self._tensor = None
@@ -123,6 +135,35 @@ class RowColumn:
         num_rows = len(self._map) // self.row_bytes
         whole = torch.from_numpy(np.frombuffer(self._map, dtype=np.uint8))
         return whole[: num_rows * self.row_bytes].view(self._dtype).view(num_rows, self._width)
+
+
+_POPULATE_READ: Final = 22  # of Linux 5.14; Python's mmap does not name it
+_LIBRARY: Final = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Neighbouring pages of a column in a file: where they are mapped, and where they lie in the file."""
+
+    address: int
+    descriptor: int
+    start_byte: int
+    num_bytes: int
+
+    def read(self) -> None:
+        """Read and map these pages, without changing any; blocks until they are there. May run on any thread.
+
+        Raises OSError when the file cannot be read, or the system is older than Linux 5.14.
+        """
+        os.posix_fadvise(self.descriptor, self.start_byte, self.num_bytes, os.POSIX_FADV_WILLNEED)  # all at once
+        _advise(self.address, self.num_bytes, _POPULATE_READ)
+
+
+def _advise(address: int, num_bytes: int, advice: int) -> None:
+    """Advise the system on memory; raises OSError. Other threads of Python run meanwhile."""
+    if _LIBRARY.madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def unnamed_file(directory: str) -> int:
@@ -186,18 +227,68 @@ class Windows:
         """The most bytes that may be mapped now."""
         return int(self._visited.count_nonzero()) * self._unit_bytes
 
+    @property
+    def row_bytes(self) -> int:
+        """What one row maps at most."""
+        return most_mapped_bytes(self._column.row_bytes)
+
+    @property
+    def most_bytes(self) -> int:
+        """What all of the column would map."""
+        return len(self._visited) * self._unit_bytes
+
     def visit(self, slots: Tensor) -> None:
         """Count the windows of these rows as mapped."""
-        first = slots * self._column.row_bytes + self._shift()
-        self._visited.index_fill_(0, first // self._unit_bytes, True)
+        first, last = self._ends(slots)
+        self._visited.index_fill_(0, first, True)
         if WINDOW_BYTES % self._column.row_bytes:
-            self._visited.index_fill_(0, (first + self._column.row_bytes - 1) // self._unit_bytes, True)
+            self._visited.index_fill_(0, last, True)
 
     def visit_span(self, start: int, stop: int) -> None:
         """Count the windows of neighbouring rows, at least one, as mapped."""
         row_bytes, shift = self._column.row_bytes, self._shift()
         first, last = start * row_bytes + shift, stop * row_bytes + shift - 1
         self._visited[first // self._unit_bytes : last // self._unit_bytes + 1] = True
+
+    def costs(self, slots: Tensor) -> Tensor:
+        """Return what each of these rows, (n,), maps at most beside the ones before it; -1 is a row yet to be made."""
+        first, last = self._ends(slots)
+        is_elsewhere = slots < 0
+        is_elsewhere[1:] |= (first[1:] != first[:-1]) | (last[1:] != last[:-1]) | is_elsewhere[:-1]
+        is_elsewhere[:1] = True
+        return is_elsewhere * self.row_bytes
+
+    def of_blocks(self, blocks: Tensor, num_rows: int) -> Tensor:
+        """Return which windows have rows of these blocks of `num_rows` rows each, (n,); a block is at most a window."""
+        first, _ = self._ends(blocks * num_rows)
+        _, last = self._ends(blocks * num_rows + (num_rows - 1))
+        return torch.cat((first, last.clamp_(max=len(self._visited) - 1))).unique()
+
+    def bytes_of(self, units: Tensor) -> int:
+        """Return what these windows take, mapped or not."""
+        return len(units) * self._unit_bytes
+
+    def new_bytes_of(self, units: Tensor) -> int:
+        """Return what those of these windows take that are not mapped."""
+        return (len(units) - int(self._visited[units].count_nonzero())) * self._unit_bytes
+
+    def visit_ahead(self, units: Tensor) -> list[Stretch]:
+        """Count windows as mapped, and return what is to be read so that they are."""
+        wanted = self._none().index_fill_(0, units, True) & ~self._visited
+        self._visited |= wanted
+        return [self._column.stretch(*ends) for ends in self._byte_ranges(wanted)]
+
+    def release_but(self, kept: list[Tensor]) -> None:
+        """Release what is mapped but for these windows."""
+        if not kept:
+            self.trim()
+            return
+        stays = self._none()
+        for units in kept:
+            stays.index_fill_(0, units, True)
+        for ends in self._byte_ranges(self._visited & ~stays):
+            self._column.release(*ends)
+        self._visited &= stays
 
     def trim(self) -> None:
         """Release all mapped memory."""
@@ -210,6 +301,20 @@ class Windows:
             self.trim()
             self._column.grow(num_rows)
             self._visited = self._none()
+
+    def _ends(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the windows of the first and of the last byte of rows."""
+        first = slots * self._column.row_bytes + self._shift()
+        return first // self._unit_bytes, (first + (self._column.row_bytes - 1)) // self._unit_bytes
+
+    def _byte_ranges(self, chosen: Tensor) -> Iterable[tuple[int, int]]:
+        """Return the first byte and the end, in the column, of each run of windows; none is empty."""
+        shift, size_bytes = self._shift(), self._column.size_bytes
+        for first, stop in _runs(chosen):
+            start_byte = max(0, first * self._unit_bytes - shift)
+            stop_byte = min(size_bytes, stop * self._unit_bytes - shift)
+            if start_byte < stop_byte:
+                yield start_byte, stop_byte
 
     def _shift(self) -> int:
         return self._column.tensor.data_ptr() % WINDOW_BYTES
@@ -234,7 +339,14 @@ def most_mapped_bytes(row_bytes: int) -> int:
 
 def _read_page_by_page(column: RowColumn) -> None:
     """Tell the system not to read ahead in a column, however long it grows."""
-    library = ctypes.CDLL(None, use_errno=True)
-    address = ctypes.c_void_p(column.tensor.data_ptr())
-    if library.madvise(address, ctypes.c_size_t(column.size_bytes), mmap.MADV_RANDOM):
-        raise UsageError(f"The system does not read rows page by page: {os.strerror(ctypes.get_errno())}.")
+    try:
+        _advise(column.tensor.data_ptr(), column.size_bytes, mmap.MADV_RANDOM)
+    except OSError as error:
+        raise UsageError(f"The system does not read rows page by page: {error.strerror}.") from error
+
+
+def _runs(chosen: Tensor) -> Iterable[tuple[int, int]]:
+    """Return where runs of True begin and end, of a tensor of bool."""
+    padded = torch.nn.functional.pad(chosen.to(torch.int8), (1, 1))
+    edges = padded.diff().nonzero().view(-1).tolist()
+    return zip(edges[::2], edges[1::2], strict=True)

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Final, final
 import torch
 
 from paceline.errors import UsageError
-from paceline.update.rows.column import RowColumn, Windows, unnamed_file
+from paceline.update.rows.column import WINDOW_BYTES, RowColumn, Windows, unnamed_file
+from paceline.update.rows.contribution import part_of
 from paceline.update.rows.index import RowIndex
 from paceline.update.rows.layout import IDS, LEAST_PIECE_ROWS, index_bytes, layouts, least_bytes, piece_bytes, row_bytes
 from paceline.update.rows.lifecycle import most_candidate_bytes
+from paceline.update.rows.read_ahead import PieceReadAhead, SpillReads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from paceline.update.rows.spec import RowTableSpec
 
 _ERASE_TIMES: Final = 16  # the ids that closing one gap in the index looks at, at most but for bad luck
+# Of the memory of columns in files, for the record of their pieces: 8 bytes of it stand for up to 64 KiB in the files,
+# so that it holds an iteration over a hundred times the memory.
+_RECORD_SHARE: Final = 64
 PIECE_ROWS: Final = 16 * 1024  # that are worked on together: few enough to stay in the cache
 
 
@@ -29,8 +34,9 @@ PIECE_ROWS: Final = 16 * 1024  # that are worked on together: few enough to stay
 class RowColumns:
     """All columns of a table; one row has the same slot in each. For one thread at a time.
 
-    For columns in files, the mapped memory stays within `room_bytes`: callers announce the rows they touch by `visit`,
-    before or at once after, and work in `pieces`, between which memory is released if needed.
+    For columns in files, the mapped memory stays within what `share` gives: callers announce the rows they touch by
+    `visit`, before or at once after, and work in pieces, between which memory is released if needed. The windows of
+    later pieces are read ahead where the order of `pieces_of` repeats.
 
     Args:
         spec: of the table.
@@ -42,9 +48,10 @@ class RowColumns:
     """
 
     def __init__(self, spec: RowTableSpec, rule: RowRule, lasting: RowsMemory | None = None) -> None:
-        self.room_bytes = 0  # that may be mapped, of columns in files
+        self._room_bytes = 0  # that may be mapped, of columns in files
         self._columns: dict[str, RowColumn] = {}
         self._windows: dict[str, Windows] = {}
+        self._ahead: PieceReadAhead | None = None
         self._piece_bytes = piece_bytes(spec, rule)
         try:
             for name, layout in layouts(spec, rule).items():
@@ -59,6 +66,8 @@ class RowColumns:
             raise UsageError(f"Row table '{spec.name}': {error}") from error
         if spec.life.spill:
             self._windows = {name: Windows(column) for name, column in self._columns.items()}
+            block_rows = max(1, WINDOW_BYTES // max(column.row_bytes for column in self._columns.values()))
+            self._ahead = PieceReadAhead(spec.name, self._windows, block_rows)
 
     def __getitem__(self, name: str) -> Tensor:
         """Return a whole column, (capacity, width); keep it no longer than a piece."""
@@ -79,9 +88,26 @@ class RowColumns:
         """The most memory that columns in files map now."""
         return sum(windows.mapped_bytes for windows in self._windows.values())
 
+    @property
+    def reads(self) -> SpillReads:
+        """What was mapped for pieces of known rows so far, of columns in files."""
+        return SpillReads() if self._ahead is None else self._ahead.reads
+
+    def share(self, num_bytes: int) -> None:
+        """Set what columns in files may take of main memory: their windows, and the record of how these are used."""
+        self._room_bytes = num_bytes
+        if self._ahead is not None:
+            record_bytes = num_bytes // _RECORD_SHARE
+            if num_bytes - record_bytes < 2 * LEAST_PIECE_ROWS * self._piece_bytes:
+                record_bytes = 0
+            self._room_bytes -= record_bytes
+            self._ahead.share(self._room_bytes, record_bytes)
+
     def grow(self, num_rows: int) -> None:
         """Make room for `num_rows` rows in all; raises UsageError, without changes, if memory is full."""
-        if self._windows:
+        if self._ahead is not None:
+            if num_rows > self.num_rows:
+                self._ahead.stop()  # columns may move
             for windows in self._windows.values():
                 windows.grow(num_rows)
         else:
@@ -100,10 +126,37 @@ class RowColumns:
             yield slice(start, stop)
             start = stop
 
+    def pieces_of(self, slots: Tensor) -> Iterator[slice]:
+        """Return slices of rows, (n,), that come one after the other and count as touched; -1 is a row yet to be made.
+
+        They are longer than those of `pieces` where rows lie together. Later ones may be read ahead.
+        """
+        if self._ahead is None:
+            yield from self.pieces(len(slots))
+            return
+        for first in range(0, len(slots), PIECE_ROWS):
+            for piece in self._cut(slots[first : first + PIECE_ROWS], self._ahead):
+                yield slice(first + piece.start, first + piece.stop)
+
+    def pieces_in(self, name: str, num_rows: int) -> Iterator[slice]:
+        """Return slices of `num_rows` rows of which the caller touches one column, of all columns in files."""
+        windows, half_bytes = self._windows[name], self._room_bytes // 2
+        most = PIECE_ROWS
+        if windows.most_bytes > half_bytes:
+            most = min(most, max(LEAST_PIECE_ROWS, half_bytes // windows.row_bytes))
+        for start in range(0, num_rows, most):
+            self._make_room(min(half_bytes, windows.most_bytes))
+            yield slice(start, min(start + most, num_rows))
+
     def visit(self, slots: Tensor) -> None:
         """Count rows as touched; -1 is no row."""
-        for windows in self._windows.values():
-            windows.visit(slots[slots >= 0])
+        for name in self._windows:
+            self.visit_in(name, slots)
+
+    def visit_in(self, name: str, slots: Tensor) -> None:
+        """Count rows of one column as touched; -1 is no row."""
+        if self._windows:
+            self._windows[name].visit(slots[slots >= 0])
 
     def visit_span(self, name: str, start: int, stop: int) -> None:
         """Count neighbouring rows of one column as touched, before they are."""
@@ -113,22 +166,41 @@ class RowColumns:
 
     def trim(self) -> None:
         """Release the memory that columns in files map."""
+        if self._ahead is not None:
+            self._ahead.stop()
         for windows in self._windows.values():
             windows.trim()
 
     def close(self) -> None:
         """Give everything back."""
+        if self._ahead is not None:
+            self._ahead.close()
         for column in self._columns.values():
             column.close()
 
-    def _make_room(self) -> None:
-        if self._windows and self.mapped_bytes > self.room_bytes // 2:
-            self.trim()
+    def _make_room(self, num_bytes: int | None = None) -> None:
+        if self._ahead is not None:
+            self._ahead.make_room(self._room_bytes // 2 if num_bytes is None else num_bytes)
+
+    def _cut(self, slots: Tensor, ahead: PieceReadAhead) -> Iterator[slice]:
+        """Return slices of known rows that need no more than half of the room, each when it is begun."""
+        costs = torch.stack([windows.costs(slots) for windows in self._windows.values()]).sum(0).cumsum(0)
+        start = 0
+        while start < len(slots):
+            most = int(costs[start]) + self._room_bytes // 2 - self._piece_bytes
+            stop = max(start + LEAST_PIECE_ROWS, int(torch.searchsorted(costs, most, right=True)))
+            piece = slice(start, min(stop, len(slots)))
+            self._make_room(int(costs[piece.stop - 1] - costs[start]) + self._piece_bytes)
+            mapped_bytes = self.mapped_bytes
+            self.visit(slots[piece])
+            ahead.begin(slots[piece], self.mapped_bytes - mapped_bytes)
+            yield piece
+            start = piece.stop
 
     def _piece_rows(self) -> int:
         if not self._windows:
             return PIECE_ROWS
-        return min(PIECE_ROWS, max(LEAST_PIECE_ROWS, self.room_bytes // 2 // self._piece_bytes))
+        return min(PIECE_ROWS, max(LEAST_PIECE_ROWS, self._room_bytes // 2 // self._piece_bytes))
 
 
 @final
@@ -190,14 +262,31 @@ class RowMemory:
         """Return slices to work on rows; see `RowColumns.pieces`."""
         return self.columns.pieces(num_rows)
 
+    def pieces_of(self, slots: Tensor) -> Iterator[slice]:
+        """Return slices to work on known rows; see `RowColumns.pieces_of`."""
+        return self.columns.pieces_of(slots)
+
+    def located(self, ids: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Return slices to work on rows, one after the other, and the slots of each: -1 for ids without a row.
+
+        No row may be removed meanwhile; rows that are added have ids that do not repeat.
+        """
+        if not self._spilled:
+            for piece in self.pieces(len(ids)):
+                yield piece, self._index.find(part_of(ids, piece).contiguous())
+            return
+        slots = self.find(ids)
+        for piece in self.pieces_of(slots):
+            yield piece, slots[piece]
+
     def find(self, ids: Tensor) -> Tensor:
-        """Return the slots of ids, (n,), -1 for those without a row."""
+        """Return the slots of ids, (n,), -1 for those without a row; touches nothing else of these rows."""
         if not self._spilled:
             return self._index.find(ids)
         slots = torch.empty_like(ids)
-        for piece in self.pieces(len(ids)):
-            slots[piece] = self._index.find(ids[piece])
-            self.columns.visit(slots[piece])
+        for piece in self.columns.pieces_in(IDS, len(ids)):
+            slots[piece] = self._index.find(ids[piece].contiguous())
+            self.columns.visit_in(IDS, slots[piece])
         return slots
 
     def ids_of(self, slots: Tensor) -> Tensor:
@@ -242,7 +331,10 @@ class RowMemory:
             self.columns.grow(self._slots_with(num_new))
 
     def add(self, ids: Tensor) -> Tensor:
-        """Return the slots of new, distinct rows, for which `reserve` has made room; for a piece."""
+        """Return the slots of new, distinct rows, for which `reserve` has made room; for a piece.
+
+        The caller visits all rows of the piece afterwards: what it had touched may have been released.
+        """
         entry_bytes = max(self._entry_bytes, index_bytes(len(self) + len(ids)))
         grows = entry_bytes > self._entry_bytes
         if grows:  # all ids are read
@@ -252,7 +344,6 @@ class RowMemory:
             self.columns.trim()
             self._entry_bytes = entry_bytes
             self._share_out()
-        self.columns.visit(slots)
         return slots
 
     def remove(self, slots: Tensor) -> None:
@@ -288,4 +379,4 @@ class RowMemory:
 
     def _share_out(self) -> None:
         """Give the columns the memory that the index leaves."""
-        self.columns.room_bytes = self._budget_bytes - self.index_bytes
+        self.columns.share(self._budget_bytes - self.index_bytes)

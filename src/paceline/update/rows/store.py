@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from paceline.update.lasting import RowsMemory
     from paceline.update.rows.ops import RowOps
+    from paceline.update.rows.read_ahead import SpillReads
     from paceline.update.rows.rules import RowRule
     from paceline.update.rows.spec import RowTableSpec
     from paceline.update.rules import Hyper
@@ -115,16 +116,16 @@ class RowStore:
         """
         self._require_ids(ids)
         out = torch.empty((ids.numel(), self.read_width), dtype=self._dtype)
-        for piece in self._memory.pieces(ids.numel()):
-            self._read(part_of(ids, piece).contiguous(), part_of(out, piece), clock)
+        for piece, slots in self._memory.located(ids):
+            self._read(part_of(ids, piece), slots, part_of(out, piece), clock)
         return out
 
     def find_values(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return those of distinct ids that have a row, (n,), their values, (n, width), and the others, (m,)."""
         slots, values = torch.empty_like(ids), torch.empty((len(ids), self.spec.width), dtype=self._dtype)
-        for piece in self._memory.pieces(len(ids)):
-            slots[piece] = self._memory.find(ids[piece].contiguous())
-            self._memory.read_column(VALUES, slots[piece], values[piece])
+        for piece, found in self._memory.located(ids):
+            slots[piece] = found
+            self._memory.read_column(VALUES, found, values[piece])
         if not _absent(slots).numel():
             return ids, values, ids[:0]
         return ids[slots >= 0], values[slots >= 0], ids[slots < 0]
@@ -136,8 +137,7 @@ class RowStore:
     def use(self, ids: Tensor, clock: int) -> None:
         """Note a use, at a clock, of the rows of these ids (n,), int64; ids without a row are left out."""
         self._require_ids(ids)
-        for piece in self._memory.pieces(len(ids)):
-            slots = self._memory.find(ids[piece].contiguous())
+        for _, slots in self._memory.located(ids):
             self._note_use(slots[slots >= 0], clock)
 
     def reserve(self, ids: Sequence[Tensor]) -> None:
@@ -172,8 +172,8 @@ class RowStore:
         hyper = next((each.hyper for each in reversed(contributions) if each.hyper), self.hyper)
         used_at = max(clock, *(each.clock for each in contributions))
         done = 0 if self._lasting is None else self._lasting.record.numbers["num_pieces"]  # by a predecessor
-        for piece in islice(self._memory.pieces(update.ids.numel()), done, None):
-            self._update(update.part(piece), hyper[0], used_at)
+        for piece, slots in islice(self._memory.located(update.ids), done, None):
+            self._update(update.part(piece), slots, hyper[0], used_at)
         has_news, self.hyper = hyper != self.hyper, hyper
         if self._candidates is not None and admitted is not None:
             self._candidates.count(admitted)
@@ -193,6 +193,11 @@ class RowStore:
         """Set what comes with rows that were saved."""
         self.version, self.hyper = version, hyper
         self._commit(has_hyper=True)
+
+    @property
+    def spill_reads(self) -> SpillReads:
+        """What was mapped ahead of pieces and what they waited for, of a table in files; see `SpillReads`."""
+        return self._memory.columns.reads
 
     def advance(self, clock: int) -> Tensor:
         """Remove the rows that are due when the table reaches a clock; return their ids, (n,).
@@ -254,12 +259,12 @@ class RowStore:
         """
         piece.require(self._layouts, optional=use_columns(self.spec.life))
         self._memory.reserve(piece.ids)
-        for part in self._memory.pieces(len(piece.ids)):
-            ids = piece.ids[part].contiguous()
-            slots = self._memory.find(ids)
+        for part, slots in self._memory.located(piece.ids):
+            ids = piece.ids[part]
             absent = (slots < 0).nonzero().view(-1)
             self._keep_for_cuts(slots[slots >= 0])
             slots[absent] = self._memory.add(ids[absent])
+            self._memory.columns.visit(slots)
             self._skip_for_cuts(slots[absent])
             self._usage.note_new(slots, clock)
             self._usage.note_use(slots, clock)
@@ -294,8 +299,7 @@ class RowStore:
         if self._candidates is not None:
             self._candidates.close()
 
-    def _read(self, ids: Tensor, out: Tensor, clock: int | None) -> None:
-        slots = self._memory.find(ids)
+    def _read(self, ids: Tensor, slots: Tensor, out: Tensor, clock: int | None) -> None:
         self._memory.read_column(VALUES, slots, out[:, : self.spec.width] if self._echo else out)
         if self._echo:
             self._memory.read_column(state_name(self._echo.name), slots, out[:, self.spec.width :])
@@ -308,9 +312,8 @@ class RowStore:
         if clock is not None:
             self._note_use(slots, clock)
 
-    def _update(self, update: Combined, hyper: Hyper, clock: int) -> None:
-        """Update distinct rows; a rule that refuses leaves them as they were."""
-        slots = self._memory.find(update.ids)
+    def _update(self, update: Combined, slots: Tensor, hyper: Hyper, clock: int) -> None:
+        """Update distinct rows, at these slots or new ones; a rule that refuses leaves them as they were."""
         absent = _absent(slots)
         rows = self._empty_rows(slots.numel(), update.gradient)
         values = rows.pop(VALUES)
@@ -339,6 +342,7 @@ class RowStore:
             self._keep_for_cuts(slots[slots >= 0])
         if absent.numel():
             slots[absent] = self._memory.add(ids[absent])
+            self._memory.columns.visit(slots)
             self._skip_for_cuts(slots[absent])
             self._usage.note_new(slots[absent], clock)
             self._done += RowStatistics(num_admitted=absent.numel())

@@ -112,7 +112,7 @@ def _width(losses: tuple[float, ...]) -> float:
 CLAIM: Final = Claim(
     "16",
     "Adaptive revision is robust to the choice of the step size",
-    "Wei et al. 2015 (Boesen)",
+    "Wei et al. 2015 (Bösen)",
     "orders of magnitude over a tuned fixed schedule",
     "virtual",
     (0.5, 1.5),

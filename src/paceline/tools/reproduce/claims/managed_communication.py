@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from math import inf
+from statistics import median
 from typing import Any, Final
 
 from paceline.tools.reproduce.claim import Check, Claim, ClaimOptions, Curve, Finding, Plot
 from paceline.tools.reproduce.programs import command_line
 
 _PROGRAM: Final = "benchmarks/managed.py"
+_ARGUMENTS: Final = ("--seeds", "3")  # as many as the anchor asks for, also in a quick run
 _POLICIES: Final = ("clock_only", "random", "relative_magnitude")
 
 
 def _run(options: ClaimOptions) -> Finding:
-    arguments = ("--seeds", "1" if options.is_quick else "3")
-    found = options.programs.numbers(_PROGRAM, arguments, timeout_s=1500.0)
+    found = options.programs.numbers(_PROGRAM, _ARGUMENTS, timeout_s=1500.0)
     seconds = {policy: _seconds(found[policy]) for policy in _POLICIES}
     plain, chance, magnitude = (seconds[policy] for policy in _POLICIES)
     over = float(found["highest_rate_over_budget"])
@@ -36,13 +37,40 @@ def _run(options: ClaimOptions) -> Finding:
             ),
             Check("measured rate beside the budget", "at most 1.02", f"{over:.2f}", over <= 1.02),
         ),
-        (Plot("Seconds until the loss is 0.5", "", "seconds", curves, "bars", y_range=(0, None)),),
+        (
+            Plot("Seconds until the loss is 0.5", "", "seconds", curves, "bars", y_range=(0, None)),
+            _clocks_plot(found, names),
+        ),
         "Matrix factorization by four workers and a server in network namespaces of their own, whose lines the "
-        "kernel limits to 1.35 Mbit/s up. Most of the gain "
-        "is that rows are summed while they wait; what goes first decides little here, and not in every seed. "
+        f"kernel limits to 1.35 Mbit/s up. {_why(found)} "
         "Without management a step of 0.05 diverges, so it has 0.04.",
-        (command_line(_PROGRAM, arguments),),
+        (command_line(_PROGRAM, _ARGUMENTS),),
     )
+
+
+def _clocks_plot(found: dict[str, Any], names: tuple[str, ...]) -> Plot:
+    """Return how many clocks each policy has finished until the target."""
+    curves = tuple(
+        Curve(policy.replace("_", " "), names, tuple(float(each or 0) for each in found[policy]["clock"]))
+        for policy in _POLICIES
+    )
+    return Plot("Clocks until then", "", "clocks of the slowest worker", curves, "bars", y_range=(0, None))
+
+
+def _why(found: dict[str, Any]) -> str:
+    """Return where the gain comes from: clocks to the target, and what a clock sends, as medians over the seeds."""
+    told = [
+        f"{policy.replace('_', ' ')} takes {clocks:.0f} clocks of {1e3 * megabytes / clocks:.0f} kB in {seconds:.1f} s"
+        for policy in _POLICIES
+        for clocks, megabytes, seconds in [[_median(found[policy][key]) for key in ("clock", "megabytes", "seconds")]]
+        if clocks
+    ]
+    return f"Until the target, in the median of the seeds, {'; '.join(told)}."
+
+
+def _median(numbers: list[float | None]) -> float:
+    """Return the median of the seeds that reached the target; 0 if none did."""
+    return median([each for each in numbers if each is not None] or [0.0])
 
 
 def _seconds(policy: dict[str, Any]) -> list[float]:
@@ -62,10 +90,10 @@ def _told(seconds: dict[str, list[float]], policies: tuple[str, ...] = _POLICIES
 CLAIM: Final = Claim(
     "15",
     "Managed, prioritized communication beats clock-only at the same budget",
-    "Wei et al. 2015 (Boesen)",
+    "Wei et al. 2015 (Bösen)",
     "2 to 3 times less time",
     "real",
-    (2.2, 6.0),
+    (6.0, 6.0),
     _run,
     ("A9",),
 )
