@@ -68,10 +68,17 @@ class Machine:
     has_met: bool = False
     released_at: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])  # after how many starts
     objection_of: Callable[[int], str] | None = None  # why a server has no successor
+    spares: tuple[str, ...] = ()
 
     def objection(self, rank: int) -> str:
         assert self.objection_of is not None
         return self.objection_of(rank)
+
+    def following(self, launch: Launch, _exit_code: int) -> Launch:
+        return launch.again()
+
+    def is_spare(self, launch: Launch) -> bool:
+        return launch.name in self.spares
 
     @property
     def listens(self) -> bool:
