@@ -74,10 +74,10 @@ class Machine:
         assert self.objection_of is not None
         return self.objection_of(rank)
 
-    def following(self, launch: Launch, _exit_code: int) -> Launch:
+    def following(self, launch: Launch, _exit_code: int, /) -> Launch:
         return launch.again()
 
-    def is_spare(self, launch: Launch) -> bool:
+    def is_spare(self, launch: Launch, /) -> bool:
         return launch.name in self.spares
 
     @property

@@ -18,7 +18,7 @@ os.environ.update(OWN_CLUSTER, RAY_AUTH_TOKEN="0" * 64)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it, and so would we
 
 
-NODES = [{"num_cpus": 3}, {"num_cpus": 3, "resources": {"second": 3}}]
+NODES: list[dict[str, Any]] = [{"num_cpus": 3}, {"num_cpus": 3, "resources": {"second": 3}}]
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,7 +128,7 @@ def write(script: Path, text: str) -> Path:
 
 
 @contextmanager
-def started(*nodes: dict[str, Any]) -> Iterator[Launcher]:
+def started(*nodes: dict[str, Any]) -> Generator[Launcher]:
     """Start a launcher on a cluster of these nodes; without any, on the one of two nodes."""
     if importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed")

@@ -108,11 +108,11 @@ class Succession(Protocol):
         """Return why it cannot, now that a process of this server has died; "" if it can."""
         ...
 
-    def following(self, launch: Launch, exit_code: int) -> Launch | None:
+    def following(self, launch: Launch, exit_code: int, /) -> Launch | None:
         """Return how to start the process in the place of the one that has ended so; None if none is to come."""
         ...
 
-    def is_spare(self, launch: Launch) -> bool:
+    def is_spare(self, launch: Launch, /) -> bool:
         """Return whether the run lacks nothing without this process of a server."""
         ...
 

@@ -43,12 +43,12 @@ class ReplicatedServers:
         """Return why the run cannot go on, now that a process of this server has died; "" while another is left."""
         return self._views[rank].how_ended()
 
-    def following(self, launch: Launch, exit_code: int) -> Launch | None:
+    def following(self, launch: Launch, exit_code: int, /) -> Launch | None:
         """Return how to start the process in the place of the one that has ended so; None after too many failures."""
         process = self._places[launch.rank, launch.process % NUM_PLACES].next_process(exit_code)
         return None if process is None else as_process(launch.again(), process)
 
-    def is_spare(self, launch: Launch) -> bool:
+    def is_spare(self, launch: Launch, /) -> bool:
         """Return whether a process neither serves nor is a replica by now, or no longer."""
         view = self._views[launch.rank].newest()
         return launch.role == "server" and view is not None and launch.process not in (view.head, view.replica)
