@@ -163,7 +163,7 @@ def test_processes_of_servers_with_replicas_have_folders_of_their_own_and_all_th
     assert (spec.has_replicas, spec.replica_lag, spec.launcher_decides, spec.encrypted) == (True, 2, True, True)
     assert order.files["server-0.view-1"] == b"0 1"
     assert plan(order, tmp_path).command[3:] == (str(tmp_path / "spec.json"), "0", "10.0.0.2", "1")
-    assert registry.take_common() == {"server-0.view-1": b"0 1"}
+    assert registry.take_server_files() == {"server-0.view-1": b"0 1"}
     assert registry.missing() == ["server 0", "server 0.1"]
 
     for launch in (head, replica):
@@ -172,20 +172,20 @@ def test_processes_of_servers_with_replicas_have_folders_of_their_own_and_all_th
     registry.store_news(head, News([], "", b"", -9))
     assert servers.objection(0) == "", "its replica is left"
     registry.store_news(replica, News([], "", b"", None, [(2, 1, -1), (2, 0, -1)]))
-    assert registry.take_common() == {
+    assert registry.take_server_files() == {
         "server-0.1.address": b"tcp://10.0.0.1:7",
         "server-0.address": b"tcp://10.0.0.0:7",
         "server-0.ended": b"was killed by SIGKILL",
         "server-0.view-2": b"1 -1",
     }
-    assert registry.take_common() == {}
+    assert registry.take_server_files() == {}
 
     following = servers.following(head, -9)
     assert following is not None
     assert (following.name, following.process, following.incarnation) == ("server 0.2", 2, 1)
     assert [servers.is_spare(launch) for launch in (head, replica, following)] == [True, False, True]
     registry.note_end(replica, 1)
-    assert servers.objection(0) == "ended with exit code 1"
+    assert servers.objection(0) == "no process of it is left to serve"
 
 
 def test_processes_that_come_to_nothing_one_after_the_other_are_not_followed_for_ever(tmp_path: Path) -> None:

@@ -110,18 +110,16 @@ class Views:
 
     def _ask(self, view: View) -> bool:
         write_private(self._run_dir / f"{self._asked_prefix}{view.number}", _written(view))
-        decided = self._run_dir / f"{self._prefix}{view.number}"
+        path = self._run_dir / f"{self._prefix}{view.number}"
         try:
-            return (
-                wait_for(
-                    lambda: self._read(decided.name) if decided.exists() else None,
-                    DECISION_TIMEOUT_S,
-                    lambda: f"the launcher did not say which process serves within {DECISION_TIMEOUT_S:g} s",
-                )
-                == view
+            decided = wait_for(
+                lambda: self._read(path.name) if path.exists() else None,
+                DECISION_TIMEOUT_S,
+                lambda: f"the launcher did not say which process serves within {DECISION_TIMEOUT_S:g} s",
             )
         except DeadlineExceeded as error:
             raise TimeoutError(str(error)) from error
+        return decided == view
 
     def _make(self, view: View) -> bool:
         unfinished = self._run_dir / f".{self._prefix}{secrets.token_hex(8)}"

@@ -115,15 +115,11 @@ def run(
         address=address,
         place_servers=place_servers,
         place_workers=place_workers,
-        worker_cpus=worker_cpus,
-        worker_gpus=worker_gpus,
-        worker_resources=options.as_pairs("worker_resources", worker_resources, "an amount"),
+        **options.needs_of_worker(worker_cpus, worker_gpus, worker_resources),
         server_cpus=server_cpus,
         replicas=replicas,
         lag=lag,
-        working_dir=None if working_dir is None else Path(working_dir),
-        env=options.as_pairs("env", env, "a text"),
-        pip=options.as_words("pip", pip),
+        **options.brought_along(working_dir, env, pip),
         start_timeout=start_timeout_s,
     )
     return driver.run_on_ray(asked, placed)

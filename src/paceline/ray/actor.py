@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from io import BufferedReader
 from pathlib import Path
@@ -207,8 +208,9 @@ class ProcessActor:
         self._enqueue(lambda child: child.signal(number))
 
     def write_file(self, name: str, content: bytes) -> None:
-        """Write a file into the folder of the process."""
-        write_into(self._job_folder, name, content)
+        """Write a file into the folder of the process, which goes when that has ended."""
+        with suppress(FileNotFoundError):
+            write_into(self._job_folder, name, content)
 
     def _enqueue(self, order: Callable[[Child], None]) -> None:
         self._orders.put(order)

@@ -120,7 +120,7 @@ class RayBackend:
         for member in self._members:
             if member.is_late(time.monotonic()):
                 self._give_up(member)
-        self._tell_common()
+        self._tell_of_servers()
         if select.select([self._wakeup_fd], [], [], 0)[0]:
             os.read(self._wakeup_fd, CHUNK_BYTES)
         self._outlets.push()
@@ -155,16 +155,15 @@ class RayBackend:
 
     def _give_up(self, member: RemoteProcess) -> None:
         """Count a process as lost that Ray has not started in time; a replica in the place of one waits for room."""
-        within = f"Ray has not started it within {self._options.start_timeout:g} s"
         if member.launch.process > FIRST.replica:
-            self._console.announce(f"{member.name}: {within}; it becomes a replica once there is room for it")
+            self._console.announce(f"{member.name} waits for room on the Ray cluster, to become a replica there")
             member.wait_for_room()
         else:
-            member.mark_lost(within)
+            member.mark_lost(f"Ray has not started it within {self._options.start_timeout:g} s")
 
-    def _tell_common(self) -> None:
+    def _tell_of_servers(self) -> None:
         """Tell all processes what is new of servers with replicas."""
-        new = {} if self._registry is None else self._registry.take_common()
+        new = {} if self._registry is None else self._registry.take_server_files()
         for name, content in new.items():
             for member in self._members:
                 member.write_file(name, content)

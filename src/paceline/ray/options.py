@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypedDict
 
 from cyclopts import Parameter
 
@@ -163,6 +163,42 @@ class RayOptions:
         if not script.resolve().is_relative_to(folder):
             raise UsageError(f"--working-dir {folder} must be a folder with the script {script} in it")
         return script.resolve().relative_to(folder)
+
+
+class WorkerNeeds(TypedDict):
+    """What a worker takes of its node."""
+
+    worker_cpus: float
+    worker_gpus: float
+    worker_resources: tuple[str, ...]
+
+
+class Brought(TypedDict):
+    """What comes to the nodes with a job."""
+
+    working_dir: Path | None
+    env: tuple[str, ...]
+    pip: tuple[str, ...]
+
+
+def needs_of_worker(cpus: float, gpus: float, resources: object) -> WorkerNeeds:
+    """Return options from arguments in Python; raises UsageError.
+
+    >>> needs_of_worker(2.0, 0.0, {"TPU": 1})["worker_resources"]
+    ('TPU=1',)
+    """
+    named = as_pairs("worker_resources", resources, "an amount")
+    return WorkerNeeds(worker_cpus=cpus, worker_gpus=gpus, worker_resources=named)
+
+
+def brought_along(working_dir: Path | str | None, env: object, pip: object) -> Brought:
+    """Return options from arguments in Python; raises UsageError.
+
+    >>> brought_along(None, {"COLOUR": "green"}, ["numpy"])
+    {'working_dir': None, 'env': ('COLOUR=green',), 'pip': ('numpy',)}
+    """
+    folder = None if working_dir is None else Path(working_dir)
+    return Brought(working_dir=folder, env=as_pairs("env", env, "a text"), pip=as_words("pip", pip))
 
 
 def as_words(name: str, given: object) -> tuple[str, ...]:

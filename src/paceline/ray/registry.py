@@ -147,13 +147,13 @@ class RayRegistry:
         ]
         return self.book.missing() + replicas
 
-    def take_common(self) -> dict[str, bytes]:
+    def take_server_files(self) -> dict[str, bytes]:
         """Return what all processes have to know of servers with replicas, as far as it is new since the last call."""
-        new = {name: content for name, content in self._common().items() if name not in self._given}
+        new = {name: content for name, content in self._server_files().items() if name not in self._given}
         self._given |= new.keys()
         return new
 
-    def _common(self) -> dict[str, bytes]:
+    def _server_files(self) -> dict[str, bytes]:
         """Return the files that say where processes of servers listen, which of them serve, and how others ended."""
         stems = tuple(f"{process_name(rank, 0)}." for rank in range(len(self._views)))
         names = sorted(name for name in names_in(self._run_dir) if name.startswith(stems)) if stems else []
@@ -184,7 +184,8 @@ class RayRegistry:
 
     def _files(self, launch: Launch, arrival: ActorReady) -> dict[str, bytes]:
         names = (SPEC_NAME, CLUSTER_NAME, TOKEN_NAME, ABORT_MARKER_NAME)
-        known = {name: content for each in names for name, content in self.read_file(each).items()} | self._common()
+        known = {name: content for each in names for name, content in self.read_file(each).items()}
+        known |= self._server_files()
         return known | (self.data_addresses() if launch.role == "worker" else {}) | self._keys(launch, arrival)
 
     def _keys(self, launch: Launch, arrival: ActorReady) -> dict[str, bytes]:

@@ -41,7 +41,7 @@ class ReplicatedServers:
 
     def objection(self, rank: int) -> str:
         """Return why the run cannot go on, now that a process of this server has died; "" while another is left."""
-        return self._views[rank].how_ended()
+        return "no process of it is left to serve" if self._views[rank].how_ended() else ""
 
     def following(self, launch: Launch, exit_code: int, /) -> Launch | None:
         """Return how to start the process in the place of the one that has ended so; None after too many failures."""
