@@ -3,7 +3,10 @@
 import threading
 from pathlib import Path
 
+import pytest
+
 from paceline.job.addresses import record_server_ended
+from paceline.job.spec import write_private
 from paceline.job.views import FIRST, View, Views
 
 NUM_PROCESSES = 8
@@ -57,6 +60,52 @@ def test_a_process_that_has_come_is_the_replica_in_one_view(tmp_path: Path) -> N
     assert views.dismiss(3)
     assert views.candidates() == [2], "what was lost is not taken again"
     assert Views(tmp_path, 30).candidates() == []
+
+
+def test_where_the_launcher_decides_the_first_that_asks_has_decided(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("launcher", "head", "replica")]
+    for folder in folders:
+        folder.mkdir()
+    decided, *own = (Views(folder, 3, launcher_decides=folder is not folders[0]) for folder in folders)
+    assert decided.change(FIRST)
+    give(folders)
+    results = dict[int, bool]()
+    threads = [
+        threading.Thread(target=lambda: results.update({1: own[0].dismiss(FIRST.number)})),
+        threading.Thread(target=lambda: results.update({2: own[1].promote(FIRST.number)})),
+    ]
+    for thread in threads:
+        thread.start()
+    known: list[set[View]] = [set(), set()]
+    while any(thread.is_alive() for thread in threads):
+        for views, seen in zip(own, known, strict=True):
+            for view in views.asked(seen):
+                seen.add(view)
+                decided.decide(view)
+        give(folders)
+    for thread in threads:
+        thread.join(60.0)
+
+    assert sorted(results.values()) == [False, True]
+    assert decided.newest() == own[0].newest() == own[1].newest() == View(2, head=1 if results[2] else 0)
+    assert not decided.decide(View(2, head=0)), "it is over"
+    assert not decided.decide(View(4, head=0)), "no process has seen the view before it"
+
+
+def give(folders: list[Path]) -> None:
+    """Give the processes the views of the launcher, as it does."""
+    for path in folders[0].glob("server-3.view-*"):
+        for folder in folders[1:]:
+            write_private(folder / path.name, path.read_bytes())
+
+
+def test_a_process_that_the_launcher_does_not_answer_does_not_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.job.views.DECISION_TIMEOUT_S", 0.05)
+    begun(tmp_path)
+    with pytest.raises(TimeoutError, match=r"the launcher did not say which process serves within 0\.05 s"):
+        Views(tmp_path, 3, launcher_decides=True).promote(FIRST.number)
 
 
 def test_without_views_no_process_is_promoted(tmp_path: Path) -> None:

@@ -68,10 +68,17 @@ class Machine:
     has_met: bool = False
     released_at: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])  # after how many starts
     objection_of: Callable[[int], str] | None = None  # why a server has no successor
+    spares: tuple[str, ...] = ()
 
     def objection(self, rank: int) -> str:
         assert self.objection_of is not None
         return self.objection_of(rank)
+
+    def following(self, launch: Launch, _exit_code: int, /) -> Launch:
+        return launch.again()
+
+    def is_spare(self, launch: Launch, /) -> bool:
+        return launch.name in self.spares
 
     @property
     def listens(self) -> bool:
@@ -175,6 +182,15 @@ def test_a_successor_of_a_server_starts_before_what_the_server_has_left_is_clear
     assert run(machine, tmp_path) == 0
 
     assert machine.released_at == [("server 0", 3), ("worker 0", 3), ("server 0", 3)]
+
+
+def test_a_process_that_holds_nothing_when_servers_are_to_stop_is_not_waited_for(tmp_path: Path) -> None:
+    machine = Machine(deque(), objection_of=lambda _: "", spares=("server 0",))
+
+    assert run(machine, tmp_path) == 0
+
+    [server] = [member for member in machine.members if member.name == "server 0"]
+    assert server.is_killed
 
 
 def test_a_server_without_a_successor_ends_the_run_and_says_why(

@@ -85,6 +85,22 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "job/test_views",
     ),
     _of(
+        "a process serves whatever the launcher has decided",
+        "job/views.py",
+        "return decided == view",
+        "return True",
+        "job/test_views",
+        "launcher",
+    ),
+    _of(
+        "the launcher makes a view whose asker has not seen the one before",
+        "job/views.py",
+        "view.number == newest.number + 1 and ",
+        "",
+        "job/test_views",
+        "launcher",
+    ),
+    _of(
         "a replica is not told of first values",
         REPLICA,
         "            self._send(Happened(time.monotonic(), encode_written(Asked(*life, encode(request)))), body)\n",

@@ -1,7 +1,7 @@
 import pytest
 from tests.observe.stories import OWN_S, left, story, window_of
 
-from paceline.observe.trace import Refusal, State
+from paceline.observe.trace import Exit, Refusal, State
 from paceline.observe.verdict import ProcessState, RunVerdict, Surroundings, judge
 from paceline.observe.window import Window, worker_times
 
@@ -115,6 +115,13 @@ def test_a_stopped_worker_and_one_that_is_gone() -> None:
     assert stopped.text == "worker 1 is stopped by a signal; `kill -CONT 1001` lets it go on"
     assert judge(window, Surroundings(processes={("worker", 2): ProcessState("")})).kind == "dead"
     assert judge(window, Surroundings(processes={("worker", 2): ProcessState("")}, has_ended=True)).is_healthy
+
+
+def test_a_server_whose_end_the_launcher_has_told_is_not_missed() -> None:
+    told = Exit(0.0, "server 0", "server", 0, 0, None, -9, 0.0, "was killed by SIGKILL", "another process goes on")
+    gone = Surroundings(processes={("server", 0): ProcessState("")})
+    assert judge(window_of(story()), gone).text == "server 0 is dead: its process is gone"
+    assert judge(window_of([*story(), told]), gone).is_healthy
 
 
 def test_a_worker_that_has_left_is_not_missed() -> None:

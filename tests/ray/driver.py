@@ -1,5 +1,6 @@
-"""A launcher on a Ray cluster of its own, of two nodes on this machine; it runs one job after the other.
+"""A launcher on a Ray cluster of its own, of several nodes on this machine; it runs one job after the other.
 
+Its arguments are the nodes, each with its resources as JSON; without any, there are two.
 Each line of the standard input is a job, the arguments of `paceline.ray.run` as JSON; `END code` ends its output.
 """
 
@@ -17,13 +18,18 @@ os.environ.update(OWN_CLUSTER, RAY_AUTH_TOKEN="0" * 64)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it, and so would we
 
 
+NODES: list[dict[str, Any]] = [{"num_cpus": 3}, {"num_cpus": 3, "resources": {"second": 3}}]
+
+
 def main() -> None:
     import ray
     from ray.cluster_utils import Cluster
 
-    node = {"num_cpus": 3, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=node)
-    cluster.add_node(**node, resources={"second": 3})
+    common = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
+    head, *others = [json.loads(argument) for argument in sys.argv[1:]] or NODES
+    cluster = Cluster(initialize_head=True, head_node_args={**common, **head})
+    for node in others:
+        cluster.add_node(**common, **node)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     try:
         print("END 0", flush=True)

@@ -7,7 +7,8 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,12 +127,13 @@ def write(script: Path, text: str) -> Path:
     return script
 
 
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
+@contextmanager
+def started(*nodes: dict[str, Any]) -> Generator[Launcher]:
+    """Start a launcher on a cluster of these nodes; without any, on the one of two nodes."""
     if importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed")
     with subprocess.Popen(
-        [sys.executable, str(DRIVER)],
+        [sys.executable, str(DRIVER), *map(json.dumps, nodes)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -146,6 +148,12 @@ def launcher() -> Iterator[Launcher]:
             process.kill()
             for child in started:
                 child.kill()
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    with started() as launcher:
+        yield launcher
 
 
 def test_over_two_nodes_the_bits_are_those_of_one_machine(launcher: Launcher, tmp_path: Path) -> None:

@@ -62,10 +62,33 @@ def test_what_is_for_one_machine_is_refused(settings: dict[str, object], message
         RayOptions().validate(LocalRun(script=RUN.script, **settings))  # pyright: ignore[reportArgumentType]
 
 
-def test_replicas_that_would_not_be_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PACELINE_SERVERS", "node:1+replicas:1")
-    with pytest.raises(UsageError, match="under Ray servers have none: unset it, or start the job by torchrun"):
-        RayOptions().validate(RUN)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (RayOptions(replicas=2), "--replicas is 2, expected 1 for a replica of each server, or 0"),
+        (RayOptions(lag=2), "--lag is 2: replicas may lag, and there are none. Add --replicas 1"),
+        (RayOptions(replicas=1, lag=-1), "--lag is -1, expected a number of clocks from 0 to 9999"),
+        (RayOptions(replicas=1, lag=1.5), r"--lag is 1\.5, expected a number"),  # pyright: ignore[reportArgumentType]
+        (
+            RayOptions(replicas=1, place_servers="strict-pack"),
+            "--place-servers is strict-pack, and with --replicas each server is placed together with its replica",
+        ),
+    ],
+)
+def test_replicas_that_cannot_be_are_refused(options: RayOptions, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        options.validate(RUN)
+
+
+def test_replicas_that_are_asked_for_as_under_other_launchers_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_SERVERS", "node:1+replicas:1+lag:3")
+    assert RayOptions().with_environment() == RayOptions(replicas=1, lag=3)
+    assert RayOptions(replicas=1).with_environment() == RayOptions(replicas=1)
+    monkeypatch.setenv("PACELINE_SERVERS", "first:2")
+    assert RayOptions().with_environment() == RayOptions()
+    monkeypatch.setenv("PACELINE_SERVERS", "node:1+replicas:2")
+    with pytest.raises(UsageError, match=r"servers is 'node:1\+replicas:2'"):
+        RayOptions().with_environment()
 
 
 @pytest.mark.parametrize(
@@ -127,6 +150,19 @@ def test_news_come_in_order_and_the_exit_code_with_all_that_was_before() -> None
     outbox.add(trace=b"b\n", exit_code=3)
 
     assert outbox.wait_news(1.0) == News([(False, "one"), (True, "two")], "", b"a\nb\n", 3)
+
+
+def test_views_that_a_server_asks_for_are_told_once(tmp_path: Path) -> None:
+    outbox, tail = NewsBuffer(), FileFollower(tmp_path, "server", 3, 1)
+    (tmp_path / "server-3.address").write_text("tcp://127.0.0.1:7")  # of the process that serves
+    (tmp_path / "server-3.1.address").write_text("tcp://127.0.0.1:8")
+    (tmp_path / "server-3.asked-2").write_text("1 -1")
+    (tmp_path / "server-30.asked-2").write_text("1 -1")
+
+    assert tail.report(outbox)
+    assert not tail.report(outbox)
+
+    assert outbox.wait_news(1.0) == News([], "tcp://127.0.0.1:8", b"", None, [(2, 1, -1)])
 
 
 def test_a_trace_is_told_in_whole_lines_to_its_end_though_its_folder_is_gone(tmp_path: Path) -> None:

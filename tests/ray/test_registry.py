@@ -12,13 +12,16 @@ from paceline.errors import PeerError
 from paceline.job.credentials.certificates import request
 from paceline.job.credentials.holders import Holder
 from paceline.job.spec import ClusterSpec, write_token
+from paceline.job.views import FIRST, Views
 from paceline.launch.output import Console
 from paceline.launch.plan import DEFAULT_PROGRAMS, LocalRun, plan_launches
 from paceline.launch.rendezvous.liveness_lock import VERSION
+from paceline.launch.replicas import MAX_FAILURES
 from paceline.ray.actor import plan, write_into
 from paceline.ray.messages import ActorCommand, ActorReady, News
 from paceline.ray.options import RayOptions
 from paceline.ray.registry import RayRegistry, RemoteProcess
+from paceline.ray.replicas import ReplicatedServers
 
 RUN = LocalRun(script=Path("train.py"), num_workers=3, num_servers=2)
 OPTIONS = RayOptions(address="auto")
@@ -142,6 +145,60 @@ def test_data_servers_have_places_too_and_workers_hear_where_one_listens_later(t
         registry.store_news(data, News([], f"tcp://10.0.0.2:{port}", b"", None))
         assert registry.data_addresses() == {"data-0.address": b"tcp://10.0.0.2:%d" % port}
     assert RayRegistry(run, OPTIONS, tmp_path / "run", dict.fromkeys(nodes, "b"), "a").data_addresses() == {}
+
+
+def test_processes_of_servers_with_replicas_have_folders_of_their_own_and_all_that_is_decided(tmp_path: Path) -> None:
+    run = LocalRun(script=Path("train.py"), num_workers=1, num_servers=1)
+    (tmp_path / "run" / "trace").mkdir(parents=True)
+    write_token(tmp_path / "run")
+    nodes = {("server", 0): "a", ("replica", 0): "a", ("worker", 0): "a"}
+    registry = RayRegistry(run, RayOptions(replicas=1, lag=2), tmp_path / "run", nodes, "a")
+    servers = ReplicatedServers(tmp_path / "run", 1)
+    head, replica, _ = servers.equip(plan_launches(run, DEFAULT_PROGRAMS, tmp_path, {}))
+    (tmp_path / "apart").mkdir()
+    asked = request(tmp_path / "apart", Holder("server", 0))
+
+    order = registry.command_for(replica, ActorReady("10.0.0.2", str(tmp_path / "apart"), VERSION, asked))
+    spec = msgspec.json.decode(order.files["spec.json"], type=ClusterSpec)
+    assert (spec.has_replicas, spec.replica_lag, spec.launcher_decides, spec.encrypted) == (True, 2, True, True)
+    assert order.files["server-0.view-1"] == b"0 1"
+    assert plan(order, tmp_path).command[3:] == (str(tmp_path / "spec.json"), "0", "10.0.0.2", "1")
+    assert registry.take_server_files() == {"server-0.view-1": b"0 1"}
+    assert registry.missing() == ["server 0", "server 0.1"]
+
+    for launch in (head, replica):
+        registry.store_news(launch, News([], f"tcp://10.0.0.{launch.process}:7", b"", None))
+    assert registry.missing() == []
+    registry.store_news(head, News([], "", b"", -9))
+    assert servers.objection(0) == "", "its replica is left"
+    registry.store_news(replica, News([], "", b"", None, [(2, 1, -1), (2, 0, -1)]))
+    assert registry.take_server_files() == {
+        "server-0.1.address": b"tcp://10.0.0.1:7",
+        "server-0.address": b"tcp://10.0.0.0:7",
+        "server-0.ended": b"was killed by SIGKILL",
+        "server-0.view-2": b"1 -1",
+    }
+    assert registry.take_server_files() == {}
+
+    following = servers.following(head, -9)
+    assert following is not None
+    assert (following.name, following.process, following.incarnation) == ("server 0.2", 2, 1)
+    assert [servers.is_spare(launch) for launch in (head, replica, following)] == [True, False, True]
+    registry.note_end(replica, 1)
+    assert servers.objection(0) == "no process of it is left to serve"
+
+
+def test_processes_that_come_to_nothing_one_after_the_other_are_not_followed_for_ever(tmp_path: Path) -> None:
+    assert Views(tmp_path, 0).change(FIRST)
+    servers = ReplicatedServers(tmp_path, 1)
+    [launch, *_] = plan_launches(RUN, DEFAULT_PROGRAMS, tmp_path, {})
+    for number in range(1, MAX_FAILURES):
+        following = servers.following(launch, 1)
+        assert following is not None
+        assert following.process == 2 * number
+        launch = following
+
+    assert servers.following(launch, 1) is None
 
 
 def test_a_process_is_started_as_the_next_life_that_it_is(tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ class ClusterSpec:
     num_at_start: int = 0
     has_replicas: bool = False  # of its servers, each on another machine than its server
     replica_lag: int = 0  # clocks by which answers to workers may be ahead of these
+    launcher_decides: bool = False  # on views, as processes have no folder in common
     publish_every: int = 0  # clocks, after which worker 0 publishes the models; 0 for never
     clock: int = 0  # the first one: those below were finished by the job that this one goes on from
     resume: str = ""  # folder of the snapshot that it goes on from

@@ -2,6 +2,9 @@
 
 A process that finds the other one gone writes the next view. Each view is a file that only one process can make, so of
 two that believe the other gone, one has decided, and the other one ends: no two processes serve in one place.
+
+Where processes have no folder in common, each asks its launcher, which has a folder of its own for that: the first one
+that asks has decided. The launcher gives all of them what counts, as files of the same names.
 """
 
 from __future__ import annotations
@@ -13,10 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
+from paceline.errors import DeadlineExceeded
 from paceline.job.addresses import address_path, how_server_ended, process_name
-from paceline.job.folders import names_in
+from paceline.job.folders import names_in, wait_for
+from paceline.job.spec import write_private
 
 NO_PROCESS: Final = -1
+DECISION_TIMEOUT_S: Final = 30.0  # for the launcher's answer, which takes a fraction of a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,11 @@ class View:
 FIRST: Final = View(1, head=0, replica=1)
 
 
+def _written(view: View) -> bytes:
+    """Return what the file of a view holds; its name has the number."""
+    return f"{view.head} {view.replica}".encode()
+
+
 @final
 class Views:
     """The views of one server in the folder of its job.
@@ -58,11 +69,16 @@ class Views:
     None True False View(number=1, head=0, replica=1)
     """
 
-    def __init__(self, run_dir: Path, rank: int) -> None:
-        """Of the server with this rank; reads and writes nothing yet."""
+    def __init__(self, run_dir: Path, rank: int, *, launcher_decides: bool = False) -> None:
+        """Of the server with this rank; reads and writes nothing yet.
+
+        `launcher_decides`: what is changed here is asked of the launcher, as other processes do not see this folder.
+        """
         self._run_dir = run_dir
         self._prefix = f"{process_name(rank, 0)}.view-"
+        self._asked_prefix = f"{process_name(rank, 0)}.asked-"
         self._rank = rank
+        self._launcher_decides = launcher_decides
 
     def newest(self) -> View | None:
         """Return the view that counts; None where the server has no replica. Raises OSError."""
@@ -73,14 +89,43 @@ class Views:
 
     def _read(self, name: str) -> View:
         head, replica = map(int, (self._run_dir / name).read_text().split())
-        return View(int(name.removeprefix(self._prefix)), head, replica)
+        return View(int(name.rpartition("-")[2]), head, replica)
 
     def change(self, view: View) -> bool:
-        """Have this view count if it is the first of its number; return whether it does. Raises OSError."""
+        """Have this view count if it is the first of its number; return whether it does. Raises OSError.
+
+        Where the launcher decides it blocks until that has, and raises TimeoutError when it does not answer.
+        """
+        return self._ask(view) if self._launcher_decides else self._make(view)
+
+    def decide(self, view: View) -> bool:
+        """Answer a process that asks: have this view count if it follows the newest one; return whether it does."""
+        newest = self.newest()
+        return newest is not None and view.number == newest.number + 1 and self._make(view)
+
+    def asked(self, known: set[View]) -> list[View]:
+        """Return the views that the process of this folder has asked for, without those that are `known`."""
+        names = [name for name in names_in(self._run_dir) if name.startswith(self._asked_prefix)]
+        return [view for name in names if (view := self._read(name)) not in known]
+
+    def _ask(self, view: View) -> bool:
+        write_private(self._run_dir / f"{self._asked_prefix}{view.number}", _written(view))
+        path = self._run_dir / f"{self._prefix}{view.number}"
+        try:
+            decided = wait_for(
+                lambda: self._read(path.name) if path.exists() else None,
+                DECISION_TIMEOUT_S,
+                lambda: f"the launcher did not say which process serves within {DECISION_TIMEOUT_S:g} s",
+            )
+        except DeadlineExceeded as error:
+            raise TimeoutError(str(error)) from error
+        return decided == view
+
+    def _make(self, view: View) -> bool:
         unfinished = self._run_dir / f".{self._prefix}{secrets.token_hex(8)}"
         try:
-            with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(f"{view.head} {view.replica}")
+            with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(_written(view))
                 file.flush()
                 os.fsync(file.fileno())
             with suppress(OSError):  # a client of NFS may repeat what was done; the number of links tells

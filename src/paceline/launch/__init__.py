@@ -2,6 +2,6 @@
 
 Other folders use `child`, `config`, `entry`, `exporter`, `guard`, `joining.options`, `joining.run`, `limits`, `local`,
 `output`, `places`, `plan`, `policy`, `recording`, `rendezvous.detect`, `rendezvous.join`, `rendezvous.liveness_lock`,
-`rendezvous.roster`, `replaying`, `running`, `script`, `script_exit`, `server`, `shares`, `signals`, `snapshots`,
-`successors`, `supervise`, `worker`.
+`rendezvous.roles`, `rendezvous.roster`, `replaying`, `replicas`, `running`, `script`, `script_exit`, `server`,
+`shares`, `signals`, `snapshots`, `successors`, `supervise`, `worker`.
 """

@@ -33,6 +33,7 @@ class Launch:
     is_fresh: bool = False  # it is not forked from a process that has imported torch
     has_terminal: bool = False  # its standard streams are the launcher's own
     num_restarts: int = 0  # since it was asked for
+    process: int = 0  # which one of those of its server
     memory: int | None = None  # the descriptor by which a server reaches memory that outlives it
     origin: str = ""  # what has started it, where that is a `paceline join` and not this launcher
 

@@ -1,4 +1,4 @@
-"""The entry of a server process: `python -m paceline.launch.server SPEC RANK [HOST]`.
+"""The entry of a server process: `python -m paceline.launch.server SPEC RANK [HOST [PROCESS]]`.
 
 It listens, publishes its address, and serves until its standard input says `stop`. The end of that input means that
 the launcher is gone: then it ends at once.
@@ -129,7 +129,8 @@ def serve(
     run_dir = Path(spec.run_dir)
     memory = lasting_memory()
     transport = make_transport(spec, Holder("server", rank), lambda text: print(text, file=sys.stderr))
-    views, is_replica = Views(run_dir, rank), process != FIRST.head
+    views = Views(run_dir, rank, launcher_decides=spec.launcher_decides)
+    is_replica = process != FIRST.head
     published = views.published(process)
     listener = open_listener(transport, memory, published, listen_address(spec, rank, host))
 
@@ -179,7 +180,10 @@ def _obey(node: ServerNode) -> None:
 
 def main() -> None:
     """Serve as the command line says; the launcher stops the servers last."""
-    run_program(lambda: serve(ClusterSpec.read(Path(sys.argv[1])), int(sys.argv[2]), _obey, *sys.argv[3:]))
+    spec, rank, *place = sys.argv[1:]
+    host = place[0] if place else LOOPBACK
+    process = int(place[1]) if len(place) > 1 else FIRST.head
+    run_program(lambda: serve(ClusterSpec.read(Path(spec)), int(rank), _obey, host, process=process))
 
 
 if __name__ == "__main__":

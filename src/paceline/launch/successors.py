@@ -61,6 +61,14 @@ class Successors:
             self._holders[rank].close()
         return objection
 
+    def following(self, launch: Launch, _exit_code: int, /) -> Launch:
+        """Return how to start the process that goes on in the place of this one."""
+        return launch.again()
+
+    def is_spare(self, _launch: Launch, /) -> bool:
+        """Return False: each server has one process at a time."""
+        return False
+
     def _objection(self, rank: int) -> str:
         holder = self._holders[rank]
         cold = holder.read(COLD, COLD_BYTES).rstrip(b"\0").decode(errors="replace")

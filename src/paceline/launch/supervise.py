@@ -102,10 +102,18 @@ class Member(Protocol):
 
 
 class Succession(Protocol):
-    """Whether another process can go on in the place of a server."""
+    """Whether the run can go on when the process of a server has died, and which process comes in its place."""
 
     def objection(self, rank: int) -> str:
-        """Return why not, now that its process has died; "" if one can."""
+        """Return why it cannot, now that a process of this server has died; "" if it can."""
+        ...
+
+    def following(self, launch: Launch, exit_code: int, /) -> Launch | None:
+        """Return how to start the process in the place of the one that has ended so; None if none is to come."""
+        ...
+
+    def is_spare(self, launch: Launch, /) -> bool:
+        """Return whether the run lacks nothing without this process of a server."""
         ...
 
 
@@ -436,13 +444,15 @@ class Supervisor:
             self._on_worker_loss(child, exit_code)
 
     def _on_server_exit(self, child: Member, exit_code: int) -> None:
-        is_due = self._ending is not None or (self._servers_stopped and exit_code == 0)
-        lost = "" if is_due else self._why_lost(child.launch)
+        may_end = self._servers_stopped and (exit_code == 0 or self._is_spare(child))
+        is_due = self._ending is not None or may_end
+        lost, goes_on = "" if is_due else self._why_lost(child.launch), False
         if lost is None:  # at once, as all workers wait
-            self._start_successor(child.launch)
+            goes_on = self._start_successor(child.launch, exit_code)
         self._backend.release(child)
         if lost is None:
-            self._exits.note_death(child, exit_code, "another process goes on in its place")
+            process = "another" if goes_on else "no other"
+            self._exits.note_death(child, exit_code, f"{process} process goes on in its place")
         elif not is_due:
             when = "when it was told to stop" if self._servers_stopped else "before the run was over"
             reason = f"{child.launch.title} {describe_exit(exit_code)} {when}"
@@ -457,11 +467,21 @@ class Supervisor:
         objection = self._successors.objection(launch.rank)
         return f": {objection}" if objection else None
 
-    def _start_successor(self, launch: Launch) -> None:
-        """Start a process in the place of a server, and tell it what the one before may not have heard."""
-        self._start(launch.again())
+    def _start_successor(self, launch: Launch, exit_code: int) -> bool:
+        """Start a process in the place of a server, and tell it what the one before may not have heard.
+
+        Return whether there is one.
+        """
+        following = None if self._successors is None else self._successors.following(launch, exit_code)
+        if following is None:
+            return False
+        self._start(following)
         for worker in self._ended:
             self._tell_servers_of_end(worker)
+        return True
+
+    def _is_spare(self, server: Member) -> bool:
+        return self._successors is not None and self._successors.is_spare(server.launch)
 
     def _on_data_server_exit(self, child: Member, exit_code: int) -> None:
         """Go on with the others: none decides anything, so that each can serve what another was to."""
@@ -648,6 +668,7 @@ class Supervisor:
         servers = self._alive("server") + self._alive("data")
         if self._ending is not None and not self._met:  # they hold nothing, and hear nothing before they have started
             self._kill(servers)
+        self._kill([server for server in servers if self._is_spare(server)])
         for server in servers:
             server.send_line("stop")
         grace_s = self._config.grace_s

@@ -131,6 +131,8 @@ def _of_processes(window: Window, around: Surroundings) -> RunVerdict | None:
         name = f"{role} {rank}"
         if role == "worker" and rank in window.gone:
             continue
+        if process.state == "" and role == "server" and rank in window.ended_servers:
+            continue  # another process serves, or the launcher has said why the run ends
         if process.state == "":
             return RunVerdict("dead", f"{name} is dead: its process is gone", name, "dead", 1.0)
         if process.state in ("T", "t"):

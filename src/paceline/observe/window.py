@@ -13,6 +13,7 @@ from paceline.observe.trace import (
     NO_SERVER,
     AppliedRecord,
     ArrivedRecord,
+    Exit,
     MembershipRecord,
     MinClock,
     ReadRecord,
@@ -80,6 +81,7 @@ class Window:
     refused: deque[Refusal] = field(default_factory=lambda: deque[Refusal](maxlen=_NUM_REFUSALS))
     states: dict[int, State] = field(default_factory=dict[int, State])
     gone: set[int] = field(default_factory=set[int])
+    ended_servers: set[int] = field(default_factory=set[int])  # of which the launcher has told that a process ended
 
     def add(self, record: Record) -> None:
         """Take in a record; kinds that say nothing about the time of steps are left out."""
@@ -114,6 +116,8 @@ class Window:
                 self.gone.discard(record.worker)
             case MembershipRecord():
                 self.gone.add(record.worker)
+            case Exit(role="server"):
+                self.ended_servers.add(record.rank)
             case _:
                 pass
 

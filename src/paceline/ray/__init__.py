@@ -45,6 +45,8 @@ def run(
     worker_gpus: float = 0.0,
     worker_resources: Mapping[str, float] | None = None,
     server_cpus: float = 1.0,
+    replicas: int = 0,
+    lag: int = 0,
     working_dir: Path | str | None = None,
     env: Mapping[str, str] | None = None,
     pip: Sequence[str] = (),
@@ -78,7 +80,10 @@ def run(
         worker_cpus: CPUs of each worker.
         worker_gpus: GPUs of each worker.
         worker_resources: amounts of named resources of the cluster for each worker.
-        server_cpus: CPUs of each server and data server.
+        server_cpus: CPUs of each server, replica and data server.
+        replicas: 1 for a replica of each server, on another node where there are several, which serves when the server
+            is lost. By default what PACELINE_SERVERS says, else none.
+        lag: clocks by which answers to workers may be ahead of replicas.
         working_dir: folder that is copied to every node, with the script in it.
         env: environment variables of workers and servers.
         pip: packages that Ray installs for workers and servers.
@@ -110,13 +115,11 @@ def run(
         address=address,
         place_servers=place_servers,
         place_workers=place_workers,
-        worker_cpus=worker_cpus,
-        worker_gpus=worker_gpus,
-        worker_resources=options.as_pairs("worker_resources", worker_resources, "an amount"),
+        **options.needs_of_worker(worker_cpus, worker_gpus, worker_resources),
         server_cpus=server_cpus,
-        working_dir=None if working_dir is None else Path(working_dir),
-        env=options.as_pairs("env", env, "a text"),
-        pip=options.as_words("pip", pip),
+        replicas=replicas,
+        lag=lag,
+        **options.brought_along(working_dir, env, pip),
         start_timeout=start_timeout_s,
     )
     return driver.run_on_ray(asked, placed)

@@ -12,7 +12,8 @@ import subprocess
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from io import BufferedReader
 from pathlib import Path
@@ -26,6 +27,7 @@ from paceline.job.addresses import CLUSTER_NAME, SPEC_NAME, address_path
 from paceline.job.credentials.holders import KEYS_NAME, Holder
 from paceline.job.environment import Place, child_environment, with_import_path
 from paceline.job.spec import ClusterSpec, write_private
+from paceline.job.views import View, Views
 from paceline.launch.child import Child, Launch, start_process
 from paceline.launch.guard import Guard, clear
 from paceline.launch.output import Pump
@@ -56,6 +58,7 @@ class NewsBuffer:
         self._address = ""
         self._trace = b""
         self._exit_code: int | None = None
+        self._views: list[tuple[int, int, int]] = []
 
     def relay(self, name: str, colour: int, line: str, *, to_stderr: bool) -> None:
         """Put one line that the process has written; blocks while there are too many."""
@@ -65,9 +68,12 @@ class NewsBuffer:
             self._lines.append((to_stderr, line))
             self._changed.notify_all()
 
-    def add(self, *, address: str = "", trace: bytes = b"", exit_code: int | None = None) -> None:
+    def add(
+        self, *, address: str = "", trace: bytes = b"", exit_code: int | None = None, views: Sequence[View] = ()
+    ) -> None:
         """Put anything else."""
         with self._changed:
+            self._views += [(view.number, view.head, view.replica) for view in views]
             self._address = address or self._address
             self._trace += trace
             self._exit_code = exit_code
@@ -77,31 +83,35 @@ class NewsBuffer:
         """Return all that is there; blocks until there is something, or `timeout_s` have passed."""
         with self._changed:
             self._changed.wait_for(self._has_news, timeout_s)
-            news = News(list(self._lines), self._address, self._trace, self._exit_code)
+            news = News(list(self._lines), self._address, self._trace, self._exit_code, self._views)
             self._lines.clear()
-            self._address, self._trace = "", b""
+            self._address, self._trace, self._views = "", b"", []
             self._changed.notify_all()
             return news
 
     def _has_news(self) -> bool:
-        return bool(self._lines or self._address or self._trace) or self._exit_code is not None
+        return bool(self._lines or self._address or self._trace or self._views) or self._exit_code is not None
 
 
 @final
 class FileFollower:
     """The files of one process, in a folder that its launcher does not see."""
 
-    def __init__(self, folder: Path, role: Role, rank: int) -> None:
+    def __init__(self, folder: Path, role: Role, rank: int, process: int = 0) -> None:
+        self._views = Views(folder, rank) if role == "server" else None
+        self._asked: set[View] = set()
         self._address = None if role == "worker" else address_path(folder, role, rank)
+        if self._views is not None:
+            self._address = self._views.published(process)
         self._trace = trace_path(folder, role, rank)
         self._file: BufferedReader | None = None  # open from its first line on: the folder may go before we do
 
     def report(self, outbox: NewsBuffer) -> bool:
         """Put what is new into the outbox, a part at most; tell whether there was anything."""
-        address, trace = self._take_address(), self._take_trace()
-        if address or trace:
-            outbox.add(address=address, trace=trace)
-        return bool(address or trace)
+        address, trace, views = self._take_address(), self._take_trace(), self._take_views()
+        if address or trace or views:
+            outbox.add(address=address, trace=trace, views=views)
+        return bool(address or trace or views)
 
     def finish(self, outbox: NewsBuffer) -> None:
         """Put all that is left into the outbox."""
@@ -115,6 +125,11 @@ class FileFollower:
             return ""
         address, self._address = self._address.read_text().strip(), None
         return address
+
+    def _take_views(self) -> list[View]:
+        asked = [] if self._views is None else self._views.asked(self._asked)
+        self._asked.update(asked)
+        return asked
 
     def _take_trace(self) -> bytes:
         if self._file is None:
@@ -193,8 +208,9 @@ class ProcessActor:
         self._enqueue(lambda child: child.signal(number))
 
     def write_file(self, name: str, content: bytes) -> None:
-        """Write a file into the folder of the process."""
-        write_into(self._job_folder, name, content)
+        """Write a file into the folder of the process, which goes when that has ended."""
+        with suppress(FileNotFoundError):
+            write_into(self._job_folder, name, content)
 
     def _enqueue(self, order: Callable[[Child], None]) -> None:
         self._orders.put(order)
@@ -218,7 +234,7 @@ class ProcessActor:
         folder = self._job_folder
         for name, content in order.files.items():
             write_into(folder, name, content)
-        follower = FileFollower(folder, order.role, order.rank) if order.is_followed else None
+        follower = FileFollower(folder, order.role, order.rank, order.process) if order.is_followed else None
         child = Child(plan(order, folder), self._outbox, self._guard, start_unmasked)
         pump = Pump(self._waking)
         for pipe in child.pipes:
@@ -249,11 +265,12 @@ def plan(order: ActorCommand, folder: Path) -> Launch:
     environment = child_environment(1, 1, traceback=order.traceback) | order.variables
     if order.role != "worker":
         program = DEFAULT_PROGRAMS.server if order.role == "server" else DEFAULT_PROGRAMS.data_server
+        process = (str(order.process),) if order.process else ()
         return Launch(
             role=order.role,
             name=order.name,
             rank=order.rank,
-            command=(*program, str(folder / SPEC_NAME), str(order.rank), order.host),
+            command=(*program, str(folder / SPEC_NAME), str(order.rank), order.host, *process),
             environment=with_import_path(environment, script.parent),
         )
     return Launch(

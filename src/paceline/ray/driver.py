@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 from paceline.errors import DeadlineExceeded, PacelineError, UsageError
 from paceline.job.addresses import CLUSTER_NAME
 from paceline.job.spec import write_token
+from paceline.job.views import FIRST
 from paceline.launch.local import (
     TRACE_NAME,
     guarded_folder,
@@ -24,6 +25,7 @@ from paceline.launch.local import (
 )
 from paceline.launch.output import CHUNK_BYTES, Console, unblocked_output
 from paceline.launch.plan import DEFAULT_PROGRAMS, LocalRun, plan_launches
+from paceline.launch.replicas import NUM_PLACES
 from paceline.launch.signals import Signals
 from paceline.launch.snapshots import options_of_environment
 from paceline.launch.supervise import Exits, SupervisionConfig, Supervisor
@@ -31,6 +33,7 @@ from paceline.ray.actor import ProcessActor
 from paceline.ray.engine import Cluster, joined, load_ray, prepare
 from paceline.ray.options import RayOptions
 from paceline.ray.registry import RayRegistry, RemoteProcess
+from paceline.ray.replicas import ReplicatedServers
 from paceline.snapshots.options import SnapshotOptions
 
 if TYPE_CHECKING:
@@ -89,6 +92,8 @@ class RayBackend:
             self._registry = RayRegistry(self._run, self._options, self._run_dir, nodes, self._cluster.node_id)
             if not self._run.quiet:
                 self._console.announce(_placed(self._registry))
+                for line in _places_of_replicas(nodes, self._cluster):
+                    self._console.announce(line)
                 if self._registry.resumption:
                     self._console.announce(self._registry.resumption)
         return self._registry is not None
@@ -114,7 +119,8 @@ class RayBackend:
                 self._handle_answer(awaited[question])
         for member in self._members:
             if member.is_late(time.monotonic()):
-                member.mark_lost(f"Ray has not started it within {self._options.start_timeout:g} s")
+                self._give_up(member)
+        self._tell_of_servers()
         if select.select([self._wakeup_fd], [], [], 0)[0]:
             os.read(self._wakeup_fd, CHUNK_BYTES)
         self._outlets.push()
@@ -135,7 +141,7 @@ class RayBackend:
 
     def poll(self) -> bool:
         """Return whether all servers listen; then the addresses are sent to every process."""
-        if self._registry is None or not self._registry.book.poll():
+        if self._registry is None or self._registry.missing() or not self._registry.book.poll():
             return False
         for name, content in self._registry.read_file(CLUSTER_NAME).items():
             for member in self._members:
@@ -145,7 +151,22 @@ class RayBackend:
     def missing(self) -> list[str]:
         """Return the names of the servers that do not listen yet."""
         assert self._registry is not None
-        return self._registry.book.missing()
+        return self._registry.missing()
+
+    def _give_up(self, member: RemoteProcess) -> None:
+        """Count a process as lost that Ray has not started in time; a replica in the place of one waits for room."""
+        if member.launch.process > FIRST.replica:
+            self._console.announce(f"{member.name} waits for room on the Ray cluster, to become a replica there")
+            member.wait_for_room()
+        else:
+            member.mark_lost(f"Ray has not started it within {self._options.start_timeout:g} s")
+
+    def _tell_of_servers(self) -> None:
+        """Tell all processes what is new of servers with replicas."""
+        new = {} if self._registry is None else self._registry.take_server_files()
+        for name, content in new.items():
+            for member in self._members:
+                member.write_file(name, content)
 
     def _tell_addresses(self) -> None:
         """Tell workers where a data server listens that was started again."""
@@ -183,6 +204,15 @@ def _placed(registry: RayRegistry) -> str:
     return "Ray has placed all processes on one node"
 
 
+def _places_of_replicas(nodes: Mapping[tuple[str, int], str], cluster: Cluster) -> list[str]:
+    """Return a line for each server that has a replica, with the nodes of the two."""
+    return [
+        f"server {rank} is on {cluster.name_of(nodes['server', rank])}, its replica on {cluster.name_of(node)}"
+        for (role, rank), node in nodes.items()
+        if role == "replica"
+    ]
+
+
 def run_on_ray(run: LocalRun, options: RayOptions) -> int:
     """Run a script as a job of several processes on a Ray cluster.
 
@@ -195,6 +225,7 @@ def run_on_ray(run: LocalRun, options: RayOptions) -> int:
     if run.snapshots == SnapshotOptions():
         run = replace(run, snapshots=options_of_environment())
     run.validate()
+    options = options.with_environment()
     if run.num_at_start is not None:
         raise UsageError(
             f"--workers is {run.num_at_start}:{run.num_workers}, and under Ray workers do not come and go yet: leave "
@@ -223,8 +254,11 @@ def _supervise(ray: ModuleType, run: LocalRun, options: RayOptions, run_dir: Pat
         ):
             board = open_board(trace_folder, run.num_workers) if run.progress else None
             backend = RayBackend(run, options, run_dir, cluster, console, signals.wakeup_fd, outlets)
-            supervisor = Supervisor(config, backend, backend, console, signals, board, Exits(console, board, run_dir))
-            return supervisor.run(plan_launches(run, DEFAULT_PROGRAMS, run_dir, {}))
+            replicated = ReplicatedServers(run_dir, run.num_servers) if options.replicas else None
+            exits = Exits(console, board, run_dir)
+            supervisor = Supervisor(config, backend, backend, console, signals, board, exits, successors=replicated)
+            launches = plan_launches(run, DEFAULT_PROGRAMS, run_dir, {})
+            return supervisor.run(launches if replicated is None else replicated.equip(launches))
 
 
 @final
@@ -245,7 +279,7 @@ class PlacementGroups:
             "data": {"CPU": options.server_cpus},
         }
         self._ray_util: ModuleType = load_ray().util
-        self._groups: dict[str, Any] = {}
+        self._groups: dict[str, list[Any]] = {}  # one for all of a role, or one for each server and its replica
 
     def request(self) -> None:
         """Request room; raises UsageError when a cluster that will not grow has less than that."""
@@ -253,15 +287,19 @@ class PlacementGroups:
         if self._cluster.is_own:
             self._check_enough()
         for role, count in self._counts.items():
+            if role == "server" and self._options.replicas:
+                apart = "STRICT_SPREAD" if self._cluster.num_nodes_with(self._needs[role]) > 1 else "PACK"
+                self._groups[role] = [self._group(role, NUM_PLACES, apart) for _ in range(count)]
+                continue
             spread = self._options.place_workers if role == "worker" else self._options.place_servers
-            strategy = spread.upper().replace("-", "_")
-            self._groups[role] = self._ray_util.placement_group(
-                [dict(self._needs[role]) for _ in range(count)], strategy
-            )
+            self._groups[role] = [self._group(role, count, spread.upper().replace("-", "_"))]
+
+    def _group(self, role: str, count: int, strategy: str) -> object:
+        return self._ray_util.placement_group([dict(self._needs[role]) for _ in range(count)], strategy)
 
     def is_ready(self) -> bool:
         """Return whether all have room; does not block. Raises DeadlineExceeded when it takes too long."""
-        if all(group.wait(0) for group in self._groups.values()):
+        if all(group.wait(0) for groups in self._groups.values() for group in groups):
             return True
         now = time.monotonic()
         if now - self._start_s >= self._options.start_timeout:
@@ -275,44 +313,59 @@ class PlacementGroups:
         return False
 
     def nodes(self) -> dict[tuple[str, int], str]:
-        """Return the node of each process, by role and rank."""
-        return {
-            (role, int(rank)): node
-            for role, group in self._groups.items()
-            for rank, node in self._ray_util.placement_group_table(group)["bundles_to_node_id"].items()
-        }
+        """Return the node of each process, by role and rank; the roles are those of processes, and "replica"."""
+        found: dict[tuple[str, int], str] = {}
+        for role, groups in self._groups.items():
+            for number, group in enumerate(groups):
+                bundles = self._ray_util.placement_group_table(group)["bundles_to_node_id"]
+                for bundle, node in bundles.items():
+                    is_pair = role == "server" and self._options.replicas
+                    place = (("server", "replica")[int(bundle)], number) if is_pair else (role, int(bundle))
+                    found[place] = node
+        return found
 
     def settings(self, launch: Launch) -> dict[str, Any]:
         """Return how Ray is to start the actor of a process: in its place, with all that was kept for it."""
         strategies = self._ray_util.scheduling_strategies
         named = dict(self._needs[launch.role])
+        groups, bundle = self._groups[launch.role], launch.rank
+        group = groups[0]
+        if (
+            launch.role == "server" and self._options.replicas
+        ):  # Ray finds another node for what was on one that is lost
+            group, bundle = groups[launch.rank], launch.process % NUM_PLACES
         return {
             "num_cpus": named.pop("CPU"),
             "num_gpus": named.pop("GPU", 0),
             "resources": named or None,
-            "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(self._groups[launch.role], launch.rank),
+            "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(group, bundle),
         }
 
     def give_back(self) -> None:
         """Give the room back; what still runs there is killed."""
-        for group in self._groups.values():
-            self._ray_util.remove_placement_group(group)
+        for groups in self._groups.values():
+            for group in groups:
+                self._ray_util.remove_placement_group(group)
         self._groups.clear()
 
     def _check_enough(self) -> None:
         total = self._cluster.total()
         wanted: dict[str, float] = {}
         for role, count in self._counts.items():
+            num = count * NUM_PLACES if role == "server" and self._options.replicas else count
             for name, amount in self._needs[role].items():
-                wanted[name] = wanted.get(name, 0) + count * amount
+                wanted[name] = wanted.get(name, 0) + num * amount
         if any(amount > total.get(name, 0) for name, amount in wanted.items()):
             raise UsageError(f"no room on this machine for {self._asked()}; it has {listed(total)}")
 
     def _asked(self) -> str:
         return " and ".join(
-            f"{count} {_NAMES[role]}{'s' if count > 1 else ''} of {listed(self._needs[role])}"
+            f"{count} {self._named(role)}{'s' if count > 1 else ''} of {listed(self._needs[role])}"
             for role, count in self._counts.items()
         )
+
+    def _named(self, role: str) -> str:
+        return "replicated server" if role == "server" and self._options.replicas else _NAMES[role]
 
     def _found(self) -> str:
         return f"it has {listed(self._cluster.total())}, and free are {listed(self._cluster.free())}"

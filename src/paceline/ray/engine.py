@@ -47,6 +47,16 @@ class Cluster:
         """Return what all nodes have, by resource."""
         return _counted(load_ray().cluster_resources())
 
+    def num_nodes_with(self, needs: Mapping[str, float]) -> int:
+        """Return how many nodes have these resources, free or not."""
+        nodes = (node["Resources"] for node in load_ray().nodes() if node["Alive"])
+        return sum(all(has.get(name, 0) >= amount for name, amount in needs.items()) for has in nodes)
+
+    def name_of(self, node_id: str) -> str:
+        """Return what a node is called in messages: its address, and the beginning of its number at Ray."""
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in load_ray().nodes()}
+        return f"{addresses.get(node_id, 'a lost node')} (node {node_id[:8]})"
+
     def free(self) -> dict[str, float]:
         """Return the free resources."""
         return _counted(load_ray().available_resources())
@@ -115,7 +125,8 @@ def _init(ray: ModuleType, run: LocalRun, options: RayOptions) -> None:
 
 def _own_settings(run: LocalRun, options: RayOptions) -> dict[str, object]:
     """Return how a cluster of our own is started: as on one machine, more processes than cores share these."""
-    wanted = run.num_workers * options.worker_cpus + run.num_servers * options.server_cpus
+    num_servers = run.num_servers * (1 + options.replicas)
+    wanted = run.num_workers * options.worker_cpus + num_servers * options.server_cpus
     dashboard = {} if options.dashboard_host is None else {"dashboard_host": options.dashboard_host}
     return {
         "num_cpus": max(len(cores_here()), math.ceil(wanted)),

@@ -16,7 +16,7 @@ class ActorCommand(msgspec.Struct, frozen=True, kw_only=True):
     """Which process an actor is to start.
 
     `files` go into the `folder` of the process, by their names in it; `is_followed`: the launcher does not see that
-    folder, and wants to hear of it.
+    folder, and wants to hear of it. `process`: which one it is of those of its server.
     """
 
     role: Role
@@ -33,6 +33,7 @@ class ActorCommand(msgspec.Struct, frozen=True, kw_only=True):
     cwd: str | None
     host: str
     traceback: bool
+    process: int = 0
 
     def __repr__(self) -> str:
         """Leave out the files: one of them is the job's secret."""
@@ -52,10 +53,11 @@ class News(msgspec.Struct, frozen=True):
     """What has happened to a process since the last news.
 
     `lines` are what it wrote, each with whether to stderr; `trace` is what it added to its trace, in whole lines;
-    `exit_code` comes after all else.
+    `exit_code` comes after all else. `views` are those that a server asks for, as in `job.views`.
     """
 
     lines: list[tuple[bool, str]]
     address: str
     trace: bytes
     exit_code: int | None
+    views: list[tuple[int, int, int]] = []  # each: its number, the process that serves, and the replica

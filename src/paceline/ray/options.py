@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypedDict
 
 from cyclopts import Parameter
 
@@ -14,6 +14,7 @@ from paceline.job.environment import asked_servers
 if TYPE_CHECKING:
     from paceline.launch.plan import LocalRun
 
+MOST_LAG: Final = 9999  # clocks, as PACELINE_SERVERS can say
 Spread = Literal["pack", "spread", "strict-pack", "strict-spread"]
 
 
@@ -37,7 +38,12 @@ class RayOptions:
     worker_resources
         Amount of a named resource of the cluster for each worker: NAME=AMOUNT.
     server_cpus
-        CPUs of each server and data server.
+        CPUs of each server, replica and data server.
+    replicas
+        1 for a replica of each server, on another node where there are several: it serves when the server is lost.
+        Default: as PACELINE_SERVERS says, else none.
+    lag
+        Clocks by which answers to workers may be ahead of replicas. Default: as PACELINE_SERVERS says, else 0.
     working_dir
         Folder that is copied to every node, with the script in it. Default: that of the script, with --address.
     env
@@ -57,6 +63,8 @@ class RayOptions:
     worker_gpus: float = 0.0
     worker_resources: Annotated[tuple[str, ...], Parameter(name="--worker-resource", negative="")] = ()
     server_cpus: float = 1.0
+    replicas: int = 0
+    lag: int = 0
     working_dir: Path | None = None
     env: Annotated[tuple[str, ...], Parameter(negative="")] = ()
     pip: Annotated[tuple[str, ...], Parameter(negative="")] = ()
@@ -65,7 +73,7 @@ class RayOptions:
 
     def validate(self, run: "LocalRun") -> None:
         """Raise UsageError for what cannot be."""
-        for name in ("worker_cpus", "worker_gpus", "server_cpus", "start_timeout"):
+        for name in ("worker_cpus", "worker_gpus", "server_cpus", "replicas", "lag", "start_timeout"):
             _check_number(name, getattr(self, name))
         if run.transport == "memory":
             raise UsageError("--transport memory is one process, and Ray starts many; choose shm or tcp")
@@ -74,11 +82,7 @@ class RayOptions:
                 f"-m {run.module} is for processes of this machine, and Ray brings scripts to its nodes as files: name "
                 "a script that imports it"
             )
-        if "replicas" in (asked_servers() or ""):
-            raise UsageError(
-                "PACELINE_SERVERS asks for replicas of servers, and under Ray servers have none: unset it, or start "
-                "the job by torchrun, srun or mpirun"
-            )
+        self._validate_replicas()
         if run.debug is not None:
             raise UsageError("--debug gives a worker this terminal, and under Ray workers are elsewhere: leave it out")
         if run.pin:
@@ -99,6 +103,34 @@ class RayOptions:
         self.variables()
         self.worker_needs()
         self.script_there(run.script)
+
+    def _validate_replicas(self) -> None:
+        """Raise UsageError for numbers that make no replicas."""
+        if self.replicas not in (0, 1):
+            raise UsageError(f"--replicas is {self.replicas:g}, expected 1 for a replica of each server, or 0")
+        if not 0 <= self.lag <= MOST_LAG or self.lag != int(self.lag):
+            raise UsageError(f"--lag is {self.lag:g}, expected a number of clocks from 0 to {MOST_LAG}")
+        if self.lag and not self.replicas:
+            raise UsageError(f"--lag is {self.lag}: replicas may lag, and there are none. Add --replicas 1")
+        if self.replicas and self.place_servers != "spread":
+            raise UsageError(
+                f"--place-servers is {self.place_servers}, and with --replicas each server is placed together with its "
+                "replica, on two nodes where there are several: leave it out"
+            )
+
+    def with_environment(self) -> "RayOptions":
+        """Return the options with the replicas that PACELINE_SERVERS asks for, if they ask for none themselves.
+
+        Raises UsageError for text that says nothing of servers.
+        """
+        # Deferred: this is imported for every command.
+        from paceline.launch.rendezvous.roles import Servers
+
+        asked = asked_servers()
+        if asked is None or self.replicas or self.lag:
+            return self
+        servers = Servers.parse(asked)
+        return replace(self, replicas=int(servers.has_replicas), lag=servers.replica_lag)
 
     def chosen(self) -> str:
         """Return the name of an option that is not as it would be without being given."""
@@ -131,6 +163,42 @@ class RayOptions:
         if not script.resolve().is_relative_to(folder):
             raise UsageError(f"--working-dir {folder} must be a folder with the script {script} in it")
         return script.resolve().relative_to(folder)
+
+
+class WorkerNeeds(TypedDict):
+    """What a worker takes of its node."""
+
+    worker_cpus: float
+    worker_gpus: float
+    worker_resources: tuple[str, ...]
+
+
+class Brought(TypedDict):
+    """What comes to the nodes with a job."""
+
+    working_dir: Path | None
+    env: tuple[str, ...]
+    pip: tuple[str, ...]
+
+
+def needs_of_worker(cpus: float, gpus: float, resources: object) -> WorkerNeeds:
+    """Return options from arguments in Python; raises UsageError.
+
+    >>> needs_of_worker(2.0, 0.0, {"TPU": 1})["worker_resources"]
+    ('TPU=1',)
+    """
+    named = as_pairs("worker_resources", resources, "an amount")
+    return WorkerNeeds(worker_cpus=cpus, worker_gpus=gpus, worker_resources=named)
+
+
+def brought_along(working_dir: Path | str | None, env: object, pip: object) -> Brought:
+    """Return options from arguments in Python; raises UsageError.
+
+    >>> brought_along(None, {"COLOUR": "green"}, ["numpy"])
+    {'working_dir': None, 'env': ('COLOUR=green',), 'pip': ('numpy',)}
+    """
+    folder = None if working_dir is None else Path(working_dir)
+    return Brought(working_dir=folder, env=as_pairs("env", env, "a text"), pip=as_words("pip", pip))
 
 
 def as_words(name: str, given: object) -> tuple[str, ...]:

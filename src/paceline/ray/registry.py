@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -12,13 +13,23 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final
 import msgspec
 
 from paceline.errors import PeerError
-from paceline.job.addresses import CLUSTER_NAME, SPEC_NAME, AddressBook, address_path
+from paceline.job.addresses import (
+    CLUSTER_NAME,
+    SPEC_NAME,
+    AddressBook,
+    address_path,
+    process_name,
+    record_server_ended,
+)
 from paceline.job.credentials.certificates import Authority
 from paceline.job.credentials.holders import AUTHORITY_NAME, KEYS_NAME, Holder
+from paceline.job.folders import names_in
 from paceline.job.machines import LOOPBACK
 from paceline.job.spec import TOKEN_NAME, write_private
+from paceline.job.views import FIRST, View, Views
 from paceline.launch.child import NUM_LAST_LINES, Launch
 from paceline.launch.local import make_spec
+from paceline.launch.policy import describe_exit
 from paceline.launch.rendezvous.liveness_lock import VERSION
 from paceline.launch.signals import ABORT_MARKER_NAME
 from paceline.launch.snapshots import resumption
@@ -38,7 +49,8 @@ class RayRegistry:
     """One job. The launcher's folder has what all tell, also where a process has another.
 
     Where the folder of a process is: on the launcher's own node that of the launcher; on one other node that of server
-    0, which lives longest; on several nodes each has its own, with a certificate in it.
+    0, which lives longest; on several nodes, and where servers have replicas, each has its own, with a certificate in
+    it. There this process decides which process of a server serves (see `job.views`), and gives that to all.
     """
 
     def __init__(
@@ -51,14 +63,22 @@ class RayRegistry:
         self._nodes = nodes
         where = set(nodes.values())
         self.num_nodes = len(where)
-        self.encrypted = self.num_nodes > 1
-        self._is_here = where == {here}
+        self._has_replicas = options.replicas > 0
+        self.encrypted = self.num_nodes > 1 or self._has_replicas
+        self._are_here = where == {here}
+        self._is_here = self._are_here and not self.encrypted
         self._folder = str(run_dir) if self._is_here else None
         spec = make_spec(run, run_dir)
         self.resumption = resumption(spec)  # what is told of it, empty for a job that begins anew
         self._trace_bytes, self._traces = spec.trace_bytes, dict[Path, TraceFile]()
         self._authority = Authority.make(spec.job) if self.encrypted else None
         spec = replace(spec, transport="tcp", encrypted=True) if self.encrypted else spec
+        if self._has_replicas:
+            spec = replace(spec, has_replicas=True, replica_lag=options.lag, launcher_decides=True)
+        self._views = [Views(run_dir, rank) for rank in range(run.num_servers if self._has_replicas else 0)]
+        for views in self._views:
+            views.change(FIRST)
+        self._given: set[str] = set()  # files that all processes have got
         spec.write(run_dir / SPEC_NAME)
         self.book = AddressBook(spec)
 
@@ -89,21 +109,55 @@ class RayRegistry:
             files={} if self._is_here else self._files(launch, arrival),
             folder=folder,
             is_followed=not self._is_here,
-            cwd=str(Path.cwd()) if self._is_here and self._options.folder(self._run.script) is None else None,
+            cwd=str(Path.cwd()) if self._are_here and self._options.folder(self._run.script) is None else None,
             host=arrival.host if self.encrypted else LOOPBACK,
             traceback=self._run.traceback,
+            process=launch.process,
         )
 
     def store_news(self, launch: Launch, news: News) -> None:
         """Keep what a process has left in its own folder."""
         role = _role(launch)
         if news.address and role != "worker":
-            write_private(address_path(self._run_dir, role, launch.rank), news.address.encode())
+            path = address_path(self._run_dir, role, launch.rank)
+            if launch.process:
+                path = self._views[launch.rank].published(launch.process)
+            write_private(path, news.address.encode())
+        for view in news.views if launch.rank < len(self._views) else ():
+            self._views[launch.rank].decide(View(*view))
+        if news.exit_code is not None:
+            self.note_end(launch, news.exit_code)
         if news.trace:
             path = trace_path(self._run_dir, role, launch.rank)
             if path not in self._traces:
                 self._traces[path] = TraceFile(path, self._trace_bytes)
             self._traces[path].append(news.trace)
+
+    def note_end(self, launch: Launch, exit_code: int) -> None:
+        """Keep how a process of a server with a replica has ended."""
+        if launch.role == "server" and self._has_replicas:
+            record_server_ended(self._run_dir, launch.rank, describe_exit(exit_code), launch.process)
+
+    def missing(self) -> list[str]:
+        """Return the names of the servers and replicas that have not said yet where they listen."""
+        replicas = [
+            f"server {rank}.{FIRST.replica}"
+            for rank, views in enumerate(self._views)
+            if not views.published(FIRST.replica).exists()
+        ]
+        return self.book.missing() + replicas
+
+    def take_server_files(self) -> dict[str, bytes]:
+        """Return what all processes have to know of servers with replicas, as far as it is new since the last call."""
+        new = {name: content for name, content in self._server_files().items() if name not in self._given}
+        self._given |= new.keys()
+        return new
+
+    def _server_files(self) -> dict[str, bytes]:
+        """Return the files that say where processes of servers listen, which of them serve, and how others ended."""
+        stems = tuple(f"{process_name(rank, 0)}." for rank in range(len(self._views)))
+        names = sorted(name for name in names_in(self._run_dir) if name.startswith(stems)) if stems else []
+        return {name: (self._run_dir / name).read_bytes() for name in names}
 
     def close(self) -> None:
         """Close what it keeps open; nothing is kept any more."""
@@ -131,6 +185,7 @@ class RayRegistry:
     def _files(self, launch: Launch, arrival: ActorReady) -> dict[str, bytes]:
         names = (SPEC_NAME, CLUSTER_NAME, TOKEN_NAME, ABORT_MARKER_NAME)
         known = {name: content for each in names for name, content in self.read_file(each).items()}
+        known |= self._server_files()
         return known | (self.data_addresses() if launch.role == "worker" else {}) | self._keys(launch, arrival)
 
     def _keys(self, launch: Launch, arrival: ActorReady) -> dict[str, bytes]:
@@ -196,6 +251,7 @@ class RemoteProcess:
         self._console = console
         self._kill = kill
         self._deadline_s = deadline_s
+        self._is_killed = False
         self._exit_code: int | None = None
         self._arrived = False
         self.question: Any = actor.report_ready.remote(launch.role, launch.rank, registry.encrypted)
@@ -230,6 +286,7 @@ class RemoteProcess:
 
     def kill(self) -> None:
         """Kill the actor, and with it the process and all that it started."""
+        self._is_killed = True
         self._kill(self._actor)
 
     def handle_answer(self, answer: bytes) -> bool:
@@ -248,13 +305,19 @@ class RemoteProcess:
         """Return whether the actor has missed its deadline to be ready (`now_s`: monotonic)."""
         return not self._arrived and self._exit_code is None and now_s >= self._deadline_s
 
+    def wait_for_room(self) -> None:
+        """Have the actor take its time from now on."""
+        self._deadline_s = math.inf
+
     def mark_lost(self, cause: str) -> None:
         """Record that the actor is gone, and kill it in case it only cannot be reached.
 
         A process that never starts counts as a mistake that would recur, not as a crash.
         """
-        self._relay_line(cause, to_stderr=True)
+        if not self._is_killed:
+            self._relay_line(cause, to_stderr=True)
         self._exit_code = LOST if self._arrived or self.launch.incarnation else EXIT_NOT_STARTED
+        self._registry.note_end(self.launch, self._exit_code)
         self.kill()
 
     def _handle_news(self, news: News) -> bool:

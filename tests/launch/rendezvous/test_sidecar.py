@@ -8,7 +8,8 @@ from paceline.errors import PeerError
 from paceline.job.addresses import how_server_ended
 from paceline.job.views import FIRST, Views
 from paceline.launch.rendezvous import sidecar
-from paceline.launch.rendezvous.sidecar import MAX_FAILURES, SidecarServers
+from paceline.launch.rendezvous.sidecar import SidecarServers
+from paceline.launch.replicas import MAX_FAILURES
 
 PATIENCE_S = 60.0
 

@@ -22,12 +22,12 @@ from paceline.launch.entry import run_program
 from paceline.launch.policy import describe_exit
 from paceline.launch.rendezvous.liveness_lock import wait_worker_ended
 from paceline.launch.rendezvous.roster import wait_complete
+from paceline.launch.replicas import ServerPlace
 from paceline.launch.signals import ignore_preemption_signals
 from paceline.notices import tell
 from paceline.server.node import ServerNode
 
 ENTRY: Final = "paceline.launch.rendezvous.sidecar"
-MAX_FAILURES: Final = 5  # in a row, of processes in one place that came to nothing: the next one would fail, too
 
 
 @final
@@ -65,8 +65,9 @@ class SidecarServers:
 
     def _watch(self, rank: int, process: int) -> None:
         """Tell the workers at once how a server has ended; have a replica made in the place of a process that has."""
-        views, life, num_failures = Views(self._run_dir, rank), process, 0
-        while num_failures < MAX_FAILURES:
+        views, life = Views(self._run_dir, rank), process
+        place = ServerPlace(views, process)
+        while True:
             child = self._processes.get((rank, life))
             code = 0 if child is None else child.wait()
             if not code or self._is_ending:
@@ -76,10 +77,11 @@ class SidecarServers:
                 tell(f"server {rank} {describe_exit(code)}; the run ends")
                 return
             tell(f"a process of server {rank} {describe_exit(code)}; the run goes on with another")
-            num_failures = 0 if code < 0 and views.includes(life) else num_failures + 1
-            life += 2  # those of its other place have the numbers between
-            if num_failures < MAX_FAILURES:
-                self._start(rank, life)
+            successor = place.next_process(code)
+            if successor is None:
+                return
+            life = successor
+            self._start(rank, life)
 
     @property
     def pids(self) -> list[int]:
