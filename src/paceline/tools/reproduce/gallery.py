@@ -26,7 +26,7 @@ with two cores: each claim is run by one command, drawn, and judged by an anchor
 paceline reproduce                # the list: claims, papers, minutes
 paceline reproduce 8              # one claim: a picture and a verdict in the folder `reproduced`
 paceline reproduce A7 14 --quick  # an anchor, another claim, shorter runs
-paceline reproduce all --quick    # all of them, in about 25 minutes
+paceline reproduce all --quick    # all of them, in about twenty minutes
 ```
 
 What two cores can show is the *shape* of a claim: bytes exactly; waiting and staleness on virtual time, where the
