@@ -123,6 +123,8 @@ class Disk:
             del self._synced[found.st_ino]
 
     def _note_removed(self, path: Path, *_: object, **__: object) -> Callable[[], object]:
+        for file in path.rglob("*"):
+            self._synced.pop(file.stat().st_ino, None)  # the number may be that of another file next
         aside = Path(tempfile.mkdtemp(prefix="removed-", dir=self.folder.parent)) / "content"
         shutil.copytree(path, aside)
         return lambda: shutil.copytree(aside, path, dirs_exist_ok=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -75,6 +75,7 @@ CHUNK, PIECE_BYTES = 64, 200  # of pieces of dense tables and of rows
 KEEP = 2
 NUM_ACTS = 120
 MOST_LOOKS = 400
+MOST_FRAMES = 30  # on their way, before they are sent again
 LATE_STEPS = 3000  # in which a job has come to its end without faults
 
 
@@ -285,6 +286,19 @@ class SnapshotWorld(World):
         self.move()
         return None
 
+    def move(self) -> bool:
+        """Move a frame as often between servers as elsewhere, as there are fewer lines between them."""
+        if any(wire.frames for _, _, wire in self.between) and self.dice.random() < 0.4:
+            self.tell()
+            return True
+        return super().move()
+
+    def remind(self) -> None:
+        """Have all say again what is unanswered, unless that is on its way."""
+        links = sum(len(link.up.frames) + len(link.down.frames) for link in self.links.values())
+        if links + sum(len(wire.frames) for _, _, wire in self.between) < MOST_FRAMES:
+            super().remind()
+
     def step(self, worker: int, server: int, *, up: bool) -> None:
         if not (up and server in self.recovering):
             super().step(worker, server, up=up)
@@ -431,7 +445,10 @@ class SnapshotWorld(World):
             length = node._tables["w"].shard.values.numel()  # type: ignore[attr-defined]
             end = End(encode(Hello("worker", 1, 0, self.generation - 1)), Wire())
             late = Push(PushId(self.generation - 1, 1, 0, 99), "w", self.first_clock, 0)
-            for message, body in ((Join(sender), EMPTY), (PushFrame(late, 1.0, (), ()), memoryview(marks[:length].numpy()))):
+            for message, body in (
+                (Join(sender), EMPTY),
+                (PushFrame(late, 1.0, (), ()), memoryview(marks[:length].numpy())),
+            ):
                 self.serve(server, Incoming(end, Frame(encode(message), body.cast("B"))))  # type: ignore[arg-type]
 
     def close(self) -> None:
