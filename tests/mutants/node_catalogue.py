@@ -31,13 +31,13 @@ class NodeMutant:
     word: str = ""
 
 
-def of_node(name: str, file: str, old: str, new: str, tests: str, word: str = "") -> NodeMutant:
+def _of(name: str, file: str, old: str, new: str, tests: str, word: str = "") -> NodeMutant:
     return NodeMutant(Mutant(name, file, old, new), f"tests/{tests}.py", word)
 
 
 NODE_MUTANTS: tuple[NodeMutant, ...] = (
     # -- replicas of servers -----------------------------------------------------------------------------------------
-    of_node(
+    _of(
         "an answer leaves before the replica has what it rests on",
         REPLICA,
         "while self._connection is not None and not self.has_received(may_lag=may_lag):",
@@ -45,7 +45,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "server/test_replica",
         "serves",
     ),
-    of_node(
+    _of(
         "a head that was cut off goes on",
         REPLICA,
         "        if not is_head:\n",
@@ -53,7 +53,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "server/test_replica",
         "serves",
     ),
-    of_node(
+    _of(
         "a replica serves although its head goes on",
         REPLICA,
         "        if not serves:\n",
@@ -61,7 +61,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "server/test_replica",
         "alone",
     ),
-    of_node(
+    _of(
         "values lie in the cache though older ones are stored there after them",
         "worker/node.py",
         "        if is_first and isinstance(message, Fetched):\n",
@@ -69,7 +69,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "worker/test_node",
         "come_again",
     ),
-    of_node(
+    _of(
         "an old state is told without asking",
         REPLICA,
         "            self._send(Checked())\n",
@@ -77,14 +77,14 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "server/test_replica",
         "checked",
     ),
-    of_node(
+    _of(
         "a view counts that another process was first to write",
         "job/views.py",
         "return unfinished.stat().st_nlink > 1",
         "return True",
         "job/test_views",
     ),
-    of_node(
+    _of(
         "a replica is not told of first values",
         REPLICA,
         "            self._send(Happened(time.monotonic(), encode_written(Asked(*life, encode(request)))), body)\n",
@@ -92,7 +92,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "nodes/test_replicas",
         "knows",
     ),
-    of_node(
+    _of(
         "a replica is made anew while pushes wait",
         REPLICA,
         "not any(table.num_waiting or not table.has_values",
@@ -100,7 +100,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "nodes/test_replicas",
         "again",
     ),
-    of_node(
+    _of(
         "a process that was stopped takes another machine for gone",
         LINE,
         "is_late = self._looked_s - looked_s > 3 * LOOK_S",
@@ -108,7 +108,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "server/test_replica",
         "stopped",
     ),
-    of_node(
+    _of(
         "a machine whose processes say nothing is taken for gone",
         LINE,
         "return self.connection.silent_s() >= SILENCE_S",
@@ -116,7 +116,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "server/test_replica",
         "confirms",
     ),
-    of_node(
+    _of(
         "a replica drops what its core holds",
         REPLICA,
         "if table is not None and push.id not in held:",
@@ -125,7 +125,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "bsp",
     ),
     # -- replicas that lag -------------------------------------------------------------------------------------------
-    of_node(
+    _of(
         "a worker keeps nothing that its server has applied",
         CORE,
         "if self.settings.keeps_pushes and not refused:",
@@ -133,7 +133,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "core/test_lagging_machine",
         "lives",
     ),
-    of_node(
+    _of(
         "what is kept is said again after what was made later",
         CORE,
         "in_order = [push for _, push in sorted(pushes.items())]",
@@ -141,7 +141,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "core/test_lagging_machine",
         "lives",
     ),
-    of_node(
+    _of(
         "ticks that were answered are not said again",
         CORE,
         "ticks = [Clock(sender, self._ticked, withdrawn)] if self._has_joined else []",
@@ -149,7 +149,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "nodes/test_lagging_replicas",
         "bsp",
     ),
-    of_node(
+    _of(
         "a push is dropped that the replica of another server has",
         CORE,
         "kept = self._unreplicated.get(server, {})\n        for",
@@ -157,7 +157,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "core/test_worker_pushes",
         "replica",
     ),
-    of_node(
+    _of(
         "a replica lags without a bound",
         LAG,
         "if len(latest) > self.clocks:",
@@ -165,7 +165,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "server/test_replica_lag",
         "clocks_ahead",
     ),
-    of_node(
+    _of(
         "who takes part is decided ahead of the replica",
         LAG,
         "if not _is_repeated(written) or self._is_decided_by_order():",
@@ -173,7 +173,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "server/test_replica_lag",
         "said_again",
     ),
-    of_node(
+    _of(
         "a quorum is decided ahead of the replica",
         LAG,
         "any(table.consistency.backups for table in tables.values())",
@@ -181,7 +181,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "server/test_replica_lag",
         "first_to_come",
     ),
-    of_node(
+    _of(
         "workers are told of pushes that the replica has not received",
         LAG,
         "self._told[0][0] <= num_frames",
@@ -189,7 +189,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "server/test_replica_lag",
         "once",
     ),
-    of_node(
+    _of(
         "a replica serves before all workers have repeated what they keep",
         CATCH_UP,
         "while self._awaited and watch",
@@ -197,7 +197,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "nodes/test_lagging_replicas",
         "policy",
     ),
-    of_node(
+    _of(
         "ticks complete clocks while pushes are missing",
         CATCH_UP,
         "            case PushFrame() | RowPushFrame():\n",
@@ -205,7 +205,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "server/test_catch_up",
         "later",
     ),
-    of_node(
+    _of(
         "a death completes clocks while pushes are missing",
         CATCH_UP,
         "            self._gone.add((item.worker, item.incarnation))\n",
@@ -213,7 +213,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "server/test_catch_up",
         "died",
     ),
-    of_node(
+    _of(
         "what is lost is not told",
         CATCH_UP,
         "sorted(self._gone | self._awaited)",
@@ -222,7 +222,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "told",
     ),
     # -- successors of servers ---------------------------------------------------------------------------------------
-    of_node(
+    _of(
         "what happens is not written down",
         SERVER,
         "            self._write_down(event, now)\n        effects",
@@ -230,7 +230,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "nodes/test_successors",
         "bsp",
     ),
-    of_node(
+    _of(
         "a successor makes an update with the pushes that were refused",
         "server/recovery.py",
         "made = effect.without(refused) if isinstance(effect, Apply) else effect",
@@ -238,14 +238,14 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "nodes/test_checks_in_updates",
         "killed",
     ),
-    of_node(
+    _of(
         "a trial is not noted",
         "update/lasting.py",
         "        self._tried[0] = update\n",
         "        self._tried[0] = 0\n",
         "nodes/test_checks_in_updates",
     ),
-    of_node(
+    _of(
         "a trial takes state back and leaves marks",
         "update/lasting.py",
         "            self._done[index] = 0\n",
@@ -253,7 +253,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "nodes/test_checks_in_updates",
         "left_out",
     ),
-    of_node(
+    _of(
         "an update that is not made is taken for made",
         "server/recovery.py",
         "if num_applies[table] < self.tables[table].num_applied",
@@ -261,21 +261,21 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "nodes/test_successors",
         "asynchronous",
     ),
-    of_node(
+    _of(
         "private fields are not in the state",
         "core/state.py",
         "if field.name not in left_out)",
         "if field.name not in left_out and field.name != '_answers')",
         "core/test_state",
     ),
-    of_node(
+    _of(
         "entries before a snapshot are replayed once more",
         "server/journal.py",
         "if number == self._number:",
         "if number <= self._number:",
         "server/test_journal",
     ),
-    of_node(
+    _of(
         "a torn entry counts",
         "server/journal.py",
         "if not is_whole or zlib.crc32(content) != checksum:",
@@ -283,14 +283,14 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "server/test_journal",
         "torn",
     ),
-    of_node(
+    _of(
         "a successor waits for ever for workers that do not come back",
         "core/server.py",
         "            life.lease_until = now + (",
         "            _ = now + (",
         "core/test_state",
     ),
-    of_node(
+    _of(
         "a held push comes without its tensor over a new connection",
         "core/worker.py",
         "[Send(server, entry.message) for entry",
@@ -298,7 +298,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "core/test_worker_pushes",
         "r5",
     ),
-    of_node(
+    _of(
         "an update changes values that are on their way",
         DENSE_TABLE,
         "        if self._lent is not None:\n            self._lent.take_back()\n        if not pushes:",
@@ -306,7 +306,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "server/test_served_table",
         "on_their_way",
     ),
-    of_node(
+    _of(
         "a function changes values that are on their way",
         DENSE_TABLE,
         "        if self._lent is not None:\n            self._lent.take_back()\n        if self._early is not None:",
@@ -315,7 +315,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "on_their_way",
     ),
     # -- values ahead of their clock ---------------------------------------------------------------------------------
-    of_node(
+    _of(
         "early values count without a look at the update",
         "server/early_values.py",
         "if not torch.equal(made,",
@@ -323,7 +323,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "server/test_early_values",
         "contributed",
     ),
-    of_node(
+    _of(
         "values leave before every member has sent their part of its push",
         "server/early_values.py",
         "[push_id.worker for push_id in ids] != list(members)",
@@ -331,7 +331,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "server/test_early_values",
         "least_far",
     ),
-    of_node(
+    _of(
         "values that changed otherwise count",
         "server/early_values.py",
         "self._is_over, self._sent = True, {}",
@@ -339,14 +339,14 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "server/test_early_values",
         "changed_otherwise",
     ),
-    of_node(
+    _of(
         "what was sent over another connection counts",
         "server/early_values.py",
         "if self._sent.get(life) is not connection:",
         "if life not in self._sent:",
         "server/test_early_values",
     ),
-    of_node(
+    _of(
         "a piece is taken wherever it begins",
         "server/early_values.py",
         "(push.id, piece.at):",
@@ -354,21 +354,21 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "server/test_early_values",
         "last_piece",
     ),
-    of_node(
+    _of(
         "early values of which some are lost count",
         "worker/dense.py",
         "(clock, at) == (self.clock, self.num_bytes)",
         "clock == self.clock",
         "worker/test_early_values",
     ),
-    of_node(
+    _of(
         "early values of a connection that has ended count",
         "worker/dense.py",
         "self.num_bytes = -1",
         "pass",
         "worker/test_early_values",
     ),
-    of_node(
+    _of(
         "small parts of a push delay the large ones",
         "wire/send_queue.py",
         "start > min(self._left.values()) + _AHEAD",
@@ -376,7 +376,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "wire/test_send_order",
         "ahead",
     ),
-    of_node(
+    _of(
         "a connection that has ended holds up the parts on others",
         "wire/send_queue.py",
         "        for frame in dropped:\n            _end(frame)\n",
@@ -385,7 +385,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "holds_up",
     ),
     # -- dense -------------------------------------------------------------------------------------------------------
-    of_node(
+    _of(
         "pushes of an update that failed are acknowledged",
         SERVER,
         "if push_id in unapplied:",
@@ -393,7 +393,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "nodes/test_failing_rules",
         "no_push",
     ),
-    of_node(
+    _of(
         "a copy of a push whose update failed is acknowledged",
         SERVER,
         "            self._handle(Unapplied(effect.table, effect.ids, problem))\n",
@@ -401,7 +401,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "nodes/test_failing_rules",
         "copies",
     ),
-    of_node(
+    _of(
         "values that a failed update has left are read",
         DENSE_TABLE,
         "        if problem:\n            raise UsageError(problem)",
@@ -409,7 +409,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "nodes/test_failing_rules",
         "copies",
     ),
-    of_node(
+    _of(
         "a lease ends before what has come is taken in",
         SERVER,
         "for _ in range(self._acceptor.num_waiting())",
@@ -417,14 +417,14 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "server/test_busy_server",
         "l6",
     ),
-    of_node(
+    _of(
         "a server holds its own pause against workers",
         SERVER,
         "self._handle(Woke())",
         "pass",
         "server/test_busy_server",
     ),
-    of_node(
+    _of(
         "a new connection is used before what is unanswered is repeated",
         LINKS,
         "self.on_reconnected(partial(self._use, made))",
@@ -432,7 +432,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "worker/test_node",
         "e7",
     ),
-    of_node(
+    _of(
         "a worker's word that it has looked for NaN is believed over tcp",
         DENSE_TABLE,
         "not (frame.screened and self.trusts_screening)",
@@ -440,7 +440,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "nodes/test_rules",
         "e8",
     ),
-    of_node(
+    _of(
         "no worker is told where parts are applied",
         PUSHES,
         "        if ranks:\n",
@@ -448,7 +448,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "worker/test_node",
         "told",
     ),
-    of_node(
+    _of(
         "a held push is taken in again without its tensor",
         DENSE_TABLE,
         "return push_id in self._waiting",
@@ -456,7 +456,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "nodes/test_rules",
         "bare",
     ),
-    of_node(
+    _of(
         "an old connection takes the place of a newer one",
         CONNECTIONS,
         "if hello.connection < newest or (",
@@ -464,7 +464,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "nodes/test_rules",
         "late",
     ),
-    of_node(
+    _of(
         "any peer may say anything",
         SERVER,
         "        check_said(hello, message, self.settings.num_servers)\n",
@@ -472,7 +472,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "nodes/test_rules",
         "forged",
     ),
-    of_node(
+    _of(
         "a worker speaks for another",
         PERMISSIONS,
         "!= (hello.rank, hello.incarnation)",
@@ -480,14 +480,14 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "nodes/test_rules",
         "forged",
     ),
-    of_node(
+    _of(
         "a push that is too short is taken",
         DENSE_TABLE,
         "if len(body) != expected:\n            return",
         "if len(body) > expected:\n            return",
         "nodes/test_rules",
     ),
-    of_node(
+    _of(
         "values under way are overwritten",
         DENSE_TABLE,
         '"read", message.request, size_bytes)',
@@ -495,14 +495,14 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "nodes/test_rules",
         "under_way",
     ),
-    of_node(
+    _of(
         "an own update is forgotten before all servers have it",
         CACHE,
         "if seq < settled or seq in includes:",
         "if True:",
         "worker/test_cache",
     ),
-    of_node(
+    _of(
         "a refused update goes on to be shown",
         DENSE,
         "        if outgoing.answers.refused:\n",
@@ -510,7 +510,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "worker/test_node",
         "no_longer_shown",
     ),
-    of_node(
+    _of(
         "pushes of the current clock wait for it",
         PUSHES,
         "not self._counts.has_older(clock)",
@@ -519,7 +519,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "many_pushes",
     ),
     _of("a newer read ends with an older one", DENSE, "if request <= done.request:", "if True:", "worker/test_reads"),
-    of_node(
+    _of(
         "a cut is taken for a refusal",
         SECURITY,
         "if proof == REFUSAL:",
@@ -528,7 +528,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     ),
     _of("a stopped peer is given up", SILENCE, "else 0.0", "else SILENCE_S", "transport/test_tcp", "unanswered"),
     # -- rows --------------------------------------------------------------------------------------------------------
-    of_node(
+    _of(
         "rows with NaN are taken",
         ROWS,
         'num_bad = 0 if self.spec.nonfinite in ("zero", "ignore") else',
@@ -536,7 +536,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "worker/rows/test_lives",
         "no_sense",
     ),
-    of_node(
+    _of(
         "what a worker has asked for stays when it has gone",
         ROWS,
         "if key[0] != life}",
@@ -545,7 +545,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "within_bounds",
     ),
     _of("reads may wait without number", ROWS, ">= MAX_READS:", ">= 10**9:", "worker/rows/test_lives", "within_bounds"),
-    of_node(
+    _of(
         "pushes that wait for the own clock count as under way",
         CLIENT,
         "len(self._pushes) - num_held <",
@@ -553,7 +553,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "worker/rows/test_lives",
         "too_many_pushes",
     ),
-    of_node(
+    _of(
         "a push of rows without its rows is taken",
         ROWS,
         "if not problem and not body and frame.keys.num:",
@@ -561,7 +561,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "worker/rows/test_lives",
         "no_sense",
     ),
-    of_node(
+    _of(
         "rows that a worker reads from its cache count as unused",
         ROWS,
         "            self.store.use(ids, message.clock)\n",
@@ -569,7 +569,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "worker/rows/test_uses",
         "outlives",
     ),
-    of_node(
+    _of(
         "what waits for a budget is lost as its rows come anew",
         "worker/rows/cache.py",
         "        if self.unsent is not None:\n",
@@ -577,7 +577,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "worker/rows/test_managed",
         "own_pushes",
     ),
-    of_node(
+    _of(
         "a held push of rows is taken in again without its rows",
         ROWS,
         "return push_id in self._waiting",
@@ -586,7 +586,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "of_rows",
     ),
     # -- readers of versions, relays and gates -----------------------------------------------------------------------
-    of_node(
+    _of(
         "bytes are shown without a look at their digests",
         LINK,
         "if body is None or _damaged(leased, first_chunk + piece.start // CHUNK_BYTES, body):",
@@ -594,7 +594,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "versions/test_rehearsal",
         "readers",
     ),
-    of_node(
+    _of(
         "bytes that were fetched anew are shown without a look",
         LINK,
         "if not _damaged(leased, first_chunk + start // CHUNK_BYTES, body):",
@@ -602,7 +602,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "versions/test_rehearsal",
         "readers",
     ),
-    of_node(
+    _of(
         "a description is believed without its digest",
         LINK,
         "if head.id != wanted or digest_of(layout, digests) != head.digest:",
@@ -610,7 +610,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "versions/test_rehearsal",
         "readers",
     ),
-    of_node(
+    _of(
         "what has come of a version is taken for all of it",
         LINK,
         "into.have[index] = piece.stop",
@@ -618,7 +618,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "versions/test_rehearsal",
         "readers",
     ),
-    of_node(
+    _of(
         "a reader takes the newest one again for a newer one",
         SUBSCRIPTION,
         "or _place(found) > _place(last)",
@@ -626,7 +626,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "versions/test_rehearsal",
         "readers",
     ),
-    of_node(
+    _of(
         "a reader goes back where another place has less",
         SUBSCRIPTION,
         "or _place(each) >= _place(self._newest)",
@@ -634,7 +634,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "versions/test_rehearsal",
         "readers",
     ),
-    of_node(
+    _of(
         "the oldest version is taken for the newest",
         SUBSCRIPTION,
         "return self._fetch(whole[-1])",
@@ -642,7 +642,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "versions/test_rehearsal",
         "readers",
     ),
-    of_node(
+    _of(
         "a reader never tries the next place",
         PLACES,
         "        self._turn += 1",
@@ -650,7 +650,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "versions/test_rehearsal",
         "readers",
     ),
-    of_node(
+    _of(
         "a version that readers hold is dropped",
         VERSIONS,
         "if not self.versions[each].num_leases]:",
@@ -658,7 +658,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "versions/test_rehearsal",
         "readers",
     ),
-    of_node(
+    _of(
         "versions that no reader holds any more stay",
         VERSIONS,
         "        old = list(self.versions)[: -self.keep]",
@@ -666,7 +666,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "versions/test_rehearsal",
         "readers",
     ),
-    of_node(
+    _of(
         "leases of a reader that has gone stay",
         READERS,
         "        for version in self._leased.values():\n            self._versions.release(version)",
@@ -674,7 +674,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "versions/test_rehearsal",
         "readers",
     ),
-    of_node(
+    _of(
         "leases are not counted",
         VERSIONS,
         "            version.num_leases += 1",
@@ -682,7 +682,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "versions/test_rehearsal",
         "readers",
     ),
-    of_node(
+    _of(
         "more versions than allowed are kept for readers",
         VERSIONS,
         "if len(leased | {wanted}) > self._max_leased:",
@@ -690,7 +690,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "versions/test_rehearsal",
         "readers",
     ),
-    of_node(
+    _of(
         "a relay serves the first server's part for all",
         READERS,
         "        self._begin(self._parts[server])",
@@ -698,7 +698,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "versions/test_rehearsal",
         "readers",
     ),
-    of_node(
+    _of(
         "a relay goes on with the parts of other servers",
         RELAY,
         "if readers is None or len(readers.parts) != len(held):",
@@ -706,7 +706,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "versions/test_rehearsal",
         "readers",
     ),
-    of_node(
+    _of(
         "a relay mixes up the tables of a part",
         RELAY,
         "memory.memories.get(index, EMPTY)",
@@ -714,7 +714,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "versions/test_rehearsal",
         "readers",
     ),
-    of_node(
+    _of(
         "a gate is open beyond its bound",
         GATE,
         "most = None if self.bound is None else (self.bound + 1) * self.per_version",
@@ -722,7 +722,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "versions/test_rehearsal",
         "gate",
     ),
-    of_node(
+    _of(
         "a gate is closed below its bound",
         GATE,
         "self._used() + num <= most",
@@ -730,7 +730,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "versions/test_rehearsal",
         "gate",
     ),
-    of_node(
+    _of(
         "tickets that were given back are not given again",
         GATE,
         "return self.num_admitted - self.num_cancelled - self.version",
@@ -738,7 +738,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "versions/test_rehearsal",
         "gate",
     ),
-    of_node(
+    _of(
         "a ticket counts twice",
         GATE,
         "        del self._open[ticket.number]\n        self._changed",
@@ -746,7 +746,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "versions/test_rehearsal",
         "gate",
     ),
-    of_node(
+    _of(
         "the trainer passes an open ticket",
         GATE,
         "self.version + 1 - oldest.version <= self.bound",
@@ -754,7 +754,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "versions/test_rehearsal",
         "gate",
     ),
-    of_node(
+    _of(
         "the newest open ticket is taken for the oldest",
         GATE,
         "oldest = next(iter(self._open.values()), None)",
@@ -762,7 +762,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "versions/test_rehearsal",
         "gate",
     ),
-    of_node(
+    _of(
         "staleness is counted from the next version",
         GATE,
         "staleness = self.version - ticket.version",

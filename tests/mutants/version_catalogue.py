@@ -2,87 +2,82 @@
 
 from __future__ import annotations
 
-from tests.mutants.node_catalogue import SERVER, NodeMutant, of_node
+from tests.mutants.catalogue import Mutant
+from tests.mutants.node_catalogue import SERVER, NodeMutant
 
-FOLDER, REHEARSED = "snapshots/folder.py", "snapshots/test_rehearsal"
+FOLDER = "snapshots/folder.py"
+
+
+def _of_snapshots(name: str, file: str, old: str, new: str) -> NodeMutant:
+    return NodeMutant(Mutant(name, file, old, new), "tests/snapshots/test_rehearsal.py")
+
 
 VERSION_MUTANTS: tuple[NodeMutant, ...] = (
     # -- snapshots ---------------------------------------------------------------------------------------------------
-    of_node(
+    _of_snapshots(
         "a cut is made before its clock",
         "server/table_rpc.py",
         "self.clock_of(table_call.table) < table_call.needs:",
         "self.clock_of(table_call.table) < table_call.needs - 1:",
-        REHEARSED,
     ),
-    of_node(
+    _of_snapshots(
         "a cut is made of a table that has passed its clock",
         "server/cuts.py",
         'if table.consistency.visible == "on_clock" and clock != needs:',
         "if False:",
-        REHEARSED,
     ),
-    of_node(
+    _of_snapshots(
         "the end of a range is not kept for a cut",
         "update/cuts.py",
         "for index in range(start // CHUNK, -(-stop // CHUNK)):",
         "for index in range(start // CHUNK, stop // CHUNK):",
-        REHEARSED,
     ),
-    of_node(
+    _of_snapshots(
         "rows that were kept for a cut are not read",
         "update/rows/cuts.py",
         "parts = [self._copies(slots[~self._settled[slots]]), *self._kept_between(start, stop)]",
         "parts = [self._copies(slots[~self._settled[slots]])]",
-        REHEARSED,
     ),
-    of_node(
+    _of_snapshots(
         "a snapshot after one that failed has only what has changed since that",
         "snapshots/increments.py",
         "base, self._base, self._marks = self._base, None, {}",
         "base = self._base",
-        REHEARSED,
     ),
-    of_node(
+    _of_snapshots(
         "a file of a snapshot is not on the disk when that is visible",
         "snapshots/files.py",
         "        os.fsync(self._file.fileno())\n        return FileEntry",
         "        return FileEntry",
-        REHEARSED,
     ),
-    of_node(
+    _of_snapshots(
         "a snapshot is reported that a power cut may undo",
         FOLDER,
         "            raise\n        sync(folder)\n",
         "            raise\n",
-        REHEARSED,
     ),
-    of_node(
+    _of_snapshots(
         "what a snapshot is based on goes before it",
         FOLDER,
         "for old in reversed(unneeded):",
         "for old in unneeded:",
-        REHEARSED,
     ),
-    of_node(
+    _of_snapshots(
         "what a job goes on from does not stay",
         FOLDER,
         "if resumed is not None:",
         "if False:",
-        REHEARSED,
     ),
-    of_node(
+    _of_snapshots(
         "a job goes on without the state of its rule",
         "snapshots/reading.py",
         "for name, state in self.states(piece.segment).items():",
         "for name, state in dict[str, Tensor]().items():",
-        REHEARSED,
     ),
-    of_node(
+    _of_snapshots(
         "a worker of an earlier generation disturbs one of this",
         SERVER,
         'if hello.role == "worker" and hello.generation != self.settings.generation:',
         "if False:",
-        REHEARSED,
     ),
 )
