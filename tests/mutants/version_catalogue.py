@@ -6,19 +6,24 @@ from tests.mutants.catalogue import Mutant
 from tests.mutants.node_catalogue import SERVER, NodeMutant
 
 FOLDER = "snapshots/folder.py"
+FEEDS, FEED, CHANGES = "server/feeds.py", "versions/feed.py", "update/rows/changes.py"
 
 
 def _of_snapshots(name: str, file: str, old: str, new: str) -> NodeMutant:
     return NodeMutant(Mutant(name, file, old, new), "tests/snapshots/test_rehearsal.py")
 
 
+def _of_feeds(name: str, file: str, old: str, new: str) -> NodeMutant:
+    return NodeMutant(Mutant(name, file, old, new), "tests/versions/test_rehearsal.py", "feeds")
+
+
 VERSION_MUTANTS: tuple[NodeMutant, ...] = (
     # -- snapshots ---------------------------------------------------------------------------------------------------
     _of_snapshots(
-        "a cut is made before its clock",
+        "a cut does not wait for its clock",
         "server/table_rpc.py",
         "self.clock_of(table_call.table) < table_call.needs:",
-        "self.clock_of(table_call.table) < table_call.needs - 1:",
+        "self.clock_of(table_call.table) < 0:",
     ),
     _of_snapshots(
         "a cut is made of a table that has passed its clock",
@@ -79,5 +84,54 @@ VERSION_MUTANTS: tuple[NodeMutant, ...] = (
         SERVER,
         'if hello.role == "worker" and hello.generation != self.settings.generation:',
         "if False:",
+    ),
+    # -- feeds of rows -----------------------------------------------------------------------------------------------
+    _of_feeds(
+        "a log grows without a bound",
+        CHANGES,
+        "while self._size_bytes > self._limit_bytes and len(self._entries) > 1:",
+        "while False:",
+    ),
+    _of_feeds(
+        "a consumer that was away for too long is not told",
+        CHANGES,
+        "not first <= since <= self._last:",
+        "since > self._last:",
+    ),
+    _of_feeds(
+        "the log of another process is read on",
+        FEEDS,
+        "if log is None or log.name != request.log:",
+        "if log is None:",
+    ),
+    _of_feeds(
+        "rows that are gone are left out",
+        FEEDS,
+        "removed = entry.removed if gone is None else entry.removed[gone]",
+        "removed = entry.removed[:0]",
+    ),
+    _of_feeds(
+        "a part has rows of another one",
+        FEEDS,
+        ".remainder(self._only.num_parts) == self._only.part",
+        ".remainder(self._only.num_parts) <= self._only.part",
+    ),
+    _of_feeds(
+        "rows are shown for ever to a consumer that has gone",
+        FEEDS,
+        "        if cut is not None:\n            self._feeds.end(cut)\n",
+        "",
+    ),
+    _of_feeds(
+        "a cursor is behind a change that was not given yet",
+        FEED,
+        "fetched.sequence - len(entries) + 1):",
+        "fetched.sequence - len(entries) + 2):",
+    ),
+    _of_feeds(
+        "a feed that begins anew does not say so",
+        FEED,
+        "shown, self._resets = _Shown(self._links.life), True",
+        "shown, self._resets = _Shown(self._links.life), False",
     ),
 )

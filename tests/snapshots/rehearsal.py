@@ -66,7 +66,7 @@ POINTS: tuple[Consistency, ...] = (
     Consistency(2, "on_clock"),
     backup(1),
     adaptive(1, 3),
-    bsp(),
+    backup(1),
 )
 NUM_WORKERS, NUM_CLOCKS, MOST_LIVES = 3, 10, 3
 NUM_SERIALS = 2 * MOST_LIVES * NUM_CLOCKS * NUM_WORKERS
@@ -308,7 +308,7 @@ class SnapshotWorld(World):
     def act(self) -> None:
         """Have something happen that is no snapshot."""
         what = self.dice.choices(
-            (self.train, self.move, self.kill_one, self.restart_one, self.remind), (6, 16, 0.15, 0.6, 0.3)
+            (self.train, self.move, self.kill_one, self.restart_one, self.remind), (6, 16, 0.08, 0.6, 0.3)
         )
         what[0]()
 
@@ -369,6 +369,7 @@ class SnapshotWorld(World):
             if self.taker._last is not None:
                 found = self.taker._last.result()
                 self.history.committed[found.name] = clock
+                self.history.check(found)
                 self.counts["a snapshot reported"] += 1
                 self.counts["one with changed rows"] += bool(newest(found).manifest.base)
         except (Killed, PacelineError):
