@@ -44,10 +44,10 @@ VERSION_MUTANTS: tuple[NodeMutant, ...] = (
         "parts = [self._copies(slots[~self._settled[slots]])]",
     ),
     _of_snapshots(
-        "a snapshot after one that failed has only what has changed since that",
-        "snapshots/increments.py",
-        "base, self._base, self._marks = self._base, None, {}",
-        "base = self._base",
+        "marks that another snapshot has begun are taken for those that are named",
+        "update/rows/store.py",
+        "before = self._marks if self._marks is not None and self._marks.name == since else None",
+        "before = self._marks if since else None",
     ),
     _of_snapshots(
         "a file of a snapshot is not on the disk when that is visible",

@@ -68,11 +68,11 @@ POINTS: tuple[Consistency, ...] = (
     adaptive(1, 3),
     backup(1),
 )
-NUM_WORKERS, NUM_CLOCKS, MOST_LIVES = 3, 10, 3
+NUM_WORKERS, NUM_CLOCKS, MOST_LIVES = 3, 30, 3
 NUM_SERIALS = 2 * MOST_LIVES * NUM_CLOCKS * NUM_WORKERS
 MOST_AHEAD = 3  # clocks that a worker may be ahead of another
-CHUNK, PIECE_BYTES = 64, 200  # of pieces of dense tables and of rows
-KEEP = 2
+CHUNK, PIECE_BYTES = 512, 600  # of pieces of dense tables and of rows
+KEEP = 1
 NUM_ACTS = 120
 MOST_LOOKS = 400
 MOST_FRAMES = 30  # on their way, before they are sent again
@@ -308,7 +308,7 @@ class SnapshotWorld(World):
     def act(self) -> None:
         """Have something happen that is no snapshot."""
         what = self.dice.choices(
-            (self.train, self.move, self.kill_one, self.restart_one, self.remind), (6, 16, 0.08, 0.6, 0.3)
+            (self.train, self.move, self.kill_one, self.restart_one, self.remind), (3, 16, 0.06, 0.6, 0.3)
         )
         what[0]()
 
@@ -544,6 +544,8 @@ def going_on(world: SnapshotWorld) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("paceline.update.cuts.CHUNK", CHUNK)
         patch.setattr("paceline.update.rows.cuts.PIECE_BYTES", PIECE_BYTES)
+        patch.setattr("paceline.snapshots.increments.WHOLE_EVERY", 3)  # chains of few
+        patch.setattr("paceline.snapshots.increments.MOST_CHANGED", 9.0)
         patch.setattr("paceline.snapshots.writing.ROWS_FILE_BYTES", 4 * PIECE_BYTES)
         patch.setattr("paceline.server.node.Stopwatch", Looks)
         patch.setattr("paceline.snapshots.taking.ThreadPoolExecutor", Inline)

@@ -72,54 +72,56 @@ class FeedHistory:
         if len(sizes) > 1 and sum(sizes) > log._limit_bytes:
             raise WrongFeedError(f"F5: a log of {log._limit_bytes} bytes has {sizes}")
 
-    def at_cursor(self, who: Consumer) -> None:
+    def at_cursor(self, consumer: Consumer) -> None:
         """Check the rows of a consumer that has handled all changes up to its cursor."""
         wanted = Bits()
-        for log, sequence in positions_of(who.cursor):
+        for log, sequence in positions_of(consumer.cursor):
             state = self.states.get(log, {}).get(sequence)
             if state is None:  # between two entries of one call
                 return
             wanted |= state
         self.counts["a cursor checked"] += 1
-        self._same("F1", who, wanted)
+        self._same("F1", consumer, wanted)
 
-    def _same(self, rule: str, who: Consumer, wanted: Bits) -> None:
-        wanted = {row: bits for row, bits in wanted.items() if who.wants(row)}
-        if who.part is None:
-            if who.rows != wanted:
-                odd = sorted(row for row in who.rows.keys() | wanted if who.rows.get(row) != wanted.get(row))
-                raise WrongFeedError(f"{rule}: {who.name} has other rows than the table at {who.cursor}: {odd}")
+    def _same(self, rule: str, consumer: Consumer, wanted: Bits) -> None:
+        wanted = {row: bits for row, bits in wanted.items() if consumer.wants(row)}
+        if consumer.part is None:
+            if consumer.rows != wanted:
+                odd = sorted(row for row in consumer.rows.keys() | wanted if consumer.rows.get(row) != wanted.get(row))
+                raise WrongFeedError(
+                    f"{rule}: {consumer.name} has other rows than the table at {consumer.cursor}: {odd}"
+                )
             return
-        for row, bits in who.rows.items():
-            if self.part_of.setdefault(row, who.part) != who.part:
-                raise WrongFeedError(f"F2: row {row} is in part {who.part} and in part {self.part_of[row]}")
+        for row, bits in consumer.rows.items():
+            if self.part_of.setdefault(row, consumer.part) != consumer.part:
+                raise WrongFeedError(f"F2: row {row} is in part {consumer.part} and in part {self.part_of[row]}")
             if wanted.get(row) != bits:
-                raise WrongFeedError(f"{rule}: {who.name} has row {row}, which the table does not have so")
-        lost = [row for row in wanted if self.part_of.get(row) == who.part and row not in who.rows]
+                raise WrongFeedError(f"{rule}: {consumer.name} has row {row}, which the table does not have so")
+        lost = [row for row in wanted if self.part_of.get(row) == consumer.part and row not in consumer.rows]
         if lost:
-            raise WrongFeedError(f"{rule}: {who.name} lacks {lost}")
+            raise WrongFeedError(f"{rule}: {consumer.name} lacks {lost}")
 
-    def went_on(self, who: Consumer, found: RowChanges, logs: list[ChangeLog | None]) -> None:
+    def went_on(self, consumer: Consumer, found: RowChanges, logs: list[ChangeLog | None]) -> None:
         """Check that a feed goes on behind its cursor, or begins anew with a reason."""
         if found.resets:
             self.counts["a feed begun anew"] += 1
-        if not who.cursor or not who.goes_on:
+        if not consumer.cursor or not consumer.goes_on:
             return
-        before = positions_of(who.cursor)
+        before = positions_of(consumer.cursor)
         if found.resets:
             if len(before) == len(logs) and all(map(has_all, logs, before)):
-                raise WrongFeedError(f"F4: {who.name} begins anew though logs go on from {who.cursor}")
+                raise WrongFeedError(f"F4: {consumer.name} begins anew though logs go on from {consumer.cursor}")
         elif found.cursor:
             after = positions_of(found.cursor)
             if any(new[0] != old[0] or new[1] < old[1] for new, old in zip(after, before, strict=True)):
-                raise WrongFeedError(f"F3: {who.name} goes from {who.cursor} to {found.cursor}")
+                raise WrongFeedError(f"F3: {consumer.name} goes from {consumer.cursor} to {found.cursor}")
 
-    def ended(self, who: list[Consumer], tables: list[Bits]) -> None:
+    def ended(self, consumers: list[Consumer], tables: list[Bits]) -> None:
         """Check that all consumers have what the tables have."""
         whole = {row: bits for each in tables for row, bits in each.items()}
-        for each in who:
+        for each in consumers:
             self._same("F6", each, whole)
-        parts = Counter(row for each in who if each.part is not None for row in each.rows)
+        parts = Counter(row for each in consumers if each.part is not None for row in each.rows)
         if parts != Counter(whole.keys()):
             raise WrongFeedError(f"F2: parts have {sorted(parts.items())}, the table {sorted(whole)}")
 
@@ -327,28 +329,28 @@ class FeedWorld:
 
         return ServerLinks(TABLE, VersionPlaces("a job", (find,)))
 
-    def _poll(self, who: Consumer) -> bool:
+    def _poll(self, consumer: Consumer) -> bool:
         """Have a consumer handle what comes next; return whether something did."""
-        feed = who.feed
+        feed = consumer.feed
         with suppress(PacelineError):
             found = feed.poll(0.0, Deadline.after(0.0))
-            if who.feed is not feed:  # it was restarted meanwhile
+            if consumer.feed is not feed:  # it was restarted meanwhile
                 return True
             skipped = feed.skipped()
             for each in [*found, *([] if skipped is None else [skipped])]:
-                self.history.went_on(who, each, [table.table.log for table in self.tables])
-                who.handle(each)
-                if who.cursor and not each.is_snapshot:
-                    self.history.at_cursor(who)
+                self.history.went_on(consumer, each, [table.table.log for table in self.tables])
+                consumer.handle(each)
+                if consumer.cursor and not each.is_snapshot:
+                    self.history.at_cursor(consumer)
                     if self.rng.random() < 0.3:
-                        who.saved = who.cursor, dict(who.rows)
+                        consumer.saved = consumer.cursor, dict(consumer.rows)
             return bool(found)
         return True
 
-    def _is_there(self, who: Consumer) -> bool:
+    def _is_there(self, consumer: Consumer) -> bool:
         logs = [table.table.log for table in self.tables]
         sequences = [None if log is None else (log.name, log.sequence) for log in logs]
-        return list(positions_of(who.cursor)) == sequences
+        return list(positions_of(consumer.cursor)) == sequences
 
 
 def rehearse_feeds(seed: int) -> FeedHistory:
