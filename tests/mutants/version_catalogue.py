@@ -44,10 +44,11 @@ VERSION_MUTANTS: tuple[NodeMutant, ...] = (
         "parts = [self._copies(slots[~self._settled[slots]])]",
     ),
     _of_snapshots(
-        "marks that another snapshot has begun are taken for those that are named",
+        "rows that are new are not in the next snapshot",
         "update/rows/store.py",
-        "before = self._marks if self._marks is not None and self._marks.name == since else None",
-        "before = self._marks if since else None",
+        "    def _skip_for_cuts(self, slots: Tensor) -> None:\n"
+        "        if self._marks is not None:\n            self._marks.note(slots)\n",
+        "    def _skip_for_cuts(self, slots: Tensor) -> None:\n",
     ),
     _of_snapshots(
         "a file of a snapshot is not on the disk when that is visible",
