@@ -1,7 +1,7 @@
 """The worker of `publish.py`: trains in rounds, with and without publishing, until the file that ends it is there.
 
-`publish_worker.py FOLDER NUM_ROUNDS NUM_ELEMENTS`: publishes once, begins when the file `begin` is there, and writes the
-times of its steps, and when it published what.
+`publish_worker.py FOLDER NUM_ROUNDS NUM_ELEMENTS`: publishes once, begins when the file `begin` is there, and writes
+the times of its steps, and when it published what.
 """
 
 import json
