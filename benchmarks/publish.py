@@ -96,7 +96,9 @@ def measure_steps(num_readers: int, rounds: int, elements: int) -> tuple[float, 
                 reader.ask("pull")
             for reader in readers:
                 reader.answer()
+            for reader in readers:
                 reader.ask("follow")
+            (folder / "begin").touch()  # else there may be no version left to follow
             found = steps_of(folder)
             came: list[dict[str, float]] = [reader.answer() for reader in readers]
             readers[0].ask("swap")
@@ -143,6 +145,7 @@ def sent_bytes(run_dir: Path) -> int:
 def measure_tcp(num_readers: int, elements: int, *, by_relay: bool) -> tuple[float, float]:
     """Return what leaves the server for one version of all readers, in times of its bytes, and the ratio of a delta."""
     with job("tcp", 1, elements) as folder, ExitStack() as opened:
+        (folder / "begin").touch()
         steps_of(folder)
         run_dir = folder / "run"
         ratio = delta_ratio(run_dir)

@@ -1,6 +1,7 @@
 """The worker of `publish.py`: trains in rounds, with and without publishing, until the file that ends it is there.
 
-`publish_worker.py FOLDER NUM_ROUNDS NUM_ELEMENTS`: writes the times of its steps, and when it published what.
+`publish_worker.py FOLDER NUM_ROUNDS NUM_ELEMENTS`: publishes once, begins when the file `begin` is there, and writes
+the times of its steps, and when it published what.
 """
 
 import json
@@ -37,6 +38,11 @@ def main() -> None:
         optimizer = paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
         samples = torch.randn(64, model.in_features)
         publish_sparse(ps, num_elements)
+        model(samples).square().mean().backward()
+        optimizer.step()
+        paceline.publish(model)
+        while not (folder / "begin").exists():
+            time.sleep(0.05)
         taken: dict[str, list[float]] = {"quiet": [], "publishing": []}
         published: dict[int, float] = {}
         for number in range(2 * num_rounds):

@@ -8,6 +8,7 @@ from tests.mutants.catalogue import MUTANTS
 from tests.mutants.node_catalogue import NODE_MUTANTS
 from tests.mutants.row_catalogue import CORE_MUTANTS, ORDER_MUTANTS
 from tests.mutants.row_catalogue import NODE_MUTANTS as ROW_NODE_MUTANTS
+from tests.mutants.version_catalogue import VERSION_MUTANTS
 
 import paceline
 
@@ -16,7 +17,7 @@ SOURCE = Path(paceline.__file__).parent
 
 def test_no_mistake_is_one_of_spelling(tmp_path: Path) -> None:
     """Such a file is not imported, and a hunter would take that for a find."""
-    of_nodes = [entry.mutant for entry in NODE_MUTANTS]
+    of_nodes = [entry.mutant for entry in (*NODE_MUTANTS, *VERSION_MUTANTS)]
     for number, mutant in enumerate([*MUTANTS, *of_nodes, *CORE_MUTANTS, *ORDER_MUTANTS, *ROW_NODE_MUTANTS]):
         text = (SOURCE / mutant.file).read_text()
         assert text.count(mutant.old) == 1, mutant.name

@@ -10,23 +10,25 @@ from pathlib import Path
 
 import pytest
 from tests.mutants.node_catalogue import NODE_MUTANTS, NodeMutant
+from tests.mutants.version_catalogue import VERSION_MUTANTS
 
 import paceline
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(paceline.__file__).parent
+ALL = (*NODE_MUTANTS, *VERSION_MUTANTS)
 FAILED = 1  # the exit code of pytest where tests have failed
 
 
 def test_names_are_unique_and_each_mistake_can_still_be_made() -> None:
-    assert len({entry.mutant.name for entry in NODE_MUTANTS}) == len(NODE_MUTANTS) >= 20
-    for entry in NODE_MUTANTS:
+    assert len({entry.mutant.name for entry in ALL}) == len(ALL) >= 20
+    for entry in ALL:
         assert (SOURCE / entry.mutant.file).read_text().count(entry.mutant.old) == 1, entry.mutant.name
         assert entry.word in (ROOT / entry.tests).read_text(), entry.mutant.name
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("entry", NODE_MUTANTS, ids=lambda entry: entry.mutant.name)
+@pytest.mark.parametrize("entry", ALL, ids=lambda entry: entry.mutant.name)
 def test_the_mutant_is_killed(entry: NodeMutant, tmp_path: Path) -> None:
     package = tmp_path / "paceline"
     shutil.copytree(SOURCE, package, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,8 +1,14 @@
-"""Whatever is drawn, readers get what was published, whole; gates count each sample once, within the bound."""
+"""Whatever is drawn, readers get what was published, whole, and feeds of rows are the table at their cursor.
+
+Gates count each sample once, within the bound.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
+from tests.versions.feed_rehearsal import rehearse_feeds
 from tests.versions.gates import rehearse_gate
 from tests.versions.rehearsal import World, small_and_quick
 
@@ -28,3 +34,26 @@ def test_no_drawn_run_of_a_gate_breaks_a_promise(num_samples: int) -> None:
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
         seed += 1
+
+
+MUST_HAPPEN_TO_FEEDS = (
+    "a cursor checked",
+    "a feed begun anew",
+    "rows gone",
+    "a log ended",
+    "a consumer restarted",
+    "a server killed",
+    "a line cut",
+)
+
+
+@pytest.mark.parametrize("num_seeds", [16, pytest.param(1000, marks=pytest.mark.campaign)])
+def test_no_drawn_run_of_feeds_breaks_a_promise(num_seeds: int) -> None:
+    counts = Counter[str]()
+    for seed in range(num_seeds):
+        try:
+            counts += rehearse_feeds(seed).counts
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+    assert counts["a cursor checked"] > 10 * num_seeds
+    assert not [name for name in MUST_HAPPEN_TO_FEEDS if not counts[name]], counts

@@ -120,7 +120,8 @@ class Session:
         self.tables.saved = self.saved
         self.sources = Sources(self.saved)
         plan = None if self.rank else self.snapshot_plan
-        self.snapshots = SnapshotTaker(self.node, self.size, self.metrics.tell, plan)
+        resumed = None if self.saved is None else self.saved.resumed.folder
+        self.snapshots = SnapshotTaker(self.node, self.size, self.metrics.tell, plan, resumed)
         self.slicing = Slicing(
             self.size, self.node.rpc, self._optimizers, lambda: self.node.clock, is_elastic=self.is_elastic
         )

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NoReturn
 
 from paceline.core.consistency import Consistency
 from paceline.core.effects import (
@@ -35,6 +36,7 @@ from paceline.core.messages import (
     PushId,
     PushRefused,
     Replicated,
+    Sender,
     Taken,
     WorkerRefused,
 )
@@ -339,6 +341,9 @@ class ServerNode:
 
     def _dispatch(self, hello: Hello, connection: Connection, message: object, frame: Frame) -> None:
         check_said(hello, message, self.settings.num_servers)
+        if hello.role == "worker" and hello.generation != self.settings.generation:
+            frame.release()
+            self._refuse_generation(hello, connection)
         if self.trace.is_kept:
             self._load_meter.note_message(hello.rank, message, frame.body)
         body, life = frame.body, (hello.rank, hello.incarnation)
@@ -384,6 +389,16 @@ class ServerNode:
                 self._table_rpc.handle(life, message, body)
             case _:
                 pass
+
+    def _refuse_generation(self, hello: Hello, connection: Connection) -> NoReturn:
+        """Tell a worker of another generation that it takes no part; raises PeerError, which ends its connection.
+
+        Over that connection, as the worker of this rank and incarnation that takes part now must not hear it.
+        """
+        sender = Sender(hello.generation, hello.rank, hello.incarnation)
+        reason = self._core.lives.objection(sender)
+        connection.try_send([(encode(WorkerRefused(sender, reason)), EMPTY)], timeout_s=0.0)
+        raise PeerError(reason)
 
     def _on_request(self, life: Life, message: Request, body: memoryview) -> None:
         again = partial(self._on_request, life, message, body)

@@ -232,8 +232,12 @@ def has_any(folder: Path) -> bool:
     return any(_number_of(path, set_aside=True) is not None for path in folder.glob(f"{_PREFIX}*"))
 
 
-def write_snapshot(folder: Path, fill: Callable[[Path], SnapshotManifest], keep: int = DEFAULT_KEEP) -> Snapshot:
+def write_snapshot(
+    folder: Path, fill: Callable[[Path], SnapshotManifest], keep: int = DEFAULT_KEEP, resumed: Path | None = None
+) -> Snapshot:
     """Write a snapshot, whose files `fill` writes into a new folder, and keep the newest ones; blocks.
+
+    `resumed`: the snapshot that the job goes on from, which stays, too: workers that are started again read it.
 
     Raises:
         UsageError: another process writes snapshots there now.
@@ -258,7 +262,8 @@ def write_snapshot(folder: Path, fill: Callable[[Path], SnapshotManifest], keep:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
         sync(folder)
-        for old in _unneeded(snapshots_in(folder), max(1, keep)):
+        unneeded = _unneeded(snapshots_in(folder), max(1, keep), resumed)
+        for old in reversed(unneeded):  # what one is based on goes after it
             _discard(old)
     return Snapshot(final, manifest)
 
@@ -268,10 +273,12 @@ def now_s() -> float:
     return time.time()
 
 
-def _unneeded(found: list[Path], keep: int) -> list[Path]:
-    """Return the snapshots that are not among the newest ones, nor what these are based on."""
+def _unneeded(found: list[Path], keep: int, resumed: Path | None) -> list[Path]:
+    """Return the snapshots that are not among the newest ones, nor `resumed`, nor what these are based on."""
     needed = set(found[-keep:])
-    for path in found[-keep:]:
+    if resumed is not None:
+        needed |= {path for path in found if path.resolve() == resumed.resolve()}
+    for path in list(needed):
         try:
             base = Snapshot.read(path).base()
             while base is not None:

@@ -99,13 +99,20 @@ class SnapshotTaker:
         num_workers: of the job.
         tell: writes a line for the user.
         plan: for snapshots at intervals; None makes none.
+        resumed: the snapshot that the job goes on from, which stays as long as it.
     """
 
     def __init__(
-        self, node: WorkerNode, num_workers: int, tell: Callable[[str], None], plan: SnapshotPlan | None = None
+        self,
+        node: WorkerNode,
+        num_workers: int,
+        tell: Callable[[str], None],
+        plan: SnapshotPlan | None = None,
+        resumed: Path | None = None,
     ) -> None:
         self._node, self._num_workers, self._tell = node, num_workers, tell
         self.plan: Final = plan
+        self._resumed = resumed
         self._every_s = LEAST_AUTO_S if plan is None or plan.every_s is None else plan.every_s
         self._due_s = math.inf if plan is None else time.monotonic() + self._every_s
         self._writer: ThreadPoolExecutor | None = None
@@ -168,7 +175,7 @@ class SnapshotTaker:
 
         def write() -> Path:
             try:
-                written = write_snapshot(folder, fill, keep)
+                written = write_snapshot(folder, fill, keep, self._resumed)
                 if increments is not None:
                     increments.note(written, marks_of({each.name: reader.heads() for each, reader in cuts}))
                 return written.folder

@@ -10,7 +10,7 @@ import random
 import threading
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.core.events import Died, Timeout, WantJoin
 from paceline.core.messages import Sender
@@ -128,28 +128,41 @@ class World:
     between: list[tuple[int, End, Wire]] = field(default_factory=list)
     old: list[tuple[int, Link]] = field(default_factory=list)  # connections that were cut: (server, what it yet reads)
     faults: Counter[str] = field(default_factory=Counter)
+    addresses: tuple[str, ...] = ()
+    carrier: Carrier = field(init=False)
 
     def __post_init__(self) -> None:
-        addresses, carrier = tuple(map(str, range(self.num_servers))), Carrier(self)
-        workers = tuple(range(self.num_workers))
+        self.addresses, self.carrier = tuple(map(str, range(self.num_servers))), Carrier(self)
         for rank in range(self.num_servers):
-            settings = ServerSettings(
-                rank, self.num_servers, workers=workers, join_timeout_s=NEVER_S, lease_s=NEVER_S, retry_s=0.0
-            )
-            self.servers.append(ServerNode(settings, None, carrier, lambda: addresses, Trace(None)))  # type: ignore[arg-type]
-        for rank in workers:
-            settings = WorkerSettings(Sender(1, rank, 0), self.num_servers, retry_s=0.0, max_attempts=10**9)
-            node = WorkerNode(settings, carrier, addresses, WorkerOptions(NEVER_S))  # type: ignore[arg-type]
-            node._lock.changed = node._changed = Pump(self)
-            self.workers[rank] = node
-            for server in range(self.num_servers):
-                self.links[rank, server] = Link.make(Hello("worker", rank, 0, 1))
-                node._connections.append(self.links[rank, server])  # type: ignore[arg-type]
-            with node._changed:
-                node._handle(WantJoin())
+            self.servers.append(self.make_server(rank))
+        for rank in range(self.num_workers):
+            self.start(rank, 0)
         roughness, self.roughness = self.roughness, 0.0
         self.settle()
         self.roughness = roughness
+
+    def make_server(self, rank: int) -> ServerNode:
+        return ServerNode(self.server_settings(rank), None, self.carrier, lambda: self.addresses, Trace(None))  # type: ignore[arg-type]
+
+    def server_settings(self, rank: int) -> ServerSettings:
+        workers = tuple(range(self.num_workers))
+        return ServerSettings(
+            rank, self.num_servers, workers=workers, join_timeout_s=NEVER_S, lease_s=NEVER_S, retry_s=0.0
+        )
+
+    def start(self, rank: int, incarnation: int, generation: int = 1) -> WorkerNode:
+        """Start one life of a worker, which asks to join."""
+        sender = Sender(generation, rank, incarnation)
+        settings = WorkerSettings(sender, self.num_servers, retry_s=0.0, max_attempts=10**9)
+        node = WorkerNode(settings, self.carrier, self.addresses, WorkerOptions(NEVER_S))  # type: ignore[arg-type]
+        node._lock.changed = node._changed = Pump(self)
+        self.workers[rank] = node
+        for server in range(self.num_servers):
+            self.links[rank, server] = Link.make(Hello("worker", rank, incarnation, generation))
+            node._connections.append(self.links[rank, server])  # type: ignore[arg-type]
+        with node._changed:
+            node._handle(WantJoin())
+        return node
 
     # -- moving ------------------------------------------------------------------------------------------------------
 
@@ -204,16 +217,20 @@ class World:
     def receive(self, worker: int, server: int, call_queue: Link, frame: Frame, *, up: bool) -> None:
         node = self.workers.get(worker)
         if up:
-            self.servers[server]._on_incoming(Incoming(call_queue.end, frame))  # type: ignore[arg-type]
+            self.serve(server, Incoming(call_queue.end, frame))  # type: ignore[arg-type]
         elif node is not None:
             self.arrivals(node, server).on_frames([frame])
 
     def cut(self, worker: int, server: int) -> None:
         """Cut a connection; what the server has received but not read yet it reads later, or never."""
+        self.old.append((server, self.links[worker, server]))
+        self.reconnect(worker, server)
+
+    def reconnect(self, worker: int, server: int) -> None:
+        """Have a worker connect anew; nothing more comes over the connection before."""
         call_queue, node = self.links[worker, server], self.workers[worker]
         call_queue.up.is_cut = call_queue.down.is_cut = True
-        self.old.append((server, call_queue))
-        hello = Hello("worker", worker, 0, 1, call_queue.hello.connection + 1)
+        hello = replace(call_queue.hello, connection=call_queue.hello.connection + 1)
         self.links[worker, server] = node._connections[server] = Link.make(hello)  # type: ignore[call-overload]
         self.arrivals(node, server).on_reconnected(lambda: None)
 
@@ -223,12 +240,19 @@ class World:
         frame = call_queue.up.frames.popleft() if call_queue.up.frames else None
         if frame is None:
             self.old.remove((server, call_queue))
-        self.servers[server]._on_incoming(Incoming(call_queue.end, frame))  # type: ignore[arg-type]
+        self.serve(server, Incoming(call_queue.end, frame))  # type: ignore[arg-type]
 
     def tell(self) -> None:
         """Move a frame from server to server."""
         server, end, wire = self.dice.choice([entry for entry in self.between if entry[2].frames])
-        self.servers[server]._on_incoming(Incoming(end, wire.frames.popleft()))  # type: ignore[arg-type]
+        self.serve(server, Incoming(end, wire.frames.popleft()))  # type: ignore[arg-type]
+
+    def serve(self, server: int, item: Incoming | Died | Timeout) -> None:
+        """Have a server handle a frame or an event."""
+        if isinstance(item, Incoming):
+            self.servers[server]._on_incoming(item)
+        else:
+            self.servers[server]._handle(item)
 
     def remind(self) -> None:
         """Let all workers say again what is unanswered."""
@@ -236,8 +260,8 @@ class World:
             with node._changed:
                 node._handle(Timeout())
                 node.rpc.repeat_due()
-        for server in self.servers:
-            server._handle(Timeout())
+        for server in range(self.num_servers):
+            self.serve(server, Timeout())
 
     def settle(self) -> None:
         """Move frames, without faults, until nothing is on its way."""
@@ -262,8 +286,8 @@ class World:
             call_queue = self.links.pop((worker, server))
             call_queue.up.is_cut = call_queue.down.is_cut = True
             self.old.append((server, call_queue))
-        for server in self.servers:
-            server._handle(Died(worker, 0, "killed"))
+        for server in range(self.num_servers):
+            self.serve(server, Died(worker, node.settings.sender.incarnation, "killed"))
         self.discard(node)
 
     def close(self) -> None:
