@@ -10,7 +10,7 @@ from paceline.tools.reproduce.programs import command_line
 
 _PROGRAM: Final = "benchmarks/hosts.py"
 _WORKERS: Final = 4
-_MEGABYTES: Final = "50"  # lines are busy for 4 to 6 s: computing and the end of a clock take some 0.1 s beside that
+_MEGABYTES: Final = "25"  # lines are busy for 2 to 3 s: computing and the end of a clock take some 0.1 s beside that
 
 
 def _run(options: ClaimOptions) -> Finding:
