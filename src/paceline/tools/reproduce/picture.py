@@ -22,6 +22,7 @@ _LINE_IN: Final = 0.2
 _HEAD_IN: Final = 0.95
 _GAP_IN: Final = 0.2
 _LETTERS_A_LINE: Final = 142
+_ROOM_FOR_LEGEND: Final = 1.35  # of the height of bars
 _LETTERS_AN_INCH: Final = 9
 _LETTERS_OF_A_CELL: Final = 62
 _REFERENCE: Final = "#777777"
@@ -113,6 +114,8 @@ def _draw_plot(axes: Axes, plot: Plot) -> None:
     axes.set_ylabel(plain(plot.y_label, 60), color=INK)
     axes.set_ylim(*plot.y_range)
     if len(plot.curves) > 1:
+        if plot.kind == "bars" and plot.y_range[1] is None:  # else bars would lie under the legend
+            axes.set_ylim(top=axes.get_ylim()[1] * _ROOM_FOR_LEGEND)
         axes.legend(fontsize=8.5, frameon=False, labelcolor=INK)
 
 
