@@ -7,7 +7,7 @@ readers get against what was published, and shares no code with what it checks.
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -27,6 +27,8 @@ from paceline.versions.subscription import Version, VersionSubscription
 from paceline.wire import versions as wire
 from paceline.wire.versions import (
     DeltaFetched,
+    FetchBytes,
+    FetchDelta,
     FindVersions,
     PublicationId,
     PublishedPart,
@@ -59,6 +61,7 @@ class ReaderHistory:
     digests: dict[tuple[str, int], str] = field(default_factory=dict)
     newest: dict[int, tuple[str, int]] = field(default_factory=dict)  # by reader
     num_reads: int = 0
+    counts: Counter[str] = field(default_factory=Counter[str])  # of what was to happen
 
     def read(self, reader: int, version: Version, *, is_newer: bool) -> None:
         """Check one version that a reader got; `is_newer`: it has asked for a newer one than before."""
@@ -117,10 +120,11 @@ class ReaderEnd:
     peer_identity, peer, identity = NO_IDENTITY, "a server", b""
 
     def __init__(self, world: World, place: Place, parts: tuple[Published, ...]) -> None:
-        self._world, self._place = world, place
+        self._world, self._place, self._parts = world, place, parts
         self._other = ServerEnd()
         self._reading: Any = _Reading(self._other, parts, threading.Event())  # pyright: ignore[reportArgumentType]
         self.is_open = True
+        self._is_ending = False
         place.lines.append(self)
 
     def send(self, header: bytes, body: memoryview = EMPTY, *, timeout_s: float) -> None:
@@ -132,7 +136,14 @@ class ReaderEnd:
             header = wire.encode(replace_wait(message))
         self._require_open()
         self._other.requests.append(header)
-        self._reading.answer_next()
+        wanted = self._reading._leased.get(message.id) if isinstance(message, FetchBytes | FetchDelta) else None
+        what = "a whole version" if wanted is None or wanted.coming is None else "a version that comes"
+        try:
+            self._reading.answer_next()
+        except ConnectionLost:  # what it said before is carried
+            self._is_ending = True
+            what = "no bytes of a version that comes no further"
+        self._world.history.counts[what] += 1
 
     def receive(self, **_: object) -> Frame:
         self._world.disturb(self)
@@ -140,7 +151,8 @@ class ReaderEnd:
         return self._world.carried(self._other.answers.popleft())
 
     def leased(self) -> set[PublicationId]:
-        return set(self._reading._leased)
+        """Return what is leased and was whole here."""
+        return {made for made, version in self._reading._leased.items() if version.coming is None}
 
     def versions_there(self) -> set[PublicationId]:
         published = self._reading._versions._names.get(NAME)
@@ -152,8 +164,14 @@ class ReaderEnd:
             self._reading.end()
             self._place.lines.remove(self)
 
+    def is_served(self) -> bool:
+        """Return whether the other end has not closed it."""
+        if self._parts[0] not in self._place.parts or (self._is_ending and not self._other.answers):
+            self.close()
+        return self.is_open
+
     def _require_open(self) -> None:
-        if not self.is_open:
+        if not self.is_served():
             raise ConnectionLost("the line was cut")
 
 
@@ -165,15 +183,19 @@ def replace_wait(message: FindVersions) -> FindVersions:
 class Place:
     """A job or a relay, which can be killed: then its lines end, and it begins anew with nothing."""
 
-    begin: Callable[[], tuple[Published, ...]]
+    begin: Callable[[], Callable[[], tuple[Published, ...]]]  # returns what says which parts it has
     share_address: bool
     lines: list[ReaderEnd] = field(default_factory=list)
-    parts: tuple[Published, ...] = ()
+    _parts: Callable[[], tuple[Published, ...]] = tuple
+
+    @property
+    def parts(self) -> tuple[Published, ...]:
+        return self._parts()
 
     def kill(self) -> None:
         for line in list(self.lines):
             line.close()
-        self.parts = self.begin()
+        self._parts = self.begin()
 
 
 class World:
@@ -186,6 +208,7 @@ class World:
         self.history = ReaderHistory()
         self.is_calm = False
         self._is_happening = False
+        self._calling = set[int]()  # readers in a call
         self._series = 0
         self._number = 0
         self._values = {table: np.zeros(numel, dtype) for table, (dtype, numel) in TABLES.items()}
@@ -236,14 +259,15 @@ class World:
         self._is_happening = True
         try:
             what = self.rng.choices(
-                (self._publish, self._finish_part, self._relay_one, self._kill_relay, self._kill_job), (4, 8, 8, 1, 0.5)
+                (self._publish, self._finish_part, self._relay_one, self._kill_relay, self._kill_job, self._lose_place),
+                (4, 8, 8, 1, 0.5, 0.5),
             )
             what[0]()
         finally:
             self._is_happening = False
 
     def disturb(self, line: ReaderEnd) -> None:
-        """Perhaps cut a line, or have something happen while it is used."""
+        """Perhaps cut a line, or have something happen, or another reader make a call, while it is used."""
         if self.is_calm:
             return
         chance = self.rng.random()
@@ -251,6 +275,8 @@ class World:
             line.close()
         elif chance < 0.04:
             self.happen()
+        elif chance < 0.08 and len(self._calling) < NUM_READERS:
+            self._read(self.rng.choice(sorted(set(range(NUM_READERS)) - self._calling)))
 
     def carried(self, frame: Frame) -> Frame:
         """Return what arrives of a frame: perhaps with damaged bytes, or a delta of other words."""
@@ -276,6 +302,7 @@ class World:
             if mine:
                 self.held.pop(self.rng.choice(mine))[1].close()
             return
+        self._calling.add(reader)
         try:
             if what == "pull":
                 version = subscription.pull(max(0, self._number - self.rng.randrange(3)), timeout_s=0.0)
@@ -283,6 +310,8 @@ class World:
                 version = getattr(subscription, what)(timeout_s=0.0)
         except PacelineError:
             return
+        finally:
+            self._calling.remove(reader)
         if what == "pull":
             self.history.newest.pop(reader, None)  # which may go back
         self.history.read(reader, version, is_newer=what == "wait")
@@ -312,13 +341,14 @@ class World:
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
-    def _begin_job(self) -> tuple[Published, ...]:
+    def _begin_job(self) -> Callable[[], tuple[Published, ...]]:
         """Begin a job, or the servers of one anew, which have no versions."""
         if not self.rng.randrange(3):
             self._series += 1
             self._number = 0
         self._late.clear()
-        return tuple(Published() for _ in range(self.rng.randint(1, 3)))
+        parts = tuple(Published() for _ in range(self.rng.randint(1, 3)))
+        return lambda: parts
 
     def _kill_job(self) -> None:
         self.job.kill()
@@ -357,7 +387,7 @@ class World:
     def _add_relay(self, upstream: Place) -> None:
         settings = RelaySettings((NAME,), KEEP, LEASED, "default")
 
-        def begin() -> tuple[Published, ...]:
+        def begin() -> Callable[[], tuple[Published, ...]]:
             relay = VersionRelay(None, self._places(upstream, role="relay"), settings, lambda *_: None)  # pyright: ignore[reportArgumentType]
             if index < len(self.relays):
                 for followed in self.relays[index][0]._followed.values():
@@ -365,7 +395,7 @@ class World:
                 self.relays[index] = relay, place
             else:
                 self.relays.append((relay, place))
-            return ()
+            return relay._parts
 
         index = len(self.relays)
         place = Place(begin, share_address=True)
@@ -376,15 +406,13 @@ class World:
 
     def _relay_one(self, index: int | None = None) -> None:
         """Have a relay take the newest version."""
-        relay, place = self.relays[self.rng.randrange(len(self.relays)) if index is None else index]
+        relay, _ = self.relays[self.rng.randrange(len(self.relays)) if index is None else index]
         with suppress(DeadlineExceeded, PeerError), relay._followed[NAME].subscription.wait(timeout_s=0.0) as version:
-            before = place.parts
-            relay._show(version)
-            assert relay._readers is not None
-            place.parts = relay._readers.parts
-            if before and before[0] is not place.parts[0]:
-                for line in list(place.lines):  # which the relay has closed
-                    line.close()
+            relay.show(version.held_parts())
+
+    def _lose_place(self) -> None:
+        """Have a relay take the place that it reads for lost."""
+        self.rng.choice(self.relays)[0]._withdraw(NAME)
 
     # -- lines -------------------------------------------------------------------------------------------------------
 
@@ -412,9 +440,9 @@ class World:
             self.history.kept("a server", *held_by(part), KEEP, wire.MAX_LEASED)
 
     def _check_leased(self, place: Place) -> None:
-        for line in place.lines:
-            there = line.versions_there()
-            self.history.leased("a place", line.leased(), there)
+        for line in list(place.lines):
+            if line.is_served():
+                self.history.leased("a place", line.leased(), line.versions_there())
 
     def _check_ended(self, place: Place) -> None:
         for line in list(place.lines):
@@ -424,9 +452,9 @@ class World:
 
 
 def held_by(part: Published) -> tuple[int, int]:
-    """How many versions are held, and how many of these are leased."""
+    """How many whole versions are held, and how many of these are leased."""
     published = part.versions._names.get(NAME)
-    versions = [] if published is None else list(published.versions.values())
+    versions = [] if published is None else [each for each in published.versions.values() if each.coming is None]
     return len(versions), sum(version.num_leases > 0 for version in versions)
 
 
@@ -456,4 +484,5 @@ def small_and_quick() -> Iterator[None]:
         patch.setattr("paceline.versions.link.CHUNK_BYTES", CHUNK_BYTES)
         patch.setattr("paceline.versions.link._PIECE_BYTES", PIECE_BYTES)
         patch.setattr("paceline.versions.links._FIRST_PAUSE_S", 0.0)
+        patch.setattr("paceline.server.versions.ARRIVAL_S", 0.0)
         yield

@@ -15,14 +15,18 @@ from tests.versions.rehearsal import World, small_and_quick
 
 @pytest.mark.parametrize("num_seeds", [60, pytest.param(3000, marks=pytest.mark.campaign)])
 def test_no_drawn_run_of_readers_and_relays_breaks_a_promise(num_seeds: int) -> None:
-    num_reads = 0
+    num_reads, counts = 0, Counter[str]()
     with small_and_quick():
         for seed in range(num_seeds):
             try:
-                num_reads += World(seed).run().num_reads
+                history = World(seed).run()
             except AssertionError as error:
                 raise AssertionError(f"seed {seed}: {error}") from error
+            num_reads += history.num_reads
+            counts += history.counts
     assert num_reads > 10 * num_seeds
+    assert counts["a version that comes"] > num_seeds
+    assert counts["no bytes of a version that comes no further"] > num_seeds // 4
 
 
 @pytest.mark.parametrize("num_samples", [20_000, pytest.param(1_000_000, marks=pytest.mark.campaign)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -285,6 +286,98 @@ def test_a_relay_that_is_killed_in_the_middle_of_a_transfer_is_gone_on_from_at_t
         assert 16 * NUMEL <= sum(sizes) <= 16 * NUMEL + 4 * 4 * CHUNK_BYTES
         relays[1].process.terminate()
         assert relays[1].process.wait(PATIENCE_S) == 0
+
+
+class HeldLines:
+    """Lines from a relay to a job, of which each stops before its second piece of a version, until `go`."""
+
+    maps_memory, name = False, "tcp"
+
+    def __init__(self, started: Job) -> None:
+        self.go = threading.Event()
+        self.addresses = started.spec.addresses
+        self._transport = started.transport
+
+    def connect(self, *args: Any, **settings: Any) -> Any:
+        came = list[object]()
+
+        def received(message: object, _: Frame) -> None:
+            came.append(message)
+            if sum(isinstance(each, BytesFetched) for each in came) == 2:
+                assert self.go.wait(PATIENCE_S)
+
+        return Line(self._transport.connect(*args, **settings), received)
+
+
+def test_a_relay_hands_on_what_it_has_of_a_version_while_the_rest_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = TcpTransport.connect
+    with ExitStack() as opened:
+        started, publisher = opened.enter_context(publishing(tmp_path, numel=NUMEL))
+        number = publisher.publish()
+        lines = HeldLines(started)
+        find = PublishingServers(lines, lines.addresses, role="relay")  # pyright: ignore[reportArgumentType]
+        early = list[int]()
+
+        def received(message: object, frame: Frame) -> None:
+            if isinstance(message, BytesFetched) and not lines.go.is_set():
+                early.append(len(frame.body))
+                lines.go.set()
+
+        def watched(self: TcpTransport, *args: Any, **settings: Any) -> Any:
+            return Line(connect(self, *args, **settings), received)
+
+        first = opened.enter_context(relaying(VersionPlaces("the job", (lambda: find,)), "w"))
+        second = opened.enter_context(relaying(VersionPlaces("a relay", _finders(first.address, "relay")), "w"))
+        monkeypatch.setattr(TcpTransport, "connect", watched)  # for the reader
+        with reader_of(second.address) as reader:
+            version = reader.wait(timeout_s=PATIENCE_S)
+        assert early == [4 * CHUNK_BYTES], "through two relays, of which none had more"
+        assert version.number == number
+        assert torch.equal(version["w"], publisher.values[number])
+        assert version.verify()
+
+
+def test_a_version_that_comes_to_a_relay_no_further_is_gone_on_with_at_the_next_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect, sizes = TcpTransport.connect, list[int]()
+    with ExitStack() as opened:
+        started, publisher = opened.enter_context(publishing(tmp_path, numel=NUMEL))
+        number = publisher.publish()
+        lines = HeldLines(started)
+        is_lost = threading.Event()
+
+        def find() -> PublishingServers:
+            if is_lost.is_set():
+                raise PeerError("the test cut it")
+            return PublishingServers(lines, lines.addresses, role="relay")  # pyright: ignore[reportArgumentType]
+
+        def received(message: object, frame: Frame) -> None:
+            if isinstance(message, BytesFetched):
+                sizes.append(len(frame.body))
+                if not is_lost.is_set():
+                    is_lost.set()
+                    for followed in first.relay._followed.values():
+                        for link in followed.subscription._servers.links:
+                            link.close()
+                    lines.go.set()
+
+        def watched(self: TcpTransport, *args: Any, **settings: Any) -> Any:
+            return Line(connect(self, *args, **settings), received)
+
+        first = opened.enter_context(relaying(VersionPlaces("the job", (find,)), "w"))
+        second = opened.enter_context(relaying(of_job(started), "w"))
+        with reader_of(second.address) as reader:
+            assert reader.latest(timeout_s=PATIENCE_S).number == number  # so that it fetches nothing any more
+        monkeypatch.setattr(TcpTransport, "connect", watched)  # for the reader
+        with reader_of(first.address, second.address) as reader:
+            version = reader.wait(timeout_s=PATIENCE_S)
+        assert version.number == number
+        assert torch.equal(version["w"], publisher.values[number])
+        assert sum(sizes) == 4 * NUMEL, "nothing is fetched twice"
+        assert any("'w' of the job is not reached, readers keep what is here" in line for line in first.told)
 
 
 def test_with_certificates_relays_and_readers_know_each_other_by_their_roles(tmp_path: Path) -> None:

@@ -47,6 +47,10 @@ _SEND_TIMEOUT_S: Final = 60.0
 _CLOSING_TIMEOUT_S: Final = 5.0
 
 
+class _NotComing(UsageError):
+    """Bytes of a version that a relay fetches have not come to it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Published:
     """What readers of one server may read: the versions that were published, and the rows of its tables."""
@@ -207,10 +211,10 @@ class _Reading:
                     _say(self._connection, VersionLeased(number, version.head), described)
                 case FetchBytes():
                     number = message.number
-                    _say(self._connection, BytesFetched(number), _bytes_of(self._leased, message))
+                    _say(self._connection, BytesFetched(number), self._bytes_of(message))
                 case FetchDelta():
                     number = message.number
-                    new, base = _bytes_of(self._leased, message), self._versions.find(message.base)
+                    new, base = self._bytes_of(message), self._versions.find(message.base)
                     num_words, body = _delta_between(new, base, message)
                     _say(self._connection, DeltaFetched(number, num_words), body)
                 case EndLease():
@@ -222,6 +226,29 @@ class _Reading:
         except UsageError as error:
             refused = ReaderRefused(number, str(error), is_gone=isinstance(error, VersionGone))
             _say(self._connection, refused)
+            if isinstance(error, _NotComing):  # nor what else this reader has asked for: it goes on elsewhere, or anew
+                raise ConnectionLost(str(error)) from error
+
+    def _bytes_of(self, wanted: FetchBytes | FetchDelta) -> memoryview:
+        """Return what a reader asks for, as a view; blocks while it is coming.
+
+        Raises:
+            UsageError: there is no such thing, or it does not come.
+        """
+        version = self._leased.get(wanted.id)
+        if version is None:
+            raise VersionGone(f"version {wanted.id.number} of '{wanted.id.name}' is not leased")
+        if wanted.part >= len(version.memories):
+            raise UsageError(f"version {wanted.id.number} has {len(version.memories)} parts, and no part {wanted.part}")
+        memory, stop = version.memories[wanted.part], wanted.start + wanted.size_bytes
+        if stop > memory.nbytes:
+            raise UsageError(f"part {wanted.part} of version {wanted.id.number} has {memory.nbytes} bytes, not {stop}")
+        if not self._versions.wait_bytes(version, wanted.part, stop, self._closing.is_set):
+            raise _NotComing(
+                f"version {wanted.id.number} of '{wanted.id.name}' comes to this relay no further now: byte {stop} of "
+                f"part {wanted.part} is not here"
+            )
+        return memory[wanted.start : stop]
 
     def _choose(self, server: int) -> None:
         """Read the part of another server from now on."""
@@ -261,19 +288,6 @@ def is_reader(connection: Connection) -> bool:
     except PeerError:
         return False
     return isinstance(hello, Hello) and hello.role in ("reader", "relay")
-
-
-def _bytes_of(leased: dict[PublicationId, PublishedVersion], wanted: FetchBytes | FetchDelta) -> memoryview:
-    """Return what a reader asks for, as a view; raises UsageError where there is no such thing."""
-    version = leased.get(wanted.id)
-    if version is None:
-        raise VersionGone(f"version {wanted.id.number} of '{wanted.id.name}' is not leased")
-    if wanted.part >= len(version.memories):
-        raise UsageError(f"version {wanted.id.number} has {len(version.memories)} parts, and no part {wanted.part}")
-    memory, stop = version.memories[wanted.part], wanted.start + wanted.size_bytes
-    if stop > memory.nbytes:
-        raise UsageError(f"part {wanted.part} of version {wanted.id.number} has {memory.nbytes} bytes, not {stop}")
-    return memory[wanted.start : stop]
 
 
 def _refuse_body(_header: bytes, size_bytes: int) -> NoReturn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final, final
@@ -28,19 +28,28 @@ from paceline.wire.versions import (
     digest_of,
 )
 
+ARRIVAL_S: Final = 30.0  # that a reader waits for bytes that are coming to a relay; then it connects anew
 _MAX_COPIED: Final = 2  # versions of one name that are copied at once; more are refused
 _MAX_UNFINISHED: Final = 4  # versions of one name of which not all tables are here; an older one is dropped
 
 
 @dataclass(slots=True)
 class PublishedVersion:
-    """A server's part of one version. Invariant: nothing of it but the number of leases changes."""
+    """A server's part of one version. Invariant: bytes that are here do not change, and have their digests.
+
+    `coming`: of one that a relay still fetches, how many bytes of each part are here; None: all of all.
+    """
 
     head: VersionHead
     layout: bytes
     memories: tuple[memoryview, ...]  # by part
     digests: bytes  # of all chunks, in the order of the parts
     num_leases: int = 0
+    coming: Mapping[int, int] | None = None
+
+    def has(self, part: int, stop: int) -> bool:
+        """Return whether the bytes of a part are here up to `stop`."""
+        return self.coming is None or self.coming.get(part, 0) >= stop
 
 
 @dataclass(slots=True)
@@ -65,16 +74,25 @@ class _Published:
     unfinished: dict[PublicationId, _Unfinished] = field(default_factory=dict[PublicationId, _Unfinished])
 
     def show(self, version: PublishedVersion, keep: int) -> None:
-        """Add a version that is whole, and drop those that are no longer kept."""
+        """Add a version, or the rest of one that was coming, and drop those that are no longer kept."""
         self.keep = keep
-        self.versions.setdefault(version.head.id, version)
+        self.drop_coming(but=version.head)
+        there = self.versions.setdefault(version.head.id, version)
+        if version.coming is None:
+            there.coming = None
         self.retain()
 
+    def drop_coming(self, but: VersionHead | None = None) -> None:
+        """Drop what is still coming, as no more of it will come."""
+        for each in [each for each in self.versions.values() if each.coming is not None and each.head != but]:
+            del self.versions[each.head.id]
+
     def retain(self) -> None:
-        """Drop versions that are neither among the newest nor leased."""
-        old = list(self.versions)[: -self.keep]
-        for each in [each for each in old if not self.versions[each].num_leases]:
-            del self.versions[each]
+        """Drop versions that are neither among the newest that are whole nor leased."""
+        whole = [made for made, each in self.versions.items() if each.coming is None]
+        for made in whole[: -self.keep]:
+            if not self.versions[made].num_leases:
+                del self.versions[made]
 
 
 class VersionGone(UsageError):
@@ -146,7 +164,7 @@ class PublishedVersions:
             return True
 
     def show(self, version: PublishedVersion, keep: int) -> None:
-        """Show readers a version that is whole already, as a relay has it, and keep so many of its name."""
+        """Show readers a version that a relay has, or that is coming to it, and keep so many of its name."""
         with self._changed:
             if not self._closed:
                 self._names.setdefault(version.head.id.name, _Published()).show(version, keep)
@@ -161,8 +179,28 @@ class PublishedVersions:
             )
             return self._ids(wanted.name)
 
+    def withdraw(self, name: str) -> None:
+        """Show no more what is still coming under a name; those that wait for its bytes are told."""
+        with self._changed:
+            if name in self._names:
+                self._names[name].drop_coming()
+                self._changed.notify_all()
+
+    def wait_bytes(self, version: PublishedVersion, part: int, stop: int, is_over: Callable[[], bool]) -> bool:
+        """Return whether the bytes of a part are here up to `stop`; blocks while they are coming, for `ARRIVAL_S`."""
+
+        def is_settled() -> bool:
+            published = self._names.get(version.head.id.name)
+            is_coming = published is not None and published.versions.get(version.head.id) is version
+            return version.has(part, stop) or not is_coming or is_over()
+
+        if version.coming is not None:
+            with self._changed:
+                self._changed.wait_for(is_settled, ARRIVAL_S)
+        return version.has(part, stop)
+
     def wake(self) -> None:
-        """Have those that wait look again at whether it is over."""
+        """Have those that wait look again: more bytes are here, or it is over."""
         with self._changed:
             self._changed.notify_all()
 
@@ -188,10 +226,11 @@ class PublishedVersions:
             return version
 
     def find(self, wanted: PublicationId) -> PublishedVersion | None:
-        """Return a version if it is here; it may be dropped at any time, but its memory stays for the caller."""
+        """Return a version if all of it is here; it may be dropped at any time, but its memory stays for the caller."""
         with self._changed:
             published = self._names.get(wanted.name)
-            return None if published is None else published.versions.get(wanted)
+            version = None if published is None else published.versions.get(wanted)
+            return None if version is None or version.coming is not None else version
 
     def release(self, version: PublishedVersion) -> None:
         """End a lease."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeVar, final
 
@@ -104,6 +104,12 @@ class PartMemory:
     is_mapped: bool = False
     received_bytes: int = 0  # over the network
 
+    def make_room(self, leased: LeasedPart) -> None:
+        """Have memory for all bytes of a server's part, before they come."""
+        for index, part in enumerate(leased.head.parts):
+            if part.size_bytes and index not in self.memories:
+                self.memories[index] = fresh_buffer(part.size_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class Base:
@@ -138,7 +144,7 @@ class ReaderLink:
         self.problem = ""  # why versions may be missing at the other end, as it said last
         self._server = server
         # Within one process, what is mapped is the server's own memory, which this reader could write to.
-        self._maps = transport.maps_memory and transport.name != "memory"
+        self.maps = transport.maps_memory and transport.name != "memory"
         self._number = 0
         self.deadline = Deadline.after(timeout_s)  # for answers, of which each has a few seconds more
         hello = encode_hello(Hello(servers.role, servers.rank, 0, 0))
@@ -186,21 +192,25 @@ class ReaderLink:
         """Say that a version need not be kept. Does not block for an answer."""
         self._connection.send(encode(EndLease(version)), timeout_s=_ANSWER_TIMEOUT_S)
 
-    def fetch(self, leased: LeasedPart, into: PartMemory, base: Base | None = None) -> None:
+    def fetch(
+        self, leased: LeasedPart, into: PartMemory, base: Base | None = None, came: Callable[[], None] | None = None
+    ) -> None:
         """Fetch what is not here yet of a version; blocks. After an error, what has come stays, for another try.
 
         Over shared memory it is mapped and not copied. Otherwise only what has changed since the base is sent, and what
-        of that does not have its digest then is sent whole.
+        of that does not have its digest then is sent whole. `came` is called whenever more of it is here.
         """
         if base is not None and base.leased.head.parts != leased.head.parts:
             base = None
         first_chunk = 0
         for index, part in enumerate(leased.head.parts):
             if into.have.get(index, 0) < part.size_bytes:
-                if self._maps:
+                if self.maps:
                     self._map(leased, index, into)
                 else:
-                    self._copy(leased, index, first_chunk, into, base)
+                    for _ in self._copy(leased, index, first_chunk, into, base):
+                        if came is not None:
+                            came()
             first_chunk += num_chunks(part.size_bytes)
 
     def describe_rows(self, table: str) -> RowTableSpec:
@@ -249,12 +259,13 @@ class ReaderLink:
         body = self._answer(number, BytesFetched, size_bytes)[1]
         into.memories[index], into.have[index], into.is_mapped = body, size_bytes, True
 
-    def _copy(self, leased: LeasedPart, index: int, first_chunk: int, into: PartMemory, base: Base | None) -> None:
-        """Fetch a part piece by piece, some requests ahead; each piece is checked before it counts."""
+    def _copy(
+        self, leased: LeasedPart, index: int, first_chunk: int, into: PartMemory, base: Base | None
+    ) -> Iterator[None]:
+        """Fetch a part piece by piece, some requests ahead; each piece is checked before it counts, and is yielded."""
         size_bytes = leased.head.parts[index].size_bytes
-        memory = into.memories.get(index)
-        if memory is None:
-            memory = into.memories[index] = fresh_buffer(size_bytes)
+        into.make_room(leased)
+        memory = into.memories[index]
         wanted = iter(range(into.have.get(index, 0), size_bytes, _PIECE_BYTES))
         under_way: deque[_Piece] = deque()
         while True:
@@ -274,6 +285,7 @@ class ReaderLink:
             else:
                 memory[piece.start : piece.stop] = body
             into.have[index] = piece.stop
+            yield
 
     def _ask_piece(self, leased: LeasedPart, index: int, first_chunk: int, start: int, base: Base | None) -> _Piece:
         """Ask for a piece of a part, unless the base has the same."""

@@ -18,7 +18,7 @@ from paceline.server.readers import Published, ReaderService
 from paceline.server.versions import PublishedVersion, PublishedVersions
 from paceline.transport.base import EMPTY, Connection, Listener
 from paceline.versions.places import VersionPlaces
-from paceline.versions.subscription import Version, VersionSubscription
+from paceline.versions.subscription import HeldParts, VersionSubscription
 from paceline.wire.versions import ReaderRefused, encode
 
 TICK_S: Final = 0.25
@@ -61,7 +61,8 @@ class VersionRelay:
     """Takes each version of a place once, and serves it to readers as the servers there do: the same bytes and digests.
 
     It leases a version at the place only while it fetches it, and holds `keep + max_leased` versions of a name at
-    most, and one that is under way. Where the place is lost it serves what it has, and says so.
+    most, and one that is coming, whose bytes it hands on as they come. Where the place is lost it serves what it has,
+    and says so.
 
     Args:
         listener: accepts the readers.
@@ -82,7 +83,7 @@ class VersionRelay:
         self._places = places
         self._settings = settings
         self._notice = notice
-        self._followed: Final = {name: _Followed(VersionSubscription(name, places)) for name in settings.names}
+        self._followed: Final = {name: _Followed(VersionSubscription(name, places, self)) for name in settings.names}
         self._lock = threading.Lock()
         self._readers: ReaderService | None = None  # from the first version on
         self._expelled: Collection[str] = frozenset()
@@ -169,6 +170,7 @@ class VersionRelay:
             if is_lost and not followed.is_told:
                 tail = "readers keep what is here" if self._readers is not None else "there is nothing here yet"
                 self._notice(f"'{name}' of {self._places.name} is not reached, {tail}: {problem}", NEWS)
+                self._withdraw(name)
             elif followed.is_told and not is_lost:
                 self._notice(f"'{name}' of {self._places.name} is reached again", NEWS)
             followed.is_told = is_lost
@@ -181,17 +183,26 @@ class VersionRelay:
         while not self._stopping.is_set():
             try:
                 with subscription.wait(timeout_s=_WAIT_S) as version:
-                    self._show(version)
+                    self.show(version.held_parts())
             except DeadlineExceeded:  # readers are told why
-                continue
+                self._withdraw(subscription.name)
             except PacelineError as error:
+                self._withdraw(subscription.name)
                 if not self._stopping.wait(_AGAIN_S) and str(error) != told:
                     told = str(error)
                     self._notice(f"'{subscription.name}' of {self._places.name} is not handed on: {told}", NEWS)
 
-    def _show(self, version: Version) -> None:
+    def begun(self, held: HeldParts) -> None:
+        """Show a version whose bytes begin to come: readers get them one after the other, as this relay does."""
+        self.show(held, is_coming=True)
+
+    def came(self) -> None:
+        """Have readers look whether the bytes that they wait for are here."""
+        for published in self._parts():
+            published.versions.wake()
+
+    def show(self, held: HeldParts, *, is_coming: bool = False) -> None:
         """Show a version to readers. Where another number of servers has it than before, they connect anew."""
-        held = version.held_parts()
         with self._lock:
             readers, before = self._readers, None
             if readers is None or len(readers.parts) != len(held):
@@ -199,8 +210,18 @@ class VersionRelay:
         for published, (leased, memory) in zip(readers.parts, held, strict=True):
             memories = tuple(memory.memories.get(index, EMPTY) for index in range(len(leased.head.parts)))
             made = PublishedVersion(leased.head, bytes(leased.layout), memories, bytes(leased.digests))
+            made.coming = memory.have if is_coming else None
             published.versions.show(made, self._settings.keep)
         _close(before)
+
+    def _withdraw(self, name: str) -> None:
+        """Show readers no more of a name than what is whole."""
+        for published in self._parts():
+            published.versions.withdraw(name)
+
+    def _parts(self) -> tuple[Published, ...]:
+        with self._lock:
+            return () if self._readers is None else self._readers.parts
 
     def _serve(self, num_servers: int) -> ReaderService:
         """Begin to serve versions of so many servers; in the lock."""

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Self, TypeAlias, final
+from typing import Final, Protocol, Self, TypeAlias, final
 
 from torch import Tensor, nn
 
@@ -24,6 +24,19 @@ from paceline.versions.swap import ModuleUpdates
 from paceline.wire.versions import PublicationId, check_published_name
 
 TIMEOUT_S: Final = 60.0
+HeldParts: TypeAlias = list[tuple[LeasedPart, PartMemory]]  # of a version, by server
+
+
+class TransferWatcher(Protocol):
+    """Is told how the bytes of versions come to a subscription, by the thread that fetches them."""
+
+    def begun(self, held: HeldParts) -> None:
+        """Note that a version is being fetched, or its rest: there is memory for all of it, which is being filled."""
+        ...
+
+    def came(self) -> None:
+        """Note that more bytes are here."""
+        ...
 
 
 @final
@@ -103,7 +116,7 @@ class Version(Mapping[str, Tensor]):
         """Its name on the wire."""
         return self._parts[0].head.id
 
-    def held_parts(self) -> list[tuple[LeasedPart, PartMemory]]:
+    def held_parts(self) -> HeldParts:
         """Return what each server says of its part, and the bytes of it; by rank, for a relay."""
         return list(zip(self._parts, self._memories, strict=True))
 
@@ -141,10 +154,11 @@ class VersionSubscription:
     and another one begin in its place.
     """
 
-    def __init__(self, name: str, places: VersionPlaces) -> None:
-        """Begin without connections."""
+    def __init__(self, name: str, places: VersionPlaces, watcher: TransferWatcher | None = None) -> None:
+        """Begin without connections. `watcher`: of what comes over a network, and is not mapped."""
         self.name: Final = name
         self._places = places
+        self._watcher = watcher
         self._servers = ServerLinks(name, places)
         self._unfinished: dict[PublicationId, _Unfinished] = {}
         self._newest: PublicationId | None = None  # that was taken
@@ -336,9 +350,8 @@ class VersionSubscription:
         if unfinished is None or unfinished.digest != digest:
             unfinished = _Unfinished(digest, [PartMemory() for _ in parts])
             self._unfinished = {wanted: unfinished}
-        bases = self._bases if len(self._bases) == len(links) else [None] * len(links)
-        for link, part, memory, base in zip(links, parts, unfinished.memories, bases, strict=True):
-            link.fetch(part, memory, base)
+        self._servers.problem = ""  # as all servers have answered
+        self._transfer(links, parts, unfinished.memories)
         self._unfinished.clear()
         self._newest = wanted
         if not all(memory.is_mapped for memory in unfinished.memories):
@@ -348,6 +361,19 @@ class VersionSubscription:
         made = Version(parts, unfinished.memories, lambda: self._end_lease(lease), lambda: dropped.append(lease))
         self._leases[lease] += 1
         return made
+
+    def _transfer(
+        self, links: Sequence[ReaderLink], parts: Sequence[LeasedPart], memories: Sequence[PartMemory]
+    ) -> None:
+        """Fetch what is not here yet of a version that is leased."""
+        watcher = None if any(link.maps for link in links) else self._watcher
+        if watcher is not None:
+            for part, memory in zip(parts, memories, strict=True):
+                memory.make_room(part)
+            watcher.begun(list(zip(parts, memories, strict=True)))
+        bases = self._bases if len(self._bases) == len(links) else [None] * len(links)
+        for link, part, memory, base in zip(links, parts, memories, bases, strict=True):
+            link.fetch(part, memory, base, None if watcher is None else watcher.came)
 
     def _end_lease(self, lease: _Lease) -> None:
         """End the lease of one version that was returned; the servers are told with the last of a number."""
