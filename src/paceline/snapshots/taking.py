@@ -198,7 +198,7 @@ class SnapshotTaker:
         if politely:
             self._wait_last()
         if self._writer is not None:
-            self._writer.shutdown(wait=False, cancel_futures=True)
+            self._writer.shutdown(wait=politely, cancel_futures=True)
 
     def _wait_last(self) -> None:
         """Wait for the snapshot before; raises DeadlineExceeded if it does not come to its end."""
