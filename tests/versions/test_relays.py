@@ -19,7 +19,7 @@ from torch import Tensor
 
 import paceline
 from paceline.api.session import Session
-from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, Refused, UsageError
+from paceline.errors import AuthenticationFailed, ConnectionLost, DeadlineExceeded, PeerError, Refused, UsageError
 from paceline.job.addresses import CLUSTER_NAME
 from paceline.job.credentials.holders import Holder, tls_settings
 from paceline.job.credentials.key_store import issue_keys, make_keys
@@ -289,14 +289,29 @@ def test_a_relay_that_is_killed_in_the_middle_of_a_transfer_is_gone_on_from_at_t
 
 
 class HeldLines:
-    """Lines from a relay to a job, of which each stops before its second piece of a version, until `go`."""
+    """Lines from a relay to a job, of which each stops before its second piece of a version, until `go` or `lose`."""
 
     maps_memory, name = False, "tcp"
 
     def __init__(self, started: Job) -> None:
         self.go = threading.Event()
-        self.addresses = started.spec.addresses
+        self.is_lost = False
+        self._addresses = started.spec.addresses
         self._transport = started.transport
+
+    def find(self) -> PublishingServers:
+        """Return the servers of the job, for a relay."""
+        self._require_there()
+        return PublishingServers(self, self._addresses, role="relay")  # pyright: ignore[reportArgumentType]
+
+    def lose(self) -> None:
+        """Cut the lines; there are no others."""
+        self.is_lost = True
+        self.go.set()
+
+    def _require_there(self) -> None:
+        if self.is_lost:
+            raise ConnectionLost("the test cut it")
 
     def connect(self, *args: Any, **settings: Any) -> Any:
         came = list[object]()
@@ -305,6 +320,7 @@ class HeldLines:
             came.append(message)
             if sum(isinstance(each, BytesFetched) for each in came) == 2:
                 assert self.go.wait(PATIENCE_S)
+                self._require_there()
 
         return Line(self._transport.connect(*args, **settings), received)
 
@@ -317,7 +333,6 @@ def test_a_relay_hands_on_what_it_has_of_a_version_while_the_rest_comes(
         started, publisher = opened.enter_context(publishing(tmp_path, numel=NUMEL))
         number = publisher.publish()
         lines = HeldLines(started)
-        find = PublishingServers(lines, lines.addresses, role="relay")  # pyright: ignore[reportArgumentType]
         early = list[int]()
 
         def received(message: object, frame: Frame) -> None:
@@ -328,7 +343,7 @@ def test_a_relay_hands_on_what_it_has_of_a_version_while_the_rest_comes(
         def watched(self: TcpTransport, *args: Any, **settings: Any) -> Any:
             return Line(connect(self, *args, **settings), received)
 
-        first = opened.enter_context(relaying(VersionPlaces("the job", (lambda: find,)), "w"))
+        first = opened.enter_context(relaying(VersionPlaces("the job", (lines.find,)), "w"))
         second = opened.enter_context(relaying(VersionPlaces("a relay", _finders(first.address, "relay")), "w"))
         monkeypatch.setattr(TcpTransport, "connect", watched)  # for the reader
         with reader_of(second.address) as reader:
@@ -347,27 +362,17 @@ def test_a_version_that_comes_to_a_relay_no_further_is_gone_on_with_at_the_next_
         started, publisher = opened.enter_context(publishing(tmp_path, numel=NUMEL))
         number = publisher.publish()
         lines = HeldLines(started)
-        is_lost = threading.Event()
-
-        def find() -> PublishingServers:
-            if is_lost.is_set():
-                raise PeerError("the test cut it")
-            return PublishingServers(lines, lines.addresses, role="relay")  # pyright: ignore[reportArgumentType]
 
         def received(message: object, frame: Frame) -> None:
             if isinstance(message, BytesFetched):
                 sizes.append(len(frame.body))
-                if not is_lost.is_set():
-                    is_lost.set()
-                    for followed in first.relay._followed.values():
-                        for link in followed.subscription._servers.links:
-                            link.close()
-                    lines.go.set()
+                if not lines.is_lost:
+                    lines.lose()
 
         def watched(self: TcpTransport, *args: Any, **settings: Any) -> Any:
             return Line(connect(self, *args, **settings), received)
 
-        first = opened.enter_context(relaying(VersionPlaces("the job", (find,)), "w"))
+        first = opened.enter_context(relaying(VersionPlaces("the job", (lines.find,)), "w"))
         second = opened.enter_context(relaying(of_job(started), "w"))
         with reader_of(second.address) as reader:
             assert reader.latest(timeout_s=PATIENCE_S).number == number  # so that it fetches nothing any more
