@@ -359,9 +359,9 @@ def test_a_view_stays_as_it_is_when_its_worker_has_left(tmp_path: Path) -> None:
         if ps.rank == 1:
             ps.close()
             left.set()
-            assert changed.wait(30)
+            assert changed.wait(120)
             return [values.min().item(), values.max().item()]
-        assert left.wait(30)
+        assert left.wait(120)
         assert w.push(torch.ones(3000)).result(30).applied
         changed.set()
         return w.pull()[:2].tolist()

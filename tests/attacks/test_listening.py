@@ -41,10 +41,10 @@ def test_a_job_listens_on_the_loopback_interface_alone(carrier: str, tmp_path: P
         table = worker.table("w", shape=(4,), update=paceline.update.Add())
         table.push(torch.ones(4))
         paceline.all_reduce(torch.ones(4))  # over connections among the workers
-        meeting.wait(30)
+        meeting.wait(120)
         if worker.rank == 0:
             seen.append(listening() - before)
-        meeting.wait(30)
+        meeting.wait(120)
 
     with job(tmp_path, workers=2, servers=2, carrier=carrier) as started:
         started.run(work)

@@ -238,7 +238,7 @@ def record_and_replay(settings: TlsSettings) -> Attack:
             with suppress(PeerError):
                 transport = TcpTransport(CREDENTIALS, tls=settings)
                 transport.connect(f"127.0.0.1:{middle.getsockname()[1]}", IDENTITY, timeout_s=30).close()
-            thread.join(30)
+            thread.join(120)
         assert len(recorded) > 1000, "a ClientHello and a certificate"
         say(address, bytes(recorded))
         return b""

@@ -74,7 +74,7 @@ def test_players_whose_stage_is_gone_end_by_themselves(command: list[str]) -> No
         known = processes(side)
         for line in side.lines:
             line.close()  # as the death of the stage does
-        side.process.wait(30)
+        side.process.wait(120)
         assert_gone(known)
 
 

@@ -74,7 +74,7 @@ def _running(command: list[str], environment: dict[str, str], log: Path) -> Iter
         finally:
             process.terminate()
             try:
-                process.wait(30)
+                process.wait(120)
             except subprocess.TimeoutExpired:
                 process.kill()
 

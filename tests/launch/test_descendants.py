@@ -63,7 +63,7 @@ def test_what_left_its_session_ends_with_the_run(tmp_path: Path) -> None:
     with launched(write_script(tmp_path, LEAVERS), num_workers=1) as process:
         left = pids(read_until(process, "left", times=NUM_LEFT))
 
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
         assert wait_gone(left, 0) == set()
 
 

@@ -345,7 +345,7 @@ def test_a_run_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
     assert process.stdout is not None
     process.stdout.close()
 
-    assert process.wait(30) == 0
+    assert process.wait(120) == 0
     assert (tmp_path / "done").exists()
 
 

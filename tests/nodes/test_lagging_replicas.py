@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from tests.nodes.cluster import open_table, read_values, run_threads, table
 from tests.nodes.test_clipping import Trained as Clipped
 from tests.nodes.test_faults import NUM_CLOCKS, NUM_WORKERS, Ledger
 from tests.nodes.test_replicas import WithKeyCache, check, replicated, undisturbed
-from tests.nodes.test_successors import MOMENTUM, POLICIES, SIZES, Trained, make_distant, push_to_read
+from tests.nodes.test_successors import MOMENTUM, POLICIES, SIZES, Fate, Trained, make_distant, push_to_read
 
 from paceline.server import replica
 from paceline.server.replica import Pushed, ReplicaLink
@@ -34,7 +34,8 @@ class SlowLine:
     """
 
     num_lost = 0  # frames, over all lines
-    chance = random.Random(7)
+    of_threads: ClassVar[dict[int, SlowLine]] = {}  # the line that each thread uses
+    chance = random.Random(7)  # begun anew for each test
     share = 0.02  # of frames with which others leave
 
     def __init__(self, connection: Connection, *_: Any, **__: Any) -> None:
@@ -46,6 +47,7 @@ class SlowLine:
         return len(self.frames)
 
     def send(self, header: bytes, body: memoryview = EMPTY, *, last_of: bytes) -> None:
+        self.of_threads[threading.get_ident()] = self
         self.frames.append((header, bytes(body)))
         if self.chance.random() < self.share:
             while self.frames and self.chance.random() < 0.9:
@@ -58,6 +60,12 @@ class SlowLine:
             self.connection.send(header, memoryview(body), timeout_s=PATIENCE_S)
             if not isinstance(replica._CODEC.decode(header), Pushed):
                 return
+
+    @classmethod
+    def holds_frames(cls) -> bool:
+        """Return whether frames would be lost with the server of this thread."""
+        line = cls.of_threads.get(threading.get_ident())
+        return line is not None and line.num_waiting > 0
 
     def close(self) -> None:
         SlowLine.num_lost += len(self.frames)
@@ -77,6 +85,9 @@ def slow_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReplicaLink, "_hear", wrapped)
     monkeypatch.setattr(replica, "SendQueue", SlowLine)
     monkeypatch.setattr(SlowLine, "num_lost", 0)
+    monkeypatch.setattr(SlowLine, "of_threads", {})
+    monkeypatch.setattr(SlowLine, "chance", random.Random(7))
+    monkeypatch.setattr(Fate, "may_kill", SlowLine.holds_frames)
 
 
 @pytest.fixture(scope="module")

@@ -58,15 +58,25 @@ class Killed(BaseException):
 
 @dataclass
 class Fate:
-    """Kills a server at every so many points: before and after it writes something down, and before each effect."""
+    """Kills a server at every so many points: before and after it writes something down, and before each effect.
+
+    Where it may not be killed there, as nothing would be lost with it, it is at the next point at which it may.
+    """
 
     stride: int
     num_points: int = 0
     num_kills: int = 0
+    is_due: bool = False
+
+    @staticmethod
+    def may_kill() -> bool:
+        return True
 
     def pass_point(self) -> None:
         self.num_points += 1
-        if self.stride and self.num_points % self.stride == 0:
+        self.is_due = bool(self.stride) and (self.is_due or self.num_points % self.stride == 0)
+        if self.is_due and self.may_kill():
+            self.is_due = False
             self.num_kills += 1
             raise Killed
 

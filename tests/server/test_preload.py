@@ -22,7 +22,7 @@ def test_requests_wait_for_the_import_and_others_do_not(monkeypatch: pytest.Monk
     calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
     gate, done = threading.Event(), list[str]()
     monkeypatch.delitem(sys.modules, DYNAMO, raising=False)
-    monkeypatch.setattr(preload.importlib, "import_module", lambda _: gate.wait(30))
+    monkeypatch.setattr(preload.importlib, "import_module", lambda _: gate.wait(120))
     warm = RulePreload(calls.put)
     assert not any(warm.defer((0, 0), rule, lambda: done.append("kernel")) for rule in KERNELS)
     for number in range(3):

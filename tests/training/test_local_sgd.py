@@ -200,7 +200,7 @@ def test_bytes_fall_by_the_steps_of_a_round(tmp_path: Path, monkeypatch: pytest.
         def work(worker: Session) -> None:
             model = nn.Linear(num_parameters, 1, bias=False)
             optimizer = paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy)
-            at_start.wait(30)
+            at_start.wait(120)
             for _ in range(num_steps):
                 optimizer.zero_grad()
                 model(torch.ones(1, num_parameters)).sum().backward()

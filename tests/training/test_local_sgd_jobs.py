@@ -69,13 +69,13 @@ def test_a_worker_that_joins_late_starts_from_what_is_there(tmp_path: Path) -> N
                 started.kill(worker)
                 has_died.set()
                 return
-            assert has_joined.wait(30)
+            assert has_joined.wait(120)
             go(model, optimizer, 6)
             results[rank] = weight(model), common(model, optimizer)
             worker.barrier()
 
     def live_again(started: Job) -> None:
-        assert has_died.wait(30)
+        assert has_died.wait(120)
         with started.join(1, incarnation=1) as worker:
             bind(worker)
             model = slope()

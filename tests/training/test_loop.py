@@ -370,7 +370,7 @@ def test_workers_that_differ_are_refused_with_the_first_differences(
 
     def work(worker: Session) -> None:
         if worker.rank == 1:
-            assert first_is_in.wait(30)
+            assert first_is_in.wait(120)
         paceline.distributed(sgd(mlp()) if worker.rank == 0 else other())
         first_is_in.set()
 
@@ -383,7 +383,7 @@ def test_workers_with_different_settings_are_refused(tmp_path: Path) -> None:
 
     def work(worker: Session) -> None:
         if worker.rank == 1:
-            assert first_is_in.wait(30)
+            assert first_is_in.wait(120)
         paceline.distributed(sgd(mlp()), consistency="bsp" if worker.rank == 0 else "ssp:3")
         first_is_in.set()
 

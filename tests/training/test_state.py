@@ -172,7 +172,7 @@ def test_what_was_pushed_before_the_load_does_not_come_back(tmp_path: Path, cons
         optimizer = paceline.distributed(torch.optim.SGD([weight], lr=1.0), consistency=consistency)
         if worker.rank == 0:
             worker_0_is_ready.set()
-        assert worker_0_is_ready.wait(30)
+        assert worker_0_is_ready.wait(120)
         for _ in range(0 if worker.rank == 0 else 20):
             weight.grad = torch.ones(1)
             optimizer.step()
