@@ -196,7 +196,8 @@ class FeedWorld:
         self.life, self.dtype = self.rng.choice(LIVES), self.rng.choice(("float32", "bfloat16"))
         self.tables = [Changing(self.life, self.dtype) for _ in range(self.rng.randint(1, 3))]
         self.places = [Published() for _ in self.tables]
-        self.place = Place(lambda: tuple(self.places), share_address=False, parts=tuple(self.places))
+        self.place = Place(lambda: lambda: tuple(self.places), share_address=False)
+        self.place.kill()
         for server in range(len(self.tables)):
             self._serve(server)
         self.consumers = [
@@ -305,7 +306,6 @@ class FeedWorld:
         self.places[server].feeds.detach(before.tables)
         before.tables.close()
         self.tables[server], self.places[server] = after, Published()
-        self.place.parts = tuple(self.places)
         self._serve(server)
 
     def _serve(self, server: int) -> None:

@@ -41,7 +41,7 @@ from paceline.wire.versions import (
 
 NAME = "w"
 CHUNK_BYTES, PIECE_BYTES = 64, 256
-KEEP, LEASED = 2, 3
+KEEP, LEASED = 2, 1
 NUM_ACTIONS, NUM_READERS = 60, 4
 CALM_TRIES = 50
 TENSORS = {"a.0": ("a", 0, 150), "a.1": ("a", 150, 151), "b": ("b", 0, 97)}  # table, first element, elements
@@ -81,10 +81,20 @@ class ReaderHistory:
     def took(self, reader: int, version: Version) -> None:
         self.newest[reader] = version.series, version.number
 
-    def kept(self, where: str, num_versions: int, num_leased: int, keep: int, max_leased: int) -> None:
+    def kept(self, where: str, versions: list[PublishedVersion], keep: int, max_leased: int) -> None:
         """Check what a relay or server holds of a name."""
+        num_versions = sum(each.coming is None for each in versions)
+        num_leased = sum(each.num_leases > 0 for each in versions)
+        if len(versions) > num_versions + 1:
+            raise WrongReadError(f"R8: {len(versions) - num_versions} versions come to {where} at once")
         if num_leased > max_leased or num_versions > keep + num_leased:
             raise WrongReadError(f"R5: {where} holds {num_versions} versions, {num_leased} of them leased")
+
+    def came(self, where: str, made: PublicationId, parts: list[list[PublishedVersion]]) -> None:
+        """Check that a relay has a version that has come to it, whole."""
+        for versions in parts:
+            if not any(each.head.id == made and each.coming is None for each in versions):
+                raise WrongReadError(f"R9: {where} has taken {made} and does not have all of it")
 
     def leased(self, where: str, leased: set[PublicationId], there: set[PublicationId]) -> None:
         """Check that what readers hold is still there."""
@@ -409,6 +419,7 @@ class World:
         relay, _ = self.relays[self.rng.randrange(len(self.relays)) if index is None else index]
         with suppress(DeadlineExceeded, PeerError), relay._followed[NAME].subscription.wait(timeout_s=0.0) as version:
             relay.show(version.held_parts())
+            self.history.came(f"relay {index}", version.id, [held_by(part) for part in relay._parts()])
 
     def _lose_place(self) -> None:
         """Have a relay take the place that it reads for lost."""
@@ -432,12 +443,11 @@ class World:
     def _check_kept(self) -> None:
         for index, (_, place) in enumerate(self.relays):
             for part in place.parts:
-                versions, leased = held_by(part)
-                self.history.kept(f"relay {index}", versions, leased, KEEP, LEASED)
+                self.history.kept(f"relay {index}", held_by(part), KEEP, LEASED)
             self._check_leased(place)
         self._check_leased(self.job)
         for part in self.job.parts:
-            self.history.kept("a server", *held_by(part), KEEP, wire.MAX_LEASED)
+            self.history.kept("a server", held_by(part), KEEP, wire.MAX_LEASED)
 
     def _check_leased(self, place: Place) -> None:
         for line in list(place.lines):
@@ -448,14 +458,13 @@ class World:
         for line in list(place.lines):
             line.close()
         for part in place.parts:
-            self.history.ended("a place", held_by(part)[1])
+            self.history.ended("a place", sum(each.num_leases for each in held_by(part)))
 
 
-def held_by(part: Published) -> tuple[int, int]:
-    """How many whole versions are held, and how many of these are leased."""
+def held_by(part: Published) -> list[PublishedVersion]:
+    """Return the versions that are held."""
     published = part.versions._names.get(NAME)
-    versions = [] if published is None else [each for each in published.versions.values() if each.coming is None]
-    return len(versions), sum(version.num_leases > 0 for version in versions)
+    return [] if published is None else list(published.versions.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,6 +492,7 @@ def small_and_quick() -> Iterator[None]:
         patch.setattr("paceline.wire.versions.CHUNK_BYTES", CHUNK_BYTES)
         patch.setattr("paceline.versions.link.CHUNK_BYTES", CHUNK_BYTES)
         patch.setattr("paceline.versions.link._PIECE_BYTES", PIECE_BYTES)
+        patch.setattr("paceline.versions.link._AHEAD_BYTES", 3 * PIECE_BYTES)
         patch.setattr("paceline.versions.links._FIRST_PAUSE_S", 0.0)
         patch.setattr("paceline.server.versions.ARRIVAL_S", 0.0)
         yield

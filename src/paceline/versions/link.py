@@ -60,7 +60,7 @@ CONNECT_TIMEOUT_S: Final = 5.0
 _ANSWER_TIMEOUT_S: Final = 60.0
 _GRACE_S: Final = 5.0
 _PIECE_BYTES: Final = 4 * CHUNK_BYTES  # that one request asks for, where bytes are copied
-_AHEAD: Final = 3  # requests under way, so that the line is never idle
+_AHEAD_BYTES: Final = 3 * _PIECE_BYTES  # of requests under way, so that the line is never idle
 _MAX_TRIES: Final = 3  # for bytes that do not have the digest that they should have
 MAX_VERSION_BYTES: Final = 1 << 42
 _ROWS: Final = msgspec.msgpack.Decoder(RowTableSpec)
@@ -145,6 +145,8 @@ class ReaderLink:
         self._server = server
         # Within one process, what is mapped is the server's own memory, which this reader could write to.
         self.maps = transport.maps_memory and transport.name != "memory"
+        # What a relay has, its readers get: in smaller pieces sooner.
+        self._piece_bytes = CHUNK_BYTES if servers.role == "relay" else _PIECE_BYTES
         self._number = 0
         self.deadline = Deadline.after(timeout_s)  # for answers, of which each has a few seconds more
         hello = encode_hello(Hello(servers.role, servers.rank, 0, 0))
@@ -266,10 +268,10 @@ class ReaderLink:
         size_bytes = leased.head.parts[index].size_bytes
         into.make_room(leased)
         memory = into.memories[index]
-        wanted = iter(range(into.have.get(index, 0), size_bytes, _PIECE_BYTES))
+        wanted = iter(range(into.have.get(index, 0), size_bytes, self._piece_bytes))
         under_way: deque[_Piece] = deque()
         while True:
-            for start in _some(wanted, _AHEAD - len(under_way)):
+            for start in _some(wanted, _AHEAD_BYTES // self._piece_bytes - len(under_way)):
                 under_way.append(self._ask_piece(leased, index, first_chunk, start, base))
             if not under_way:
                 return
@@ -281,7 +283,7 @@ class ReaderLink:
                 under_way.clear()
                 self._again(leased, index, first_chunk, memory[piece.start : piece.stop], piece.start)
                 into.received_bytes += piece.stop - piece.start
-                wanted = iter(range(piece.stop, size_bytes, _PIECE_BYTES))
+                wanted = iter(range(piece.stop, size_bytes, self._piece_bytes))
             else:
                 memory[piece.start : piece.stop] = body
             into.have[index] = piece.stop
@@ -290,7 +292,7 @@ class ReaderLink:
     def _ask_piece(self, leased: LeasedPart, index: int, first_chunk: int, start: int, base: Base | None) -> _Piece:
         """Ask for a piece of a part, unless the base has the same."""
         part = leased.head.parts[index]
-        stop, chunk = min(start + _PIECE_BYTES, part.size_bytes), first_chunk + start // CHUNK_BYTES
+        stop, chunk = min(start + self._piece_bytes, part.size_bytes), first_chunk + start // CHUNK_BYTES
         if base is None:
             asked = self._ask(FetchBytes(self._next(), leased.head.id, index, start, stop - start))
             return _Piece(start, stop, asked)

@@ -372,8 +372,12 @@ class VersionSubscription:
                 memory.make_room(part)
             watcher.begun(list(zip(parts, memories, strict=True)))
         bases = self._bases if len(self._bases) == len(links) else [None] * len(links)
-        for link, part, memory, base in zip(links, parts, memories, bases, strict=True):
-            link.fetch(part, memory, base, None if watcher is None else watcher.came)
+        try:
+            for link, part, memory, base in zip(links, parts, memories, bases, strict=True):
+                link.fetch(part, memory, base, None if watcher is None else watcher.came)
+        except BaseException:  # answers are still under way, and no caller has what is leased
+            self._servers.drop()
+            raise
 
     def _end_lease(self, lease: _Lease) -> None:
         """End the lease of one version that was returned; the servers are told with the last of a number."""
