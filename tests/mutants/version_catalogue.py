@@ -1,4 +1,4 @@
-"""Mistakes that a careful person could make in what reads versions and keeps them, and the rehearsals that find each."""
+"""Mistakes that a careful person could make in what keeps versions and reads them, and rehearsals that find each."""
 
 from __future__ import annotations
 
