@@ -154,6 +154,7 @@ def test_a_worker_that_comes_back_while_others_are_between_two_clocks_is_in_step
     """Else all would wait for each other at the end: it for a clock that they never begin."""
     is_dead, is_back, through = threading.Event(), threading.Event(), threading.Semaphore(0)
     has_something = threading.Event()  # the one that came back
+    have_batches = threading.Barrier(NUM_WORKERS)  # else one takes what another is late to ask for
     source, answer = write_numbers(tmp_path, 72), SliceQueue.wait_answer
     counted, clocks = list[int](), list[int]()
 
@@ -167,6 +168,7 @@ def test_a_worker_that_comes_back_while_others_are_between_two_clocks_is_in_step
         optimizer = paceline.distributed(torch.optim.SGD(mlp().double().parameters(), lr=0.1))
         for batch in paceline.feed(source, batch_size=6):
             if worker.node.clock == 1 and not is_dead.is_set():
+                have_batches.wait(WAIT_S)
                 if worker.rank == 2:
                     raise Death
                 assert is_dead.wait(WAIT_S)
