@@ -14,7 +14,7 @@ from tests.launch.launching import processes_of, wait_gone
 
 from paceline.cli import answer
 from paceline.launch.replaying import replay_server, tensors_of
-from paceline.server.replica import Moment
+from paceline.server.record_follower import Moment
 
 TIMEOUT_S = 200.0
 SCRIPT = """
