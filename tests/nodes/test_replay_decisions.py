@@ -19,12 +19,13 @@ from paceline.core.settings import ServerSettings
 from paceline.errors import PacelineError
 from paceline.job.addresses import SPEC_NAME
 from paceline.job.spec import ClusterSpec
-from paceline.launch.replaying import ValueNotFinite, replay_server
+from paceline.launch.replaying import ValueNotFinite, replay_server, tensors_of
 from paceline.observe.trace import Trace
 from paceline.server.node import ServerNode
 from paceline.server.record import RecordFile, digests, read_frames, record_path
-from paceline.server.replica import Happened, Looked, ReplicaLink, decode_told
-from paceline.update.named_rules import SGD, Add, Merging
+from paceline.server.record_follower import Moment
+from paceline.server.replica import Diverged, Looked, ReplicaLink, decode_told
+from paceline.update.named_rules import SGD, Merging
 from paceline.update.rows.spec import Lifecycle, RowTableSpec
 from paceline.wire.requests import SaveState
 from paceline.worker.metrics import StepMetrics
@@ -135,7 +136,8 @@ def recorded(run_dir: Path, kill_after: tuple[int, ...]) -> Iterator[Job]:
     for thread in threads:
         thread.start()
     try:
-        yield Job(Cluster(transport, [*nodes], addresses, LEASE_S, reconnect_s=1.0 if any(kill_after) else LEASE_S), nodes)
+        reconnect_s = 1.0 if any(kill_after) else LEASE_S
+        yield Job(Cluster(transport, [*nodes], addresses, LEASE_S, reconnect_s=reconnect_s), nodes)
     finally:
         for node in nodes:
             node.stop()
@@ -187,6 +189,22 @@ LIVES = {
 }
 
 
+def test_a_look_at_values_merges_nothing(tmp_path: Path) -> None:
+    with recorded(tmp_path / "run", (0,)) as job:
+        job.run(partial(merging, 0.004))
+    num_kept: list[int] = []
+
+    def look(moment: Moment) -> str:
+        if "merged" in moment.tables:
+            num_kept.append(moment.tables["merged"].num_kept)
+            tensors_of(moment, "merged")
+            assert moment.tables["merged"].num_kept == num_kept[-1]
+        return ValueNotFinite().met(moment)
+
+    assert replay_server(tmp_path / "run", 0, look).is_proved
+    assert max(num_kept) > 0
+
+
 def check(work: Work, run_dir: Path, kill_after: tuple[int, ...]) -> list[list[object]]:
     """Compare replays with servers, and return what these were told."""
     with recorded(run_dir, kill_after) as job:
@@ -207,10 +225,7 @@ def check(work: Work, run_dir: Path, kill_after: tuple[int, ...]) -> list[list[o
 
 @pytest.mark.parametrize("grace_s", [0.0, 0.004])
 def test_merges_by_a_quorum_are_done_again_where_a_worker_is_killed(grace_s: float, tmp_path: Path) -> None:
-    told = check(partial(merging, grace_s), tmp_path / "run", (0, 0))
-    for frames in told:
-        requests = [str(frame) for frame in frames if isinstance(frame, Happened)]
-        assert requests
+    check(partial(merging, grace_s), tmp_path / "run", (0, 0))
 
 
 @pytest.mark.parametrize("kill_after", [40, 67, 90])
@@ -223,6 +238,16 @@ def test_merges_by_a_quorum_are_done_again_up_to_where_a_server_is_killed(kill_a
 def test_rows_that_go_are_gone_again_where_a_worker_is_killed(policy: str, life: str, tmp_path: Path) -> None:
     told = check(partial(rows, policy, LIVES[life]), tmp_path / "run", (0, 0))
     assert all(any(isinstance(frame, Looked) for frame in frames) for frames in told)
+
+
+def test_rows_in_files_are_the_same_again_and_a_folder_that_is_gone_is_named(tmp_path: Path) -> None:
+    spill = tmp_path / "spill"
+    spill.mkdir()
+    life = Lifecycle(expire_after=3, memory_bytes=9 << 20, spill=str(spill))
+    check(partial(rows, "ssp:2", life), tmp_path / "run", (0, 0))
+    spill.rmdir()
+    with pytest.raises(Diverged, match=r"'rows' of the head cannot be declared here: .*No such file or directory"):
+        replay_server(tmp_path / "run", 0)
 
 
 @pytest.mark.parametrize("kill_after", [50, 77, 100])

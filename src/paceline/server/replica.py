@@ -36,6 +36,7 @@ from paceline.stopwatch import Stopwatch
 from paceline.transport.base import EMPTY, Connection, Frame, Listener, Transport
 from paceline.transport.buffer_pool import Buffer
 from paceline.update.rules import Hyper
+from paceline.wire.malformed import REQUEST_ERRORS, describe_error
 from paceline.wire.messages import (
     Hello,
     MessageCodec,
@@ -536,6 +537,7 @@ class Replay:
     carry_out: Callable[[Life, Request, memoryview], None]
     _broken: set[str] = field(default_factory=set[str])  # tables of which an update has failed on the head
     _fresh: dict[PushId, str] = field(default_factory=dict[PushId, str])  # came before their event; with their tables
+    _asked: bytes = b""  # the last request that was repeated
 
     @property
     def _limits(self) -> BodyLimits:
@@ -622,12 +624,14 @@ class Replay:
     def _repeat(self, written: Written, now: float, body: memoryview) -> None:
         match written:
             case Asked(worker, incarnation, header):
-                self.tables.host.time = now
+                self.tables.host.time, self._asked = now, header
                 self._carry_out((worker, incarnation), decode(header), body)
             case Unapplied(table, _, reason):
                 if not self.tables[table].broken:
                     raise Diverged(f"an update of table '{table}' has failed on the head alone: {reason}")
                 self._broken.add(table)
+            case Declared(table) if table not in self.tables:
+                raise Diverged(f"table '{table}' of the head cannot be declared here: {self._objection()}")
             case Began() | Declared() | Changed() | NotFinite() | Measured():
                 pass  # comes of what is done here
             case event:
@@ -637,6 +641,14 @@ class Replay:
                     table = self._fresh.pop(push.id, None)
                     if table is not None and push.id not in held:
                         self.tables[table].discard(push.id)
+
+    def _objection(self) -> str:
+        """Return why the declaration is refused here that was the last request."""
+        try:
+            self.tables.declare(cast("Declare | DeclareRows", decode(self._asked)).spec)
+        except REQUEST_ERRORS as error:
+            return describe_error(error)
+        return "it was refused, and now would not be"
 
     def _carry_out(self, life: Life, message: object, body: memoryview) -> None:
         if isinstance(message, WholeTable):
