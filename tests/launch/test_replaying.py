@@ -14,9 +14,10 @@ from tests.launch.launching import processes_of, wait_gone
 
 from paceline.cli import answer
 from paceline.launch.replaying import replay_server, tensors_of
-from paceline.server.replica import Moment
+from paceline.server.record_follower import Moment
 
 TIMEOUT_S = 200.0
+PROGRAM = (sys.executable, "-c", "from paceline.cli import main; main()")
 SCRIPT = """
 import sys, threading
 import torch
@@ -40,8 +41,7 @@ threading.Event().wait()
 def test_a_run_that_is_killed_is_replayed_to_its_last_event(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script, values, run_dir = tmp_path / "script.py", tmp_path / "values.pt", tmp_path / "run"
     script.write_text(SCRIPT)
-    program = "import sys; from paceline.cli import main; main()"
-    command = [sys.executable, "-c", program, "run", "--no-progress", "--run-dir", str(run_dir)]
+    command = [*PROGRAM, "run", "--no-progress", "--run-dir", str(run_dir)]
     with subprocess.Popen(
         [*command, "--record", str(script), str(values)], stdout=subprocess.PIPE, text=True
     ) as process:
@@ -80,3 +80,46 @@ def test_what_has_no_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     assert "--record needs a folder that stays: name one with --run-dir" in capsys.readouterr().err
     assert answer(["replay", str(tmp_path)]) == 2
     assert "cannot read the cluster spec" in capsys.readouterr().err
+
+
+DECIDING = """
+import os, signal, sys
+from pathlib import Path
+import torch
+import paceline
+from paceline import update
+
+marker = Path(sys.argv[1])
+with paceline.connect() as ps:
+    momentum = update.SGD(lr=0.1, momentum=0.9)
+    rule = update.Merging(momentum, quorum=2, num_workers=3, grace_s=0.003)
+    merged = ps.table("merged", shape=(65,), update=rule, consistency="asynchronous")
+    life = paceline.Lifecycle(expire_after=2, floor=4, max_rows=30)
+    rows = ps.table("rows", rows=2, update=momentum, consistency="ssp:2", life=life)
+    for clock in range(12):
+        generator = torch.Generator().manual_seed(100 * ps.rank + clock)
+        merged.push(merged.pull() * 0.5 + torch.randn(65, generator=generator))
+        ids = torch.randint(-40, 40, (12,), generator=generator)
+        rows.push(ids[:6], torch.randn(6, 2, generator=generator))
+        ps.clock()
+        rows.pull(ids[4:])
+        if ps.rank == 1 and clock == 5 and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_servers_decide_by_time_and_by_reads_is_replayed_where_a_worker_is_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, marker, run_dir = tmp_path / "script.py", tmp_path / "killed", tmp_path / "run"
+    script.write_text(DECIDING)
+    options = ["--no-progress", "--record", "--workers", "3", "--servers", "2", "--on-crash", "restart"]
+    command = [*PROGRAM, "run", *options, "--run-dir", str(run_dir), str(script), str(marker)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert (done.returncode, marker.exists()) == (0, True), done.stderr
+    assert "record" not in done.stderr
+    assert answer(["replay", str(run_dir)]) == 0
+    told = capsys.readouterr().out
+    assert told.count("its values are those that it had at the end, to the bit") == 2
+    assert told.count("table 'merged'") == told.count("table 'rows'") == 2

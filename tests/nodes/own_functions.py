@@ -15,6 +15,11 @@ def increment(values: Tensor, start: int, *, by: float = 1.0) -> dict[str, Tenso
     return {"first": values[:1], "start": torch.tensor(start)}
 
 
+def halve(values: Tensor, start: int) -> None:
+    del start
+    values.mul_(0.5)
+
+
 def increment_rows(rows: RowWalk, *, by: float = 1.0) -> dict[str, Tensor]:
     for piece in rows.pieces():
         piece.values.add_(by)

@@ -24,7 +24,8 @@ from paceline.launch.replaying import (
 from paceline.server import replica
 from paceline.server.journal import Entry
 from paceline.server.record import RecordFile, UnreadableRecord, read_frames, record_path
-from paceline.server.replica import Attached, Happened, Moment, Proved, ReplicaLink
+from paceline.server.record_follower import Moment
+from paceline.server.replica import Attached, Happened, Proved, ReplicaLink
 
 GIB = 1 << 30
 

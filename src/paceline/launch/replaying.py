@@ -19,15 +19,15 @@ from paceline.launch.server import server_settings, threads_here
 from paceline.observe.trace import Trace
 from paceline.server.journal import Asked
 from paceline.server.node import ServerNode
-from paceline.server.record import digest, record_path
-from paceline.server.replica import RecordFollower
+from paceline.server.record import digests, record_path
+from paceline.server.record_follower import RecordFollower
 from paceline.transport.memory import MemoryTransport
 from paceline.wire.messages import decode
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paceline.server.replica import Moment
+    from paceline.server.record_follower import Moment
 
 
 class ReplayDiffers(PacelineError):
@@ -186,8 +186,7 @@ def replay_server(
         core, tables = moment.parts.core, moment.tables
         replayed.num_events = moment.number
         replayed.clocks = {name: core.clock_of(name) for name in tables}
-        whole = {name: table for name, table in tables.items() if table.has_values and not table.broken}
-        replayed.digests = {name: digest(table, replayed.clocks[name]) for name, table in whole.items()}
+        replayed.digests = digests(tables, core.clock_of)
         look(moment)
 
     record = RecordFollower(record_path(run_dir, rank), is_watched, finish)

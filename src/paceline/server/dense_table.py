@@ -161,6 +161,7 @@ class ServedDenseTable:
                 rule=rule,
                 values=values,
                 num_threads=num_threads,
+                now=lambda: host.time,
                 lasting=lasting,
                 when_idle=self._when_idle,
             )
@@ -229,6 +230,11 @@ class ServedDenseTable:
     def num_waiting(self) -> int:
         """See `ServedTable.num_waiting`."""
         return len(self._waiting)
+
+    @property
+    def num_kept(self) -> int:
+        """See `ServedTable.num_kept`."""
+        return self.shard.num_kept
 
     @property
     def value_bytes(self) -> int:
@@ -489,6 +495,15 @@ class ServedDenseTable:
         if problem:
             raise UsageError(problem)
 
+    def miss_reader(self, life: Life, message: Fetched | Delivered) -> None:
+        """Make the deferred updates that are due: whether a read is answered decides nothing."""
+        if self.spec.rule.quorum is not None:
+            self._attempt(self.shard.settle)
+
+    def repeat_look(self, message: RowPullFrame | RowsUsed, ids: memoryview) -> NoReturn:
+        """Raise PeerError: there are no rows."""
+        raise PeerError(f"ids of dense table '{self.spec.name}'")
+
     def note_taken(self, connection: Connection, clock: int) -> None:
         """See `ServedTable.note_taken`."""
         self.send_buffers.reclaim(connection, "delivery", clock)
@@ -554,14 +569,11 @@ class ServedDenseTable:
 
     def state(self) -> bytes:
         """Return values and rule state, after merging pushes that wait for a quorum; see `ServedTable.state`."""
-        state = self._state()
+        self._settle(all_kept=True)
+        state = self.shard.state()
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
         require_memory(f"the state of table '{self.spec.name}'", 2 * num_bytes)
         return save(state)
-
-    def _state(self) -> dict[str, Tensor]:
-        self._settle(all_kept=True)
-        return self.shard.state()
 
     def load_state(self, body: memoryview) -> None:
         """See `ServedTable.load_state`."""
@@ -604,7 +616,9 @@ class ServedDenseTable:
 
     def save(self, path: Path, clock: int) -> None:
         """See `ServedTable.save`."""
-        save_file({name: tensor.contiguous() for name, tensor in self._state().items()}, path)
+        if self.broken:
+            raise UsageError(self.broken)
+        save_file({name: tensor.contiguous() for name, tensor in self.shard.state().items()}, path)
 
     def restore(self, saved: SavedTable, clock: int, version: int, hyper: tuple[Hyper, ...]) -> None:
         """See `ServedTable.restore`."""

@@ -51,11 +51,12 @@ from paceline.server.connections import Acceptor, Connections, Expel, Incoming, 
 from paceline.server.journal import Asked, Began, Journal, JournalFull, OtherFormat, Written
 from paceline.server.preload import RulePreload
 from paceline.server.readers import Published, ReaderService
-from paceline.server.record import digest
+from paceline.server.record import digests
+from paceline.server.record_follower import RecordFollower
 from paceline.server.records import ServerRecords
 from paceline.server.recovery import CannotGoOn, Declarations, JournalReplay, Recovery, ServerParts
 from paceline.server.repeated_pushes import RepeatedPushes
-from paceline.server.replica import Follower, RecordFollower, Replay, ReplicaLink
+from paceline.server.replica import Follower, Replay, ReplicaLink
 from paceline.server.replica_lag import may_lag
 from paceline.server.requests import RequestHandler, WaitReports
 from paceline.server.served_table import ACCEPTED, Acceptance, TableHost
@@ -176,9 +177,11 @@ class ServerNode:
                 self.allowed_paths,
                 self.num_threads,
                 self.checks_memory,
-                lambda table: self._handle(Changed(table)),
+                lambda table: self._handle(Changed(table), self._tables.host.time),
                 lasting=self.memory,
                 replica=self.replica if self._is_replicated else None,
+                follows=self.follows is not None,
+                time=time.monotonic(),
             )
         )
         readers = ReaderService(self.published)
@@ -213,13 +216,14 @@ class ServerNode:
                 if items is None:
                     return
                 recovery, self.follows = Recovery(postponed=items, lagged=self.replica.lag is not None), None
+                self._tables.host.follows = False
             self.replica.open(self._parts().dump())
             self._acceptor.open()
             self._deadline = self._core.next_deadline()
             if recovery is None or self._recover(recovery):
                 while self._run_once():
                     pass
-            self.replica.prove(self._digests)
+            self.replica.prove(lambda: digests(self._tables, self._core.clock_of))
             self.replica.end("it has ended as it was told to")
         except CannotGoOn as error:
             self._keep_no_more(str(error))
@@ -385,7 +389,7 @@ class ServerNode:
             case _ if isinstance(message, Request):
                 self._on_request(life, message, body)
             case _ if isinstance(message, WholeTable):
-                self.replica.note_request(life, message, body)
+                self.replica.note_request(life, message, body, self._tell_time())
                 self._table_rpc.handle(life, message, body)
             case _:
                 pass
@@ -407,10 +411,11 @@ class ServerNode:
         self._do_request(life, message, body)
 
     def _do_request(self, life: Life, message: Request, body: memoryview) -> None:
+        now = self._tell_time()
         if isinstance(message, _KEPT):
-            self._write_down(Asked(*life, encode(message)), time.monotonic())
-        elif isinstance(message, Initialise | LoadState):
-            self.replica.note_request(life, message, body)
+            self._write_down(Asked(*life, encode(message)), now)
+        elif isinstance(message, Initialise | LoadState) or self._tables.merges(message):
+            self.replica.note_request(life, message, body, now)
         else:
             self.replica.check()
         if isinstance(message, LoadState):
@@ -418,7 +423,7 @@ class ServerNode:
         declared = self._request_handler.handle(life, message, body)
         if declared is not None:
             self._note_declared(life, message)
-            self._handle(declared)
+            self._handle(declared, now)
         if isinstance(message, Initialise) and message.table in self._tables and self._tables[message.table].cold:
             self._keep_no_more(self._tables[message.table].cold)
         self._request_handler.release(self._core.members)
@@ -548,9 +553,16 @@ class ServerNode:
 
     # -- effects of the core -----------------------------------------------------------------------------------------
 
+    def _tell_time(self) -> float:
+        """Return when that happens which is handled now, for the tables too; of what is repeated, when it has."""
+        host = self._tables.host
+        if not host.follows:
+            host.time = time.monotonic()
+        return host.time
+
     def _handle(self, event: ServerEvent, now: float | None = None) -> set[PushId]:
         """Pass an event to the core and carry out its effects; return the pushes that the core holds from now on."""
-        now = time.monotonic() if now is None else now
+        self._tables.host.time = now = time.monotonic() if now is None else now
         if self._journal is not None or self._is_replicated:
             self._write_down(event, now)
         effects = self._core.handle(event, now)
@@ -590,13 +602,13 @@ class ServerNode:
 
     def _apply(self, effect: Apply) -> tuple[PushId, ...]:
         """Update a table; return the pushes that are not in it, after their senders have received a refusal."""
-        clock, table = self._core.clock_of(effect.table), self._tables[effect.table]
+        clock, table, host = self._core.clock_of(effect.table), self._tables[effect.table], self._tables.host
         self._require_pushes(effect, clock)
         began_t = time.monotonic()
         problem, refused = table.apply(effect.ids, clock, effect.norm), dict(table.not_finite)
         if refused:
             for push_id, reason in refused.items():
-                self._handle(NotFinite(effect.table, push_id, reason))  # first: another process leaves them out, too
+                self._handle(NotFinite(effect.table, push_id, reason), host.time)  # first: another process does, too
                 table.discard(push_id)
             effect = effect.without(refused)
             problem = table.apply(effect.ids, clock, effect.norm)
@@ -604,7 +616,7 @@ class ServerNode:
             self._keep_no_more(table.cold)
         if problem:
             self._declarations.broken[effect.table] = problem
-            self._handle(Unapplied(effect.table, effect.ids, problem))
+            self._handle(Unapplied(effect.table, effect.ids, problem), host.time)
             return (*refused, *effect.ids)
         self._declarations.num_applies[effect.table] += 1
         if self._request_handler.work_host.is_used:
@@ -615,7 +627,7 @@ class ServerNode:
 
     def _measure(self, effect: Measure) -> None:
         self._require_pushes(effect, effect.clock)
-        self._handle(self._tables[effect.table].measure(effect))
+        self._handle(self._tables[effect.table].measure(effect), self._tables.host.time)
 
     def _require_pushes(self, effect: Apply | Measure, clock: int) -> None:
         if self._journal is not None and not all(map(self._tables[effect.table].has, effect.ids)):
@@ -640,6 +652,7 @@ class ServerNode:
         life, message = (effect.worker, effect.incarnation), effect.message
         connection = self._peers.connection_of(*life)
         if connection is None:
+            self._tables[message.table].miss_reader(life, message)
             return
         try:
             values = self._tables[message.table].serve(life, connection, message)
@@ -727,10 +740,6 @@ class ServerNode:
         self._declarations.messages.setdefault(spec.name, encode(declaration))
         self._core.handle(declared, self._core.started)
         return declared
-
-    def _digests(self) -> dict[str, str]:
-        whole = {name: table for name, table in self._tables.items() if table.has_values and not table.broken}
-        return {name: digest(table, self._core.clock_of(name)) for name, table in whole.items()}
 
     def _parts(self) -> ServerParts:
         return ServerParts(self._core, self._request_handler, self._table_rpc, self._declarations)

@@ -12,7 +12,7 @@ import os
 import struct
 import zlib
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -154,11 +154,17 @@ def read_frames(path: Path, *, with_bodies: bool = True) -> Generator[tuple[byte
             yield header, body, position
 
 
-def digest(table: ServedTable, clock: int, folder: Path | None = None) -> str:
-    """Return a digest of the values of a table and the state of its rule; writes them to a file on the way.
+def digests(tables: Mapping[str, ServedTable], clock_of: Callable[[str], int]) -> dict[str, str]:
+    """Return by name digests of the values of tables and the state of their rules; writes them to files on the way.
 
-    Raises as `ServedTable.save` does.
+    Without tables that have no values yet, or of which an update has failed. Raises as `ServedTable.save` does.
     """
+    whole = {name: table for name, table in tables.items() if table.has_values and not table.broken}
+    return {name: digest(table, clock_of(name)) for name, table in whole.items()}
+
+
+def digest(table: ServedTable, clock: int, folder: Path | None = None) -> str:
+    """Return a digest of a table; see `digests`."""
     with TemporaryDirectory(prefix="paceline-digest-", dir=folder) as place:
         path = Path(place) / "table"
         table.save(path, clock)

@@ -27,7 +27,7 @@ from paceline.server.connections import Stop
 from paceline.server.journal import Asked, Began, Entry, Written, decode_written, encode_written
 from paceline.server.line_watch import LOOK_S, SILENCE_S, LineWatch
 from paceline.server.memory_check import require_memory
-from paceline.server.record import RecordFile, UnreadableRecord, read_frames
+from paceline.server.record import RecordFile
 from paceline.server.recovery import ServerParts
 from paceline.server.replica_lag import ReplicaLag
 from paceline.server.served_table import SavedFile
@@ -36,7 +36,18 @@ from paceline.stopwatch import Stopwatch
 from paceline.transport.base import EMPTY, Connection, Frame, Listener, Transport
 from paceline.transport.buffer_pool import Buffer
 from paceline.update.rules import Hyper
-from paceline.wire.messages import Hello, MessageCodec, PushFrame, RowPushFrame, check_server, decode, encode
+from paceline.wire.malformed import REQUEST_ERRORS, describe_error
+from paceline.wire.messages import (
+    Hello,
+    MessageCodec,
+    PushFrame,
+    RowPullFrame,
+    RowPushFrame,
+    RowsUsed,
+    check_server,
+    decode,
+    encode,
+)
 from paceline.wire.requests import MAX_HEARD_BYTES, Declare, DeclareRows, Request, WholeTable
 from paceline.wire.send_queue import SendQueue
 
@@ -101,6 +112,13 @@ class Pushed:
 
 
 @dataclass(frozen=True, slots=True)
+class Looked:
+    """A worker has said this of rows that it reads (a frame's header), which counts as their use; ids are beside it."""
+
+    frame: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Happened:
     """This was written down at this time; the body of a request is beside it."""
 
@@ -139,9 +157,14 @@ class Received:
     num_frames: int
 
 
-Told = Attached | Restored | Pushed | Happened | Idled | Checked | Ended | Proved
-_CODEC: Final = MessageCodec[Told](Attached, Restored, Pushed, Happened, Idled, Checked, Ended, Proved)
+Told = Attached | Restored | Pushed | Happened | Idled | Checked | Ended | Proved | Looked
+_CODEC: Final = MessageCodec[Told](Attached, Restored, Pushed, Happened, Idled, Checked, Ended, Proved, Looked)
 _ANSWERS: Final = MessageCodec[Received](Received)
+
+
+def decode_told(header: bytes) -> Told:
+    """Return what a frame says to a replica, or in a record; raises PeerError for other bytes."""
+    return _CODEC.decode(header)
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,6 +369,11 @@ class ReplicaLink:
         if self.is_there:
             self._send(Pushed(encode(frame)), body)
 
+    def note_look(self, frame: RowPullFrame | RowsUsed, ids: memoryview) -> None:
+        """Tell of rows that a worker reads or has read, where that decides how long they stay."""
+        if self.is_there:
+            self._send(Looked(encode(frame)), ids)
+
     def note(self, written: Written, now: float) -> None:
         """Tell what is about to have an effect."""
         if self.is_there:
@@ -353,10 +381,10 @@ class ReplicaLink:
         if self.lag is not None:
             self.lag.note_told(written, self._num_sent)
 
-    def note_request(self, life: Life, request: Request | WholeTable, body: memoryview) -> None:
+    def note_request(self, life: Life, request: Request | WholeTable, body: memoryview, now: float) -> None:
         """Tell of a request that is about to change a table by what is beside it, or runs once."""
         if self.is_there:
-            self._send(Happened(time.monotonic(), encode_written(Asked(*life, encode(request)))), body)
+            self._send(Happened(now, encode_written(Asked(*life, encode(request)))), body)
 
     def note_idle(self) -> None:
         """Tell that requests about tables without pushes are about to be looked for."""
@@ -430,10 +458,8 @@ class ReplicaLink:
         self.close()
 
     def dismiss(self, reason: str) -> None:
-        """Go on without a replica or record, for good; raises Superseded if a replica serves by now."""
+        """Go on without a replica, for good; raises Superseded if a replica serves by now. A record goes on."""
         self.find = None
-        if self.record is not None:
-            self.record.end(reason)
         if self._queue is not None:
             self.wait_received()  # first: the rest of a frame may be on its way
         if self._connection is not None:
@@ -511,6 +537,7 @@ class Replay:
     carry_out: Callable[[Life, Request, memoryview], None]
     _broken: set[str] = field(default_factory=set[str])  # tables of which an update has failed on the head
     _fresh: dict[PushId, str] = field(default_factory=dict[PushId, str])  # came before their event; with their tables
+    _asked: bytes = b""  # the last request that was repeated
 
     @property
     def _limits(self) -> BodyLimits:
@@ -544,6 +571,8 @@ class Replay:
                     self.tables[table].restore(SavedFile(path), clock, version, hyper)
             case Pushed(push):
                 self._keep(push, frame)
+            case Looked(look):
+                self._look(look, frame.body)
             case Happened(now, written):
                 self._repeat(decode_written(written), now, frame.body)
             case Idled():
@@ -585,14 +614,24 @@ class Replay:
             raise Diverged(f"the head has accepted push {push_id} of table '{name}': {accepted.problem or 'no ids'}")
         self._fresh[push_id] = name
 
+    def _look(self, header: bytes, ids: memoryview) -> None:
+        look = decode(header)
+        table = look.pull.table if isinstance(look, RowPullFrame) else look.table if isinstance(look, RowsUsed) else ""
+        if not isinstance(look, RowPullFrame | RowsUsed) or table not in self.tables:
+            raise PeerError(f"the head sent a {type(look).__name__} that makes no sense here")
+        self.tables[table].repeat_look(look, ids)
+
     def _repeat(self, written: Written, now: float, body: memoryview) -> None:
         match written:
             case Asked(worker, incarnation, header):
+                self.tables.host.time, self._asked = now, header
                 self._carry_out((worker, incarnation), decode(header), body)
             case Unapplied(table, _, reason):
                 if not self.tables[table].broken:
                     raise Diverged(f"an update of table '{table}' has failed on the head alone: {reason}")
                 self._broken.add(table)
+            case Declared(table) if table not in self.tables:
+                raise Diverged(f"table '{table}' of the head cannot be declared here: {self._objection()}")
             case Began() | Declared() | Changed() | NotFinite() | Measured():
                 pass  # comes of what is done here
             case event:
@@ -602,6 +641,14 @@ class Replay:
                     table = self._fresh.pop(push.id, None)
                     if table is not None and push.id not in held:
                         self.tables[table].discard(push.id)
+
+    def _objection(self) -> str:
+        """Return why the declaration is refused here that was the last request."""
+        try:
+            self.tables.declare(cast("Declare | DeclareRows", decode(self._asked)).spec)
+        except REQUEST_ERRORS as error:
+            return describe_error(error)
+        return "it was refused, and now would not be"
 
     def _carry_out(self, life: Life, message: object, body: memoryview) -> None:
         if isinstance(message, WholeTable):
@@ -734,67 +781,3 @@ class Follower:
         if not serves:
             raise Superseded(f"server {self.rank} goes on without its replica, or had not begun: {lost}")
         self.tell(f"server {self.rank} is served by its replica from now on: {lost}")
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """A replay between two events: the number of those so far, the latest one, and the server as it is now.
-
-    Args:
-        number: of events so far.
-        now: when the event happened, by the recorded clock (monotonic seconds).
-        written: the event, or the request.
-        parts: of the server, that change with what it is told.
-        tables: of the server.
-    """
-
-    number: int
-    now: float
-    written: Written
-    parts: ServerParts
-    tables: ServedTables
-
-
-@final
-@dataclass(slots=True)
-class RecordFollower:
-    """Has a server do what is recorded of another one, event by event, instead of serving.
-
-    Args:
-        path: of the record.
-        watch: called after each event; the replay stops there if it returns True.
-
-    Attributes:
-        last: the moment after the last event, while the server is open.
-        digests: of the tables at the end, as the record has them; None without its end.
-        end: why the record ends early, if it does.
-    """
-
-    path: Path
-    watch: Callable[[Moment], bool]
-    finish: Callable[[Moment | None], None]
-    digests: dict[str, str] | None = None
-    end: str = ""
-
-    def follow(self, replay: Replay, _next_item: Callable[[float], object | None]) -> None:
-        """Do all that the record has; raises UnreadableRecord and OSError for one that cannot be read, Diverged."""
-        number, moment = 0, None
-        for header, body, _ in read_frames(self.path):
-            try:
-                message = _CODEC.decode(header)
-                replay.take(message, Frame(header, body))
-            except PeerError as error:
-                raise UnreadableRecord(f"{self.path} is damaged after event {number}: {error}") from error
-            match message:
-                case Happened(now, written):
-                    number += 1
-                    moment = Moment(number, now, decode_written(written), replay.parts, replay.tables)
-                    if self.watch(moment):
-                        break
-                case Ended(reason):
-                    self.end = reason
-                case Proved(digests):
-                    self.digests = digests
-                case _:
-                    pass
-        self.finish(moment)

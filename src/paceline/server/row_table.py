@@ -256,6 +256,11 @@ class ServedRowTable:
         """See `ServedTable.num_waiting`."""
         return len(self._waiting)
 
+    @property
+    def num_kept(self) -> int:
+        """None: see `RowTableSpec`."""
+        return 0
+
     def require_equal(self, spec: TableSpec | RowTableSpec) -> None:
         """See `ServedTable.require_equal`."""
         if not isinstance(spec, RowTableSpec):
@@ -399,7 +404,13 @@ class ServedRowTable:
         if problem:
             return Acceptance(problem)
         self.asked[life, pull.request] = ids, pull.clock
+        self._note_look(replace(frame, keys=Keys(len(ids), b"", sent=True)), ids)
         return ACCEPTED
+
+    def _note_look(self, frame: RowPullFrame | RowsUsed, ids: Tensor) -> None:
+        replica = self.host.replica
+        if self.store.counts_use and replica is not None and replica.is_there:
+            replica.note_look(frame, ids_body(ids))
 
     def _size_problem(self, worker: int, num: int, num_waiting: int) -> str:
         """Return why the answer to a read, or all pending answers together, would take too much memory; or ""."""
@@ -432,6 +443,21 @@ class ServedRowTable:
         # The reader may be ahead of the slowest worker, whose clock decides which unused rows expire.
         return ServedValues(self._down.pack_rows(None, self.store.read(ids, max(clock, message.clock))))
 
+    def miss_reader(self, life: Life, message: Fetched | Delivered) -> None:
+        """Count the rows as used that a read has asked for: whether it is answered decides nothing."""
+        asked = self.asked.pop((life, message.request), None) if isinstance(message, Fetched) else None
+        if asked is not None and not self.broken and self.store.counts_use:
+            ids, clock = asked
+            self.store.use(ids, max(clock, message.clock))
+
+    def repeat_look(self, message: RowPullFrame | RowsUsed, ids: memoryview) -> None:
+        """See `ServedTable.repeat_look`."""
+        if isinstance(message, RowPullFrame):
+            sender = message.pull.sender
+            self.asked[(sender.worker, sender.incarnation), message.pull.request] = ids_of(ids), message.pull.clock
+        else:
+            self.note_read((message.sender.worker, message.sender.incarnation), message, ids)
+
     def note_taken(self, connection: Connection, clock: int) -> None:
         """Do nothing: rows travel in memory of their own."""
 
@@ -443,6 +469,7 @@ class ServedRowTable:
                 self.subscriptions[life].remove(ids, message.request)
         elif message.clock > self._told.get(life, -1):
             self._told[life] = message.clock
+            self._note_look(message, ids)
             self.store.use(ids, message.clock)
 
     def mark_changed(self, ids: Tensor) -> None:

@@ -63,8 +63,8 @@ def _change_unnoticed(_table: str) -> None:
     """Stand for a server without a core."""
 
 
-class ToldOfPushes(Protocol):
-    """What has to know of each push that is accepted."""
+class ToldOfTables(Protocol):
+    """What has to know of that which changes tables, and is not in the events of the core."""
 
     @property
     def is_there(self) -> bool:
@@ -78,6 +78,10 @@ class ToldOfPushes(Protocol):
 
     def note_push(self, frame: PushFrame | RowPushFrame, body: memoryview) -> None:
         """Take a push, whose ids are all in the frame and its body."""
+        ...
+
+    def note_look(self, frame: RowPullFrame | RowsUsed, ids: memoryview) -> None:
+        """Take what counts as a use of rows, with all of their ids."""
         ...
 
 
@@ -98,6 +102,8 @@ class TableHost:
         lasting: memory that outlives this server, for its successor; None if there is to be none.
         saver: copies there what the next update is to change.
         replica: is told of each push that is accepted; None for none.
+        follows: whether the server does what another one has done: what happened at that one's times.
+        time: when that has happened which the server handles now, monotonic seconds. Tables look at no other clock.
     """
 
     settings: ServerSettings
@@ -111,7 +117,9 @@ class TableHost:
     same_gradients: SameGradients = field(default_factory=SameGradients)
     lasting: LastingMemory | None = None
     saver: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "paceline-save"))
-    replica: ToldOfPushes | None = None
+    replica: ToldOfTables | None = None
+    follows: bool = False
+    time: float = 0.0
 
     @property
     def name(self) -> str:
@@ -241,6 +249,11 @@ class ServedTable(Protocol):
         ...
 
     @property
+    def num_kept(self) -> int:
+        """Number of pushes that were applied as far as the core knows, and wait for a quorum: `state` merges them."""
+        ...
+
+    @property
     def value_bytes(self) -> int:
         """Bytes of values that were allocated when the table was declared."""
         ...
@@ -339,6 +352,18 @@ class ServedTable(Protocol):
         """
         ...
 
+    def miss_reader(self, life: Life, message: Fetched | Delivered) -> None:
+        """Do what an answer or a delivery changes here that cannot leave, as there is no connection to its reader."""
+        ...
+
+    def repeat_look(self, message: RowPullFrame | RowsUsed, ids: memoryview) -> None:
+        """Note what a worker reads or has read of rows, as the server that is followed has.
+
+        Raises:
+            PeerError: the ids are invalid, or the table has none.
+        """
+        ...
+
     def note_taken(self, connection: Connection, clock: int) -> None:
         """Note that a subscriber has copied the delivery of this clock."""
         ...
@@ -380,7 +405,11 @@ class ServedTable(Protocol):
         ...
 
     def state(self) -> bytes:
-        """Return values and rule state as safetensors. Raises UsageError if an update has failed."""
+        """Return values and rule state as safetensors, with what `num_kept` counts.
+
+        Raises:
+            UsageError: an update has failed.
+        """
         ...
 
     def load_state(self, body: memoryview) -> None:
@@ -431,7 +460,7 @@ class ServedTable(Protocol):
         ...
 
     def save(self, path: Path, clock: int) -> None:
-        """Write values and rule state to a file.
+        """Write values and rule state to a file, without what `num_kept` counts; changes nothing.
 
         Raises:
             PacelineError: an update has failed.

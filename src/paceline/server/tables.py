@@ -18,6 +18,7 @@ from paceline.transport.base import EMPTY, Frame
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.table import TableSpec
 from paceline.wire.messages import FactoredPush
+from paceline.wire.requests import Request, SaveState
 
 if TYPE_CHECKING:
     from paceline.core.server import ServerCore
@@ -55,6 +56,11 @@ class ServedTables(dict[str, ServedTable]):
         else:
             table.require_equal(spec)
         return Declared(spec.name, table.consistency, table.keyed)
+
+    def merges(self, request: Request) -> bool:
+        """Return whether a request that looks at a table changes it, as it merges pushes that wait for a quorum."""
+        table = self.get(request.table) if isinstance(request, SaveState) else None
+        return table is not None and table.num_kept > 0
 
     def expand(self, push: FactoredPush, frame: Frame) -> Frame:
         """Return a push that came with factors as a frame with its whole gradient, and release the one it came in.

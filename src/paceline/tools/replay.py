@@ -10,7 +10,7 @@ from paceline.errors import UsageError
 
 if TYPE_CHECKING:
     from paceline.launch.replaying import Replayed
-    from paceline.server.replica import Moment
+    from paceline.server.record_follower import Moment
 
 _SHOWN = 8  # numbers of a tensor
 _DIGEST = 16  # characters of a digest

@@ -63,6 +63,9 @@ class Merger:
     _kept: list[Contribution] = field(default_factory=list[Contribution])
     _reached_at: float | None = None  # when the kept contributions reached the quorum
 
+    def __len__(self) -> int:
+        return len(self._kept)
+
     def keep(self, contributions: Sequence[Contribution]) -> None:
         """Keep copies of contributions, because their memory is reused."""
         self._kept += [replace(each, gradient=each.gradient.clone()) for each in contributions]
@@ -218,6 +221,11 @@ class Shard:
         self._merger.keep(contributions)
         self.settle()
         return {}
+
+    @property
+    def num_kept(self) -> int:
+        """Number of contributions that wait for a quorum."""
+        return 0 if self._merger is None else len(self._merger)
 
     def pass_over(self) -> None:
         """Count an update that changes nothing, as all its contributions were refused."""

@@ -105,6 +105,11 @@ class RowStore:
         return self._memory.num_slots
 
     @property
+    def counts_use(self) -> bool:
+        """Whether rows go that are not used."""
+        return self._usage.limits
+
+    @property
     def read_width(self) -> int:
         """Numbers per row of a read: its values, then its echo if the rule has one."""
         return self.spec.width + self._echo_width
