@@ -124,7 +124,7 @@ class Settings:
 
     def num_replicas(self, job: TrainingJob) -> int:
         """Return the number of workers that hold this model, or this part of one."""
-        return job.size if self.part is None else self.part.grid.replicas
+        return job.size if self.part is None else self.part.num_holders
 
     def mesh(self, job: TrainingJob) -> Mesh:
         """Return the process groups of the job's workers; blocks until all workers have called it, the first time."""
@@ -547,6 +547,9 @@ class Distributed(torch.optim.Optimizer, ABC):
     def receive(self) -> None:
         """Request the values of the next step, after the clock is finished."""
         ...
+
+    def send_without_batch(self) -> None:
+        """Send what is due for a step without a batch, before its clock is finished; by default nothing."""
 
     @abstractmethod
     def step_without_batch(self) -> None:
