@@ -10,11 +10,12 @@ from paceline.job.strategy import Distribution
 DATA = ["parameter-server", "bsp", "ssp:3", "essp:0", "asynchronous", "backup:1", "all-reduce", "fsdp", "diloco:50"]
 
 
-@given(st.none() | st.sampled_from(DATA), st.integers(1, 8), st.integers(1, 8))
-def test_text_and_value_are_inverse(data: str | None, pipeline: int, tensor: int) -> None:
-    words = [data] * (data is not None) + [f"pipeline:{pipeline}", f"tensor:{tensor}"]
+@given(st.none() | st.sampled_from(DATA), st.integers(1, 8), st.integers(1, 8), st.integers(1, 8))
+def test_text_and_value_are_inverse(data: str | None, pipeline: int, tensor: int, shards: int) -> None:
+    shards = 1 if data == "fsdp" else shards
+    words = [data] * (data is not None) + [f"pipeline:{pipeline}", f"tensor:{tensor}", f"fsdp:{shards}"]
     read = Distribution.parse(" + ".join(words).upper())
-    assert (read.pipeline, read.tensor) == (pipeline, tensor)
+    assert (read.pipeline, read.tensor, read.shards) == (pipeline, tensor, shards)
     assert (read.data is None) == (data is None)
     assert Distribution.parse(str(read)) == (
         read if str(read) != "parameter-server" else Distribution("parameter-server")
@@ -40,6 +41,9 @@ def test_a_consistency_means_the_parameter_server() -> None:
         ("diloco:often", "diloco needs a number of 1 or more"),
         ("ssp:3+all-reduce", "'all-reduce' says again"),
         ("pipeline:2+pipeline:4", "'pipeline:4' says again"),
+        ("fsdp:2+bsp+fsdp:4", "'fsdp:4' says again"),
+        ("fsdp+fsdp:2", "fsdp:2 says again .* as in all-reduce\\+fsdp:2"),
+        ("fsdp:0", "fsdp needs a number of 1 or more"),
         ("ssp", "lacks its number"),
         ("", "'' is not known"),
     ],
@@ -53,6 +57,10 @@ def test_workers_divide_into_replicas() -> None:
     wanted = Distribution.parse("all-reduce+pipeline:2+tensor:2")
     assert wanted.num_replicas(8) == 2
     with pytest.raises(UsageError, match="6 workers do not divide by that: take -n 4"):
+        wanted.num_replicas(6)
+    wanted = Distribution.parse("all-reduce+fsdp:2+tensor:2")
+    assert wanted.num_replicas(8) == 4
+    with pytest.raises(UsageError, match="4 workers keep a model in slices, and 6 workers do not divide"):
         wanted.num_replicas(6)
 
 

@@ -15,16 +15,27 @@ from paceline.api.session import Session
 from paceline.errors import UsageError
 from paceline.launch.policy import EXIT_LOST
 
-SCRIPT = Path(__file__).with_name("scripts") / "fsdp.py"
+SCRIPTS = Path(__file__).with_name("scripts")
 
 
 def test_the_launcher_can_say_fsdp_learning_is_that_of_one_process_and_a_dead_worker_is_named(tmp_path: Path) -> None:
-    code, run = run_to_end(tmp_path / "run", SCRIPT, options=("-n", "2", "--strategy", "fsdp"))
+    code, run = run_to_end(tmp_path / "run", SCRIPTS / "fsdp.py", options=("-n", "2", "--strategy", "fsdp"))
 
     assert code == EXIT_LOST, run.output
     assert "Traceback" not in run.output
     assert run.told() == went_on_without("worker 1")
     assert len(run.saying("passed ")) == 2 * 10 + 1, run.output
+
+
+def test_groups_that_keep_slices_learn_together_what_one_process_learns(tmp_path: Path) -> None:
+    code, run = run_to_end(tmp_path / "run", SCRIPTS / "hybrid.py", options=("-n", "4"))
+
+    assert code == EXIT_LOST, run.output
+    assert "Traceback" not in run.output
+    assert run.told() == went_on_without("worker 3")
+    assert len(run.saying("passed ")) == 4 * 8 - 1, run.output
+    assert len(run.saying("no worker of this group pushed it")) == 1, run.output  # by the first worker of the group
+    assert len(run.saying("each group of workers clips the mean of its own gradients")) == 4, run.output
 
 
 def test_workers_that_are_threads_are_refused(tmp_path: Path) -> None:

@@ -534,7 +534,7 @@ def distributed(
         >>> model(torch.ones(2)).sum().backward()
         >>> optimizer.step()
     """
-    from paceline.training.arguments import check_distributed, choose_strategy
+    from paceline.training.arguments import check_distributed, choose_strategy, takes_consistency
     from paceline.training.parameter_server import ParameterServer
     from paceline.training.strategy import Settings
 
@@ -543,7 +543,7 @@ def distributed(
     served = (consistency or session.consistency) is not None
     chosen = choose_strategy(strategy, session.arrangement.between_replicas(served=served))
     name = session.tables.default_name("model") if name is None else name
-    if consistency is not None and chosen != ParameterServer():
+    if consistency is not None and not takes_consistency(chosen):
         raise UsageError(f"'{name}' is told both {chosen} and consistency={consistency!r}, which is for servers.")
     if factors and not isinstance(chosen, ParameterServer):
         raise UsageError(f"'{name}' is told both {chosen} and factors=True, which is for servers: leave it out.")

@@ -530,7 +530,10 @@ class Session:
         """
         used = optimizers_of_loop(list(self._optimizers))
         with self.metrics.communicating():
-            for _ in range(max(1, len(used))):
+            for optimizer in used:
+                optimizer.send_without_batch()
+                self.clock()
+            if not used:
                 self.clock()
             for optimizer in sorted(used, key=lambda one: (one.turn_s == 0.0, one.turn_s)):
                 optimizer.step_without_batch()

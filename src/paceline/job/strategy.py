@@ -20,10 +20,10 @@ SEPARATOR: Final = "+"
 # What may stand behind a name is the number of steps between two exchanges, here the one that is taken else.
 _STEPS: Final[Mapping[str, int]] = {LOCAL_SGD: 10, DILOCO: 50, DOWNPOUR: 1}
 _PLAIN: Final = (PARAMETER_SERVER, ALL_REDUCE, FSDP)
-_AXES: Final = ("pipeline", "tensor")
+_AXES: Final = {"pipeline": "pipeline", "tensor": "tensor", FSDP: "shards"}  # the field with the number behind a name
 _NAMES: Final = (
     f"parameter-server, {', '.join(FORMS)}, all-reduce, fsdp, local-sgd:STEPS, diloco:STEPS or "
-    "downpour:STEPS; pipeline:STAGES; tensor:RANKS; or these joined by +"
+    "downpour:STEPS; pipeline:STAGES; tensor:RANKS; fsdp:WORKERS; or these joined by +"
 )
 
 
@@ -37,6 +37,7 @@ class Distribution:
         consistency: of the parameter server, where the text says it.
         pipeline: stages that the layers are cut into.
         tensor: ranks that each layer is split over.
+        shards: neighbouring replicas that keep one model between them, each a slice of every parameter.
     """
 
     data: str | None = None
@@ -44,6 +45,7 @@ class Distribution:
     consistency: str | None = None
     pipeline: int = 1
     tensor: int = 1
+    shards: int = 1
 
     @property
     def ranks_per_replica(self) -> int:
@@ -59,8 +61,14 @@ class Distribution:
         """Return how many models so many workers hold.
 
         Raises:
-            UsageError: the workers do not divide into whole replicas.
+            UsageError: the workers do not divide into whole replicas, or these into groups that keep slices.
         """
+        whole = self.ranks_per_replica * self.shards
+        if self.shards > 1 and num_workers % whole:
+            raise UsageError(
+                f"strategy '{self}': {whole} workers keep a model in slices, and {num_workers} workers do not divide "
+                f"by that: take -n {whole * max(1, num_workers // whole)}."
+            )
         if num_workers % self.ranks_per_replica:
             raise UsageError(
                 f"strategy '{self}': {self.pipeline} stages of {self.tensor} ranks need {self.ranks_per_replica} "
@@ -76,7 +84,7 @@ class Distribution:
         'ssp:3+pipeline:2'
         """
         data = self.consistency or (f"{self.data}:{self.steps}" if self.steps else self.data)
-        axes = {"pipeline": self.pipeline, "tensor": self.tensor}
+        axes = {"pipeline": self.pipeline, "tensor": self.tensor, FSDP: self.shards}
         parts = [data or "", *(f"{name}:{size}" for name, size in axes.items() if size > 1)]
         return SEPARATOR.join(part for part in parts if part) or PARAMETER_SERVER
 
@@ -94,11 +102,17 @@ class Distribution:
         read, seen = Distribution(), set[str]()
         for word in text.strip().lower().split(SEPARATOR):
             name, _, number = word.strip().partition(":")
-            axis = name if name in _AXES else "data"
+            axis = name if name in _AXES and word.strip() != FSDP else "data"
             if axis in seen:
                 raise UsageError(f"strategy '{text}': '{word}' says again what stands before it.")
             seen.add(axis)
             read = replace(read, **_meaning(text, word.strip(), name, number))
+        if read.data == FSDP and read.shards > 1:
+            raise UsageError(
+                f"strategy '{text}': fsdp keeps one model in slices on all workers, so {FSDP}:{read.shards} says again "
+                "what stands beside it: leave one of the two out, or say how groups become one model, as in "
+                f"all-reduce+{FSDP}:{read.shards}."
+            )
         return read
 
 
@@ -111,7 +125,7 @@ def _meaning(text: str, word: str, name: str, number: str) -> dict[str, int | st
     if name in _STEPS:
         return {"data": name, "steps": _number(text, name, number) if number else _STEPS[name]}
     if name in _AXES:
-        return {name: _number(text, name, number)}
+        return {_AXES[name]: _number(text, name, number)}
     raise UsageError(f"strategy '{text}': '{word}' is not known. Expected {_NAMES}.")
 
 

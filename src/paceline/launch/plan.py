@@ -153,7 +153,8 @@ class LocalRun:
         if self.transport == "memory":
             raise UsageError(f"{asked}, and with --transport memory the job is one process; choose shm or tcp")
         distribution = Distribution() if self.strategy is None else Distribution.parse(self.strategy)
-        if distribution.data not in (None, PARAMETER_SERVER) or distribution.ranks_per_replica > 1:
+        is_shared = distribution.ranks_per_replica * distribution.shards > 1
+        if distribution.data not in (None, PARAMETER_SERVER) or is_shared:
             raise UsageError(
                 f"{asked}, and --strategy {self.strategy} needs all workers at every step: give one number of workers, "
                 "or a strategy of the parameter server"

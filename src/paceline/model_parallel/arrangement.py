@@ -28,6 +28,7 @@ class ModelPart:
     grid: MeshShape
     rank: int
     mesh: Mesh | None  # None where a worker holds all of the model, and needs no connections
+    shards: int = 1  # neighbouring replicas that keep this part between them, in slices
 
     @property
     def position(self) -> MeshPosition:
@@ -46,8 +47,13 @@ class ModelPart:
 
     @property
     def first(self) -> int:
-        """Worker with the initial values for all that hold the same part: the one of replica 0."""
-        return self.grid.rank(MeshPosition(self.position.stage, 0, self.position.tensor))
+        """Worker with the initial values for all that hold the same part: the one of the first replica that does."""
+        return self.grid.rank(MeshPosition(self.position.stage, self.replica % self.shards, self.position.tensor))
+
+    @property
+    def num_holders(self) -> int:
+        """Number of workers that hold the same part."""
+        return self.grid.replicas // self.shards
 
     @property
     def name_end(self) -> str:
@@ -151,5 +157,7 @@ class Arrangement:
         Args:
             served: whether a consistency was given, which only servers use.
         """
-        alone = self.grid.is_split and self.grid.replicas == 1 and self.distribution.data is None
-        return replace(self.distribution, data=ALL_REDUCE) if alone and not served else self.distribution
+        wanted = self.distribution
+        is_held_once = (self.grid.is_split or wanted.shards > 1) and self.grid.replicas == wanted.shards
+        alone = is_held_once and wanted.data is None
+        return replace(wanted, data=ALL_REDUCE) if alone and not served else wanted

@@ -57,6 +57,10 @@ class Mesh:
     _num_calls: int = 0
     _failure: str = ""  # reason why the connections ended
     _words: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    # By size: neighbours along "data", as a mesh, and those at the same place among other neighbours.
+    _neighbours: dict[int, tuple[DeviceMesh, ProcessGroup]] = field(
+        default_factory=dict[int, tuple[DeviceMesh, ProcessGroup]]
+    )
 
     @staticmethod
     def open(exchange: Collectives, grid: MeshShape) -> Mesh:
@@ -99,6 +103,22 @@ class Mesh:
     def group(self, name: str) -> ProcessGroup:
         """Return the process group of the workers that differ from this one along one axis only."""
         return self.devices.get_group(name)
+
+    def neighbours(self, size: int) -> tuple[DeviceMesh, ProcessGroup]:
+        """Return the mesh of `size` neighbours along "data", and the group of those at the same place among others.
+
+        The first call for a size makes them, and blocks until all workers call it.
+
+        Args:
+            size: number of neighbours, which divides that of the replicas.
+        """
+        if size not in self._neighbours:
+            grid, patience = self.grid, timedelta(seconds=self.worker_set.timeout_s)
+            ranks = torch.arange(grid.size).view(grid.pipeline, grid.replicas // size, size, grid.tensor)
+            with self.explained(f"connecting groups of {size} workers"):
+                own, others = _groups_along([_lines(ranks, 2), _lines(ranks, 1)], patience)
+            self._neighbours[size] = DeviceMesh.from_group(own, "cpu", mesh_dim_names=("shard",)), others
+        return self._neighbours[size]
 
     def agree(self, call: CallSignature, what: str) -> list[CallSignature]:
         """Exchange the next call with all workers of this replica, and return those of each.
@@ -195,7 +215,8 @@ class Mesh:
 
     @property
     def _groups(self) -> list[ProcessGroup]:
-        return [self.replica, *map(self.group, AXES)]
+        more = [group for mesh, others in self._neighbours.values() for group in (mesh.get_group(), others)]
+        return [self.replica, *map(self.group, AXES), *more]
 
 
 def _require_process(worker_set: WorkerSet) -> None:
@@ -234,15 +255,29 @@ def _connect(grid: MeshShape, patience: timedelta) -> tuple[DeviceMesh, ProcessG
     They have the job's timeout; groups made by a `DeviceMesh` itself would wait for half an hour.
     """
     ranks = torch.arange(grid.size).view(grid.pipeline, grid.replicas, grid.tensor)
-    axes = [ranks.movedim(axis, -1).flatten(0, 1).tolist() for axis in range(len(AXES))]
+    axes = [_lines(ranks, axis) for axis in range(len(AXES))]
+    own = _groups_along([*axes, [grid.replica_ranks(index) for index in range(grid.replicas)]], patience)
+    return DeviceMesh.from_group(own[:-1], "cpu", ranks, mesh_dim_names=AXES), own[-1]
+
+
+def _lines(ranks: torch.Tensor, axis: int) -> list[list[int]]:
+    """Return the ranks that differ along one axis only, line by line.
+
+    >>> _lines(torch.arange(4).view(2, 2), 0)
+    [[0, 2], [1, 3]]
+    """
+    return ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
+
+
+def _groups_along(axes: Sequence[Sequence[Sequence[int]]], patience: timedelta) -> list[ProcessGroup]:
+    """Make a group of each line of ranks, those that are equal once; return this worker's, one for each axis."""
     made: dict[tuple[int, ...], object] = {}
     own: list[ProcessGroup] = []
-    for lines in (*axes, [grid.replica_ranks(index) for index in range(grid.replicas)]):
-        for line in map(tuple, lines):
-            made[line] = group = made.get(line) or dist.new_group(line, timeout=patience)
-            if isinstance(group, ProcessGroup):  # otherwise this worker is not in it
-                own.append(group)
-    return DeviceMesh.from_group(own[:-1], "cpu", ranks, mesh_dim_names=AXES), own[-1]
+    for line in (tuple(line) for lines in axes for line in lines):
+        made[line] = group = made.get(line) or dist.new_group(line, timeout=patience)
+        if isinstance(group, ProcessGroup):  # otherwise this worker is not in it
+            own.append(group)
+    return own
 
 
 def _register_backend(worker_set: WorkerSet) -> str:

@@ -50,12 +50,18 @@ class GatherSlices(SliceCall):
             dist.all_gather(list(output_tensor.chunk(group.size())), input_tensor, group=group)
 
 
+@dataclass(frozen=True, slots=True)
 class ScatterSums(SliceCall):
     """Reduce-scatter of gradients: each rank gets its slice of the sum.
 
     Gloo's own is an all-reduce, which sends 2 (n-1)/n times the gradients. Here each rank sends every other rank its
     slice, (n-1)/n times the gradients, and sums the received slices.
+
+    Args:
+        peers: the ranks that keep the same slice in other groups, whose sums are added; None where there are none.
     """
+
+    peers: ProcessGroup | None = None
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: object, async_op: bool = False
@@ -66,6 +72,9 @@ class ScatterSums(SliceCall):
         with self.guard():
             dist.all_to_all_single(slices, input_tensor, group=group)
         torch.sum(slices.view(group.size(), -1), 0, out=output_tensor.view(-1))
+        if self.peers is not None:
+            with self.guard():
+                dist.all_reduce(output_tensor, group=self.peers)
         if op == ReduceOp.AVG:
             output_tensor.div_(group.size())
 
@@ -73,17 +82,21 @@ class ScatterSums(SliceCall):
 _HOOKS = "_state_dict_pre_hooks"  # torch's attribute of modules
 
 
-def shard_fully(model: nn.Module, mesh: DeviceMesh, guard: Guard = nullcontext) -> None:
+def shard_fully(
+    model: nn.Module, mesh: DeviceMesh, guard: Guard = nullcontext, peers: ProcessGroup | None = None
+) -> None:
     """Shard every parameter of a model over the ranks, in place; blocks until all ranks call it.
 
-    Values are those of the first rank of the mesh. Parameters become `DTensor`s, so make optimizers afterwards. Layers
-    of a `Sequential` or `ModuleList` are gathered one by one when they run, other parameters with the model. Backward
-    leaves slices of the mean of the ranks' gradients in `.grad`. All ranks run forward and backward together.
+    Values are those of the first rank of the mesh, or of the first group. Parameters become `DTensor`s, so make
+    optimizers afterwards. Layers of a `Sequential` or `ModuleList` are gathered one by one when they run, other
+    parameters with the model. Backward leaves slices of the mean of the ranks' gradients in `.grad`, added up over the
+    groups where there are several. All ranks run forward and backward together.
 
     Args:
         model: the module whose forward is called.
         mesh: of the ranks that keep slices, 1-D.
         guard: context of each collective call, which explains failures.
+        peers: the ranks that keep the same slices in other groups; None where there are none, or each learns by itself.
 
     Raises:
         UsageError: a model without parameters, with several dtypes, or that is sharded.
@@ -107,12 +120,14 @@ def shard_fully(model: nn.Module, mesh: DeviceMesh, guard: Guard = nullcontext) 
     with torch.no_grad():
         for tensor in (*parameters, *model.buffers()):
             tensor.data = tensor.data.contiguous()  # torch slices only contiguous tensors
+            if peers is not None:
+                dist.broadcast(tensor.data, src=dist.get_global_rank(peers, 0), group=peers)
             share.copy_from_first(tensor.data)
     for layer in (*_blocks(model), model):
         layer.register_forward_hook(_without_views)
         sharded = fully_shard(layer, mesh=mesh, ignored_params=empty)
         sharded.set_custom_all_gather(GatherSlices(guard))  # pyright: ignore[reportArgumentType] - torch hides the bases
-        sharded.set_custom_reduce_scatter(ScatterSums(guard))  # pyright: ignore[reportArgumentType]
+        sharded.set_custom_reduce_scatter(ScatterSums(guard, peers))  # pyright: ignore[reportArgumentType]
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -151,6 +166,19 @@ def _without_slicing(model: nn.Module) -> dict[nn.Module, dict[int, object]]:
         others = {key: hook for key, hook in hooks.items() if not hook.__module__.startswith("torch.distributed.fsdp.")}
         setattr(module, _HOOKS, OrderedDict(others))
     return found
+
+
+def local_slice(tensor: Tensor) -> Tensor:
+    """Return this rank's slice of a sharded tensor; another one as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def slice_of(parameter: Tensor, local: Tensor) -> Tensor:
+    """Return a tensor in the shape of this rank's slice of a parameter as a slice of a whole one; another as it is."""
+    if not isinstance(parameter, DTensor) or local.shape != parameter.to_local().shape:
+        return local
+    mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
 def sliced_like(parameter: Tensor, tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
@@ -67,6 +68,13 @@ def _check_parameters(optimizer: torch.optim.Optimizer, here: str) -> None:
 Policy: TypeAlias = Strategy | str
 
 
+def takes_consistency(strategy: Strategy) -> bool:
+    """Return whether servers hold the parameters under a strategy, in the consistency that the job or a call names."""
+    if isinstance(strategy, FullySharded) and strategy.workers is not None:
+        return strategy.between in (None, ParameterServer())
+    return strategy == ParameterServer()
+
+
 def choose_strategy(given: Policy | Mapping[str, Policy] | None, launched: Distribution) -> Strategy:
     """Return the strategy of the script, else that of the launcher, else the parameter server.
 
@@ -86,6 +94,9 @@ def choose_strategy(given: Policy | Mapping[str, Policy] | None, launched: Distr
     if given is not None and not isinstance(given, str):
         return given
     wanted = launched if given is None else Distribution.parse(given)
+    if wanted.shards > 1:
+        between = None if wanted.data is None else choose_strategy(None, replace(wanted, shards=1))
+        return FullySharded(wanted.shards, between)
     match wanted.data or PARAMETER_SERVER:
         case "parameter-server":
             return ParameterServer(wanted.consistency)

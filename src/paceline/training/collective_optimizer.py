@@ -105,7 +105,9 @@ class AgreedHyperparameters:
                     group[key] = tuple(value) if isinstance(value, list) else value
 
 
-def numbers_of_first(mesh: Mesh, own: bytes, *, has_batch: bool, values: int = 0) -> bytes | None:
+def numbers_of_first(
+    mesh: Mesh, own: bytes, *, has_batch: bool, values: int = 0, group: dist.ProcessGroup | None = None
+) -> bytes | None:
     """Return the hyperparameters of the first replica that has a batch where they differ from `own`, else None.
 
     Blocks until all workers that hold the same part call it.
@@ -115,33 +117,40 @@ def numbers_of_first(mesh: Mesh, own: bytes, *, has_batch: bool, values: int = 0
         own: the hyperparameters of this replica.
         has_batch: whether it has a batch in this step.
         values: a digest of what has to be the same on all replicas.
+        group: of the workers that step together. Default: those along "data".
 
     Raises:
         UsageError: the digests differ.
     """
-    group, rank = mesh.group("data"), mesh.worker_set.rank
-    told = agree_on(mesh, "step", digest_of(own), values, len(own), int(has_batch))
+    group, rank = group or mesh.group("data"), mesh.worker_set.rank
+    told = agree_on(mesh, "step", digest_of(own), values, len(own), int(has_batch), group=group)
     with mesh.explained("hyperparameters of a step"):
         require_equal_values(rank, [dist.get_global_rank(group, i) for i, one in enumerate(told) if one[1] != values])
         if len({one[0] for one in told}) == 1:
             return None
         first = next((index for index, one in enumerate(told) if one[3]), 0)
-        content = torch.zeros(told[first][2], dtype=torch.uint8)
-        if first == group.rank():
-            content = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        dist.broadcast(content, src=dist.get_global_rank(group, first), group=group)
-    return None if first == group.rank() else bytes(content.tolist())
+        content = broadcast_content(group, first, own, told[first][2])
+    return None if first == group.rank() else content
 
 
-def agree_on(mesh: Mesh, what: Together, *numbers: int) -> list[list[int]]:
-    """Exchange what comes next, and up to four numbers, with the workers that hold the same part.
+def broadcast_content(group: dist.ProcessGroup, source: int, own: bytes, size_bytes: int) -> bytes:
+    """Return what the worker of rank `source` in a group has, of a size that all know; blocks until all call it."""
+    content = torch.zeros(size_bytes, dtype=torch.uint8)
+    if source == group.rank():
+        content = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    dist.broadcast(content, src=dist.get_global_rank(group, source), group=group)
+    return content.numpy().tobytes()
 
-    Blocks until all of them call it; returns their numbers, by replica.
+
+def agree_on(mesh: Mesh, what: Together, *numbers: int, group: dist.ProcessGroup | None = None) -> list[list[int]]:
+    """Exchange what comes next, and up to four numbers, with a group: by default those that hold the same part.
+
+    Blocks until all of them call it; returns their numbers, by rank in the group.
 
     Raises:
         UsageError: another worker comes to something else; no data has been sent then.
     """
-    group, kinds = mesh.group("data"), get_args(Together)
+    group, kinds = group or mesh.group("data"), get_args(Together)
     words = torch.tensor([kinds.index(what), *numbers, *[0] * (_MOST_NUMBERS - len(numbers))])
     found = [torch.empty_like(words) for _ in range(group.size())]
     with mesh.explained(what):

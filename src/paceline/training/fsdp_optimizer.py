@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 from weakref import WeakMethod
@@ -11,13 +12,14 @@ from weakref import WeakMethod
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from paceline.errors import UsageError
 from paceline.model_parallel.arrangement import whole
 from paceline.model_parallel.mesh import Mesh
 from paceline.model_parallel.parallelize import Parallel
-from paceline.model_parallel.sharded import gathered, shard_fully, sliced_like
+from paceline.model_parallel.sharded import gathered, local_slice, shard_fully, sliced_like
 from paceline.torch_private import call_after_backward, tree_leaves, tree_map_only
 from paceline.training.buffers import floating_buffers
 from paceline.training.collective_optimizer import (
@@ -34,10 +36,46 @@ from paceline.training.strategy import Settings, TrainingJob, require_fresh
 from paceline.update.summing import num_nonfinite
 
 
-class Passes:
-    """Hooks around the forward and backward of a model that is sharded over the workers of a job.
+@dataclass(frozen=True, slots=True)
+class ShardGroup:
+    """The workers that keep slices of one model, and those with whose gradients backward combines their own.
 
-    Torch takes the plain mean of all workers' gradients, layer by layer. To make it the mean weighted by samples, each
+    Args:
+        mesh: of all workers of the job.
+        slices: of the workers that keep one model between them.
+        batches: the workers whose gradients backward combines: those of this group, or of all groups.
+        peers: the workers with the same slice in other groups, where backward combines the gradients of all.
+    """
+
+    mesh: Mesh
+    slices: DeviceMesh
+    batches: dist.ProcessGroup
+    peers: dist.ProcessGroup | None = None
+
+    @staticmethod
+    def of_all(mesh: Mesh) -> ShardGroup:
+        """Return the only group, of all workers."""
+        return ShardGroup(mesh, mesh.axis("data"), mesh.group("data"))
+
+    @staticmethod
+    def of_neighbours(mesh: Mesh, size: int, *, combined: bool) -> ShardGroup:
+        """Return this worker's group; the first call for a size blocks until all workers call it.
+
+        Args:
+            mesh: of all workers.
+            size: number of workers in a group, which divides that of the replicas.
+            combined: whether backward combines the gradients of all groups.
+        """
+        if combined and size == mesh.grid.replicas:
+            return ShardGroup.of_all(mesh)
+        slices, peers = mesh.neighbours(size)
+        return ShardGroup(mesh, slices, *((mesh.group("data"), peers) if combined else (slices.get_group(), None)))
+
+
+class Passes:
+    """Hooks around the forward and backward of a model that a group of workers keeps in slices.
+
+    Torch takes the plain mean of a group's gradients, layer by layer. To make it the mean weighted by samples, each
     worker scales the input of its backward, after all have exchanged their weights.
 
     In a step for which some workers have no batch, backward gives the others the gradients of the whole model, so that
@@ -46,19 +84,24 @@ class Passes:
 
     Attributes:
         weight: of the gradients of the next backward, where the script has set it.
+        samples: weight of the gradients that were used last, over all workers whose gradients backward combines.
     """
 
-    def __init__(self, model: nn.Module, settings: Settings, job: TrainingJob, mesh: Mesh) -> None:
+    def __init__(self, model: nn.Module, settings: Settings, job: TrainingJob, group: ShardGroup) -> None:
         self.weight: float | None = None
+        self.samples = 0.0
         self._model = model
         self._settings = settings
         self._job = job
-        self._mesh = mesh
+        self._mesh = group.mesh
+        self._group = group.batches
+        self._num_slices = group.slices.size()
         self._num_samples = job.num_samples  # at the last backward
         self._scale: float | None = None  # of the backward under way
         self._done: float | None = None  # weight of the backward passes since the last step
+        self._weights = 0.0  # of the backward passes of all workers since the last step
         self._weight_before = 1.0  # of the backward before
-        self._with_batch = [True] * mesh.grid.replicas  # in the last backward, by replica
+        self._with_batch = [True] * self._group.size()  # in the last backward, by rank in the group
         self._same_batches = SameBatches(job.rank, settings.name)
         self._last: tuple[Any, Any] | None = None  # arguments of the last call of the model
         before, after = WeakMethod(self._before), WeakMethod(self._after)
@@ -73,7 +116,7 @@ class Passes:
     @property
     def has_batch(self) -> bool:
         """Whether this worker had a batch in the last backward."""
-        return self._with_batch[self._mesh.group("data").rank()]
+        return self._with_batch[self._group.rank()]
 
     @property
     def has_gradients(self) -> bool:
@@ -87,6 +130,7 @@ class Passes:
             UsageError: there are none, or they were weighted by another number of samples.
         """
         done, self._done, self.weight = self._done, None, None
+        self.samples, self._weights = self._weights, 0.0
         where = f"worker {self._job.rank}, step of '{self._settings.name}'"
         if done is None:
             raise UsageError(
@@ -120,14 +164,14 @@ class Passes:
         """
         if not self._is_short:
             return
-        group, first = self._mesh.group("data"), self._with_batch.index(True)
+        group, first = self._group, self._with_batch.index(True)
         source = dist.get_global_rank(group, first)
         with self._mesh.explained(f"gradients of '{self._settings.name}'"), torch.no_grad():
             for parameter in self._model.parameters():
                 if parameter.grad is not None:
                     gradient = torch.zeros(parameter.shape, dtype=parameter.dtype)
                     if group.rank() == first:
-                        gradient = _local(parameter.grad).contiguous()
+                        gradient = local_slice(parameter.grad).contiguous()
                         self._require_whole(gradient, parameter)
                     dist.broadcast(gradient, src=source, group=group)
                     parameter.grad = None  # torch requires slices of the same kind
@@ -147,12 +191,15 @@ class Passes:
         """Return why the combined gradients may not be used; blocks until all workers have checked their slices."""
         if self._settings.nonfinite == "ignore":
             return ""
-        slices = [_local(parameter.grad) for parameter in self._model.parameters() if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+        slices = [local_slice(one) for one in gradients]
         if self._settings.nonfinite == "zero":
             for one in slices:
                 one.nan_to_num_(0.0, 0.0, 0.0)
             return ""
-        (bad,) = self._summed([float(any(map(num_nonfinite, slices)))], dist.group.WORLD)
+        (bad,) = self._summed([float(any(map(num_nonfinite, slices)))], self._group)
+        if self._mesh.grid.tensor > 1:
+            (bad,) = self._summed([bad], self._mesh.group("tensor"))
         return NOT_FINITE if bad else ""
 
     def average_buffers(self) -> None:
@@ -162,7 +209,7 @@ class Passes:
         with self._mesh.explained(f"the buffers of '{self._settings.name}'"), torch.no_grad():
             for buffer in buffers:
                 total = buffer * own
-                dist.all_reduce(total, group=self._mesh.group("data"))
+                dist.all_reduce(total, group=self._group)
                 buffer.copy_(total / count)
 
     def close(self, politely: bool) -> None:
@@ -179,10 +226,9 @@ class Passes:
             same = self._same_batches
             digest = digest_of_batch(tree_leaves((args, kwargs))) if same.is_checking else 0
             with self._job.metrics.communicating():
-                told = agree_on(self._mesh, "forward", digest)
+                told = agree_on(self._mesh, "forward", digest, group=self._group)
             if same.is_checking:
-                group = self._mesh.group("data")
-                workers = [dist.get_global_rank(group, index) for index in range(len(told))]
+                workers = [dist.get_global_rank(self._group, index) for index in range(len(told))]
                 same.compare(workers, [digest for digest, *_ in told])
             self._last = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
 
@@ -208,13 +254,16 @@ class Passes:
             weight = float(self._job.num_samples - self._num_samples or again)
         is_new = self._done is None or self._num_samples < self._job.num_samples
         self._num_samples = self._job.num_samples
-        told = torch.tensor(agree_on(self._mesh, "backward", _bits(weight)))[:, 0].view(torch.float64)
+        counted = _bits(weight if is_new else 0.0)
+        words = torch.tensor(agree_on(self._mesh, "backward", _bits(weight), counted, group=self._group))
+        told, new = words[:, :2].contiguous().view(torch.float64).unbind(1)
         self._with_batch = (told > 0).tolist()
         own = weight if self._settings.scale == "samples" else float(weight > 0)
         total = float((told if self._settings.scale == "samples" else told > 0).sum())
         self._weight_before = weight
         self._done = (self._done or 0.0) + (weight if is_new else 0.0)
-        size = self._mesh.grid.replicas
+        self._weights += float(new.sum())
+        size = self._num_slices
         return own * size if self._settings.scale == "sum" else own * size / (total or 1.0)
 
     @property
@@ -231,7 +280,7 @@ class Passes:
         """Give the workers with a batch the gradients of the whole model; blocks until all workers call it."""
         parameters = list(self._model.parameters())
         own = [float(parameter.grad is not None) for parameter in parameters]
-        holders = self._summed(own, self._mesh.group("data"))
+        holders = self._summed(own, self._group)
         with self._mesh.explained(f"backward of '{self._settings.name}'"), torch.no_grad():
             for parameter, count in zip(parameters, holders, strict=True):
                 if count:
@@ -258,11 +307,6 @@ def _has_gradient(value: object) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """Return this worker's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _call(method: WeakMethod[Any], *args: object) -> Any:  # noqa: ANN401 - whatever the method returns
     """Call a method unless its owner is gone."""
     act = method()
@@ -283,15 +327,17 @@ class ShardedOptimizer(CollectiveOptimizer):
     no_slices = "fsdp, which combines gradients in every backward: take the parameter server, or leave slices out."
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, model: nn.Module, settings: Settings, job: TrainingJob
+        self, optimizer: torch.optim.Optimizer, model: nn.Module, settings: Settings, job: TrainingJob, workers: int = 0
     ) -> None:
         require_fresh(optimizer)
         self._mesh = settings.mesh(job)
-        _require_whole(optimizer, model, settings.name)
-        root = _shard(optimizer, model, settings.name, self._mesh)
-        super().__init__(optimizer, "fsdp", settings, job)
+        group = (
+            ShardGroup.of_neighbours(self._mesh, workers, combined=True) if workers else ShardGroup.of_all(self._mesh)
+        )
+        root = shard_model(optimizer, model, settings.name, group)
+        super().__init__(optimizer, f"fsdp:{workers} under all-reduce" if workers else "fsdp", settings, job)
         self._model = root
-        self._passes = Passes(root, settings, job, self._mesh)
+        self._passes = Passes(root, settings, job, group)
         job.exchange.when_closed(WeakMethod(self._passes.close))
 
     def send(self, samples: float | None) -> float:
@@ -395,15 +441,22 @@ def _require_whole(optimizer: torch.optim.Optimizer, model: nn.Module, name: str
         )
 
 
-def _shard(optimizer: torch.optim.Optimizer, model: nn.Module, name: str, mesh: Mesh) -> nn.Module:
-    """Shard a model, and replace the parameters of the optimizer; return the module whose forward is hooked."""
+def shard_model(optimizer: torch.optim.Optimizer, model: nn.Module, name: str, group: ShardGroup) -> nn.Module:
+    """Shard a model, and replace the parameters of the optimizer; return the module whose forward is hooked.
+
+    Raises:
+        UsageError: the optimizer has not exactly the parameters of the model, or the model cannot be sharded.
+    """
+    _require_whole(optimizer, model, name)
+    mesh = group.mesh
     root = model.held if isinstance(model, Parallel) else model
     names = {parameter: own for own, parameter in root.named_parameters()}
     with mesh.explained(f"sharding the model of '{name}'"):
-        shard_fully(root, mesh.axis("data"), partial(mesh.explained, f"forward and backward of '{name}'"))
-    for group in optimizer.param_groups:
-        whole_ones, group["params"] = group["params"], [root.get_parameter(names[one]) for one in group["params"]]
-        for parameter, sliced in zip(whole_ones, group["params"], strict=True):
+        guard = partial(mesh.explained, f"forward and backward of '{name}'")
+        shard_fully(root, group.slices, guard, group.peers)
+    for given in optimizer.param_groups:
+        whole_ones, given["params"] = given["params"], [root.get_parameter(names[one]) for one in given["params"]]
+        for parameter, sliced in zip(whole_ones, given["params"], strict=True):
             state = optimizer.state.pop(parameter, {})  # some classes (Adagrad) have state before the first step
             if state:
                 optimizer.state[sliced] = {key: _sliced(sliced, value) for key, value in state.items()}

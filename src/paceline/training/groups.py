@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from paceline.training.all_reduce import ReplicatedOptimizer
 from paceline.training.downpour import Downpour
 from paceline.training.flat import segments_of
 from paceline.training.fsdp import FullySharded
-from paceline.training.state import hyperparameters
+from paceline.training.state import hyperparameters, optimizer_over
 from paceline.training.strategy import Distributed, HeldTensor, Settings, Strategy, TrainingJob, require_fresh
 from paceline.update.table import Segment
 
@@ -328,10 +327,7 @@ def _taken(
     for index in indices:
         pairs.setdefault(segments[index].group, []).append((names[index], tensors[index]))
     groups = [{**hyperparameters(optimizer.param_groups[number]), "params": own} for number, own in pairs.items()]
-    # Some classes (AdamW) have defaults that their constructor refuses: those are in the groups anyway.
-    accepted = inspect.signature(type(optimizer)).parameters
-    defaults = {key: value for key, value in optimizer.defaults.items() if key in accepted}
-    return type(optimizer)(groups, **defaults), tuple(pairs)
+    return optimizer_over(optimizer, groups), tuple(pairs)
 
 
 def _quoted(names: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ Training continues under a plain `torch.optim` optimizer, or from one, bit for b
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -62,6 +63,14 @@ def send_state(table: Table, state: StateOf, flat: FlatParameters) -> None:
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a parameter group of an optimizer holds besides its parameters and their names."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def optimizer_over(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return an optimizer of the same kind over other parameters, with groups that have all hyperparameters."""
+    # Some classes (AdamW) have defaults that their constructor refuses: those are in the groups anyway.
+    accepted = inspect.signature(type(optimizer)).parameters
+    defaults = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+    return type(optimizer)(groups, **defaults)
 
 
 def check_state(spec: TableSpec, state_dict: dict[str, Any]) -> OptimizerState:

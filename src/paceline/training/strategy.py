@@ -124,7 +124,7 @@ class Settings:
 
     def num_replicas(self, job: TrainingJob) -> int:
         """Return the number of workers that hold this model, or this part of one."""
-        return job.size if self.part is None else self.part.grid.replicas
+        return job.size if self.part is None else self.part.num_holders
 
     def mesh(self, job: TrainingJob) -> Mesh:
         """Return the process groups of the job's workers; blocks until all workers have called it, the first time."""
@@ -376,6 +376,9 @@ class Distributed(torch.optim.Optimizer, ABC):
         Returns:
             The norm of this worker's gradients before, which under bsp are its own.
 
+        Raises:
+            UsageError: this worker holds a part of the model only.
+
         Example:
             >>> import torch, paceline
             >>> _ = paceline.init()
@@ -386,6 +389,12 @@ class Distributed(torch.optim.Optimizer, ABC):
             tensor(True)
             >>> optimizer.step()
         """
+        part = self._settings.part
+        if part is not None and part.grid.is_split:
+            raise UsageError(
+                f"worker {self._job.rank}: optimizer.clip_gradients of '{self._settings.name}' would clip by the norm "
+                "of this worker's part of the model: call model.clip_gradients, which knows that of all parts."
+            )
         return clip_grad_norm_(self._parameters(), max_norm, norm_type, error_if_nonfinite)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -547,6 +556,9 @@ class Distributed(torch.optim.Optimizer, ABC):
     def receive(self) -> None:
         """Request the values of the next step, after the clock is finished."""
         ...
+
+    def send_without_batch(self) -> None:
+        """Send what is due for a step without a batch, before its clock is finished; by default nothing."""
 
     @abstractmethod
     def step_without_batch(self) -> None:

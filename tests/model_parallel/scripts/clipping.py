@@ -65,6 +65,12 @@ torch.testing.assert_close(found, norms if len(found) == 6 else [norms[0], norms
 same(model, whole)
 print("equal clipped")
 
+# The norm of a part is not that of the model, whatever combines the gradients of replicas.
+for strategy in (None, "bsp"):
+    _, optimizer = distributed(strategy=strategy, name=f"parts-{strategy}")
+    with pytest.raises(UsageError, match=r"norm of this worker's part of the model: call model\.clip_gradients"):
+        optimizer.clip_gradients(MAX_NORM)
+
 # Two batches a step, combined with the last or with each.
 own = int(paceline.shard([0, 1])[0])  # number of the replica
 halves = [slice(4 * number, 4 * number + 4) for number in (own, own + 2)]
