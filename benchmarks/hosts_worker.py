@@ -33,17 +33,22 @@ def options() -> argparse.Namespace:
 
 
 def by_steps(numel: int, num_steps: int, *, overlap: bool) -> list[float]:
-    """Take steps with a distributed optimizer; return the seconds of one, the median of several, and of the first."""
+    """Take steps with a distributed optimizer.
+
+    Returns the seconds of a step, those in which it computes (medians of several), and those of the first.
+    """
     model = torch.nn.Sequential(*(torch.nn.Linear(numel // _LAYERS, 1, bias=False) for _ in range(_LAYERS)))
     plain = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
     optimizer = paceline.distributed(plain, model=model, overlap=overlap)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     took: list[float] = []
+    computed: list[float] = []
     for _ in range(num_steps + 1):
         began = time.monotonic()
         for layer in model:  # each waits for its own values, with overlap
             layer(torch.ones(numel // _LAYERS))
         torch.cat([parameter.view(-1) for parameter in model.parameters()]).sum().backward()
+        computed.append(time.monotonic() - began)
         optimizer.step()
         optimizer.zero_grad()
         took.append(time.monotonic() - began)
@@ -51,7 +56,7 @@ def by_steps(numel: int, num_steps: int, *, overlap: bool) -> list[float]:
     moved = sum(2 - 0.5**step for step in range(num_steps + 1))
     for sooner, later in zip(before, model.parameters(), strict=True):
         assert torch.allclose(sooner - moved, later.detach(), atol=1e-3), "the servers have not taken these steps"
-    return [median(took[1:]), took[0]]
+    return [median(took[1:]), median(computed[1:]), took[0]]
 
 
 def by_chunks(ps: Session, numel: int, num_chunks: int, num_steps: int) -> list[float]:

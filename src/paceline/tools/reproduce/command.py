@@ -42,7 +42,7 @@ def reproduce(
     claims
         Numbers of claims, anchors (A1 to A12), or all; without any, the claims are listed.
     quick
-        Fewer seeds and shorter runs: all claims in about twenty minutes on two cores.
+        Fewer seeds and shorter runs: all claims in less than ten minutes on two cores.
     seed
         Seed of all random numbers.
     out

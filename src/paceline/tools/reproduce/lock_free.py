@@ -13,8 +13,9 @@ from typing import Final
 
 import numpy as np
 
-SIZE: Final = 1 << 21
+SIZE: Final = 1 << 24
 _TOUCHED: Final = 2048  # numbers that an update changes
+_UPDATES: Final = 16  # that a process makes in turn: so few that two processes share one cache line in 64
 _WAIT_S: Final = 60.0
 
 
@@ -28,7 +29,7 @@ def main(arguments: list[str]) -> int:
     numbers = np.memmap(path, dtype=np.int64, mode="r+", shape=(SIZE,))
     random = np.random.default_rng((int(seed), int(rank)))
     room = SIZE if kind == "sparse" else _TOUCHED
-    updates = [np.unique(random.integers(room, size=_TOUCHED)) for _ in range(64)]
+    updates = [np.unique(random.integers(room, size=_TOUCHED)) for _ in range(_UPDATES)]
     Path(f"{path}.{rank}").touch()
     if not _all_there(Path(path), int(num_processes)):
         print(f"only some of {num_processes} processes came within {_WAIT_S:.0f} s", file=sys.stderr)
