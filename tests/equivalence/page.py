@@ -68,6 +68,23 @@ forward. So batches that do not divide do not go with several backwards without 
 groups of it, and not with accumulation under fsdp. And a group under all-reduce cannot have all of its parameters
 frozen.
 
+## Dtypes
+
+Tables have float64, float32, bfloat16 or float16.
+
+| | Works | Else |
+|---|---|---|
+| Parameters | these four; several in one model have a table each | complex: `torch.view_as_real` |
+| | | integers, float8: leave them out of the optimizer |
+| under fsdp, or cut by `parallelize` | one of the four for all | convert the model |
+| Buffers | of these four, also mixed, follow the mean | others stay with each worker |
+| Tables, rows | what is pushed in another dtype is converted | float64 counts exactly up to 2^53 |
+| `all_reduce`, `reduce` | the four, complex, int8 to int64, uint8 | convert the others |
+| `broadcast`, `all_gather`, `send` | these, bool, float8, uint16 to uint64 | |
+
+Values and the state of the optimizer have the dtype of their parameters on servers, as they have in torch.
+`tests/training/test_dtypes.py` and `test_buffers.py`, and `tests/collective/test_operations.py`, hold this.
+
 ## Compiled models
 
 `torch.compile(model)` goes with every strategy: `paceline.distributed` is given the model itself, the loop calls the

@@ -101,7 +101,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     _of(
         "a replica is not told of first values",
         REPLICA,
-        "            self._send(Happened(time.monotonic(), encode_written(Asked(*life, encode(request)))), body)\n",
+        "            self._send(Happened(now, encode_written(Asked(*life, encode(request)))), body)\n",
         "            pass\n",
         "nodes/test_replicas",
         "knows",
@@ -410,7 +410,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     _of(
         "a copy of a push whose update failed is acknowledged",
         SERVER,
-        "            self._handle(Unapplied(effect.table, effect.ids, problem))\n",
+        "            self._handle(Unapplied(effect.table, effect.ids, problem), host.time)\n",
         "",
         "nodes/test_failing_rules",
         "copies",

@@ -125,11 +125,35 @@ def test_a_batch_that_is_not_finite_leaves_no_trace_in_the_statistics(tmp_path: 
     assert run_job(tmp_path, work, workers=2) == [(True, 0), (True, 1)]
 
 
-def test_buffers_of_mixed_types_are_refused_by_name(tmp_path: Path) -> None:
-    def work(worker: Session) -> None:
-        model = normalised()
-        model.register_buffer("table", torch.zeros(2, dtype=torch.float64))
-        paceline.distributed(sgd(model), model=model)
+@pytest.mark.parametrize("strategy", ["bsp", "all-reduce", "local-sgd:1", "diloco:1"])
+def test_buffers_of_several_types_follow_the_mean(tmp_path: Path, strategy: str) -> None:
+    def work(worker: Session) -> list[Tensor]:
+        model = nn.Linear(9, 3)
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            model.register_buffer(f"of_{str(dtype)[6:]}", torch.zeros(2, dtype=dtype))
+        optimizer = paceline.distributed(sgd(model), model=model, strategy=strategy)
+        for buffer in model.buffers():
+            buffer += 1 + 2 * worker.rank
+        step(model, optimizer, worker.rank, 0)
+        return [*model.buffers()]
 
-    with pytest.raises(UsageError, match=r"float64 \('table'\), float32 \('1.running_mean'\)"):
-        run_job(tmp_path, work)
+    for found in run_job(tmp_path, work, workers=2):
+        assert [buffer.tolist() for buffer in found] == [[2.0, 2.0]] * 4
+
+
+@pytest.mark.parametrize("strategy", ["bsp", "all-reduce", "local-sgd:1"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.complex64, torch.float8_e4m3fn])
+def test_buffers_that_have_no_mean_here_stay_with_each_worker(
+    tmp_path: Path, strategy: str, dtype: torch.dtype
+) -> None:
+    def work(worker: Session) -> float:
+        model = normalised()
+        model.register_buffer("own", torch.full((2,), worker.rank).to(dtype))
+        optimizer = paceline.distributed(sgd(model), model=model, strategy=strategy)
+        before = model.own.clone()
+        model.own.copy_(torch.full((2,), worker.rank))
+        step(model, optimizer, worker.rank, 0)
+        assert before.dtype == dtype
+        return complex(model.own[0].to(torch.complex64).item()).real
+
+    assert run_job(tmp_path, work, workers=2) == [0.0, 1.0]

@@ -534,7 +534,7 @@ def distributed(
         >>> model(torch.ones(2)).sum().backward()
         >>> optimizer.step()
     """
-    from paceline.training.arguments import check_distributed, choose_strategy, takes_consistency
+    from paceline.training.arguments import check_distributed, choose_strategy, divided_by_dtype, takes_consistency
     from paceline.training.parameter_server import ParameterServer
     from paceline.training.strategy import Settings
 
@@ -547,6 +547,8 @@ def distributed(
         raise UsageError(f"'{name}' is told both {chosen} and consistency={consistency!r}, which is for servers.")
     if factors and not isinstance(chosen, ParameterServer):
         raise UsageError(f"'{name}' is told both {chosen} and factors=True, which is for servers: leave it out.")
+    if not session.arrangement.grid.is_split:
+        chosen = divided_by_dtype(chosen, optimizer)
     policy = session.policy(consistency)
     divide_lr = session.divide_lr if divide_lr is None else divide_lr
     settings = Settings(

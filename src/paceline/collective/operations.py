@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from paceline.collective.call_queue import QueuedCall
-from paceline.collective.signature import Op, name_of
+from paceline.collective.signature import MOVED_ALONE, Op, name_of
 from paceline.errors import UsageError
 from paceline.torch_private import AllgatherOptions, AllreduceOptions, BroadcastOptions, ReduceOptions
 
@@ -31,12 +31,12 @@ _REDUCE: Final = {
 
 
 def require_reducible(tensor: Tensor, op: Op, pattern: str) -> None:
-    """Raise UsageError for unsupported reductions: of bool, means of integers, min and the like of sparse tensors."""
+    """Raise UsageError for unsupported reductions: of `MOVED_ALONE`, means of integers, min of sparse tensors."""
     if not isinstance(op, str) or op not in _REDUCE:  # pyright: ignore[reportUnnecessaryIsInstance] - not typed
         raise UsageError(f"{pattern} has the op {op!r}, expected one of {', '.join(_REDUCE)}.")
     whole = not (tensor.is_floating_point() or tensor.is_complex())
     sums = ("sum", "mean")
-    if tensor.dtype == torch.bool or (whole and op == "mean"):
+    if tensor.dtype in MOVED_ALONE or (whole and op == "mean"):
         raise UsageError(f"{pattern} ({op}) got a tensor of {name_of(tensor.dtype)}: convert it first, .double() say.")
     if op not in sums and (tensor.is_complex() or tensor.layout != torch.strided):
         kind = "complex" if tensor.is_complex() else "sparse"

@@ -21,9 +21,14 @@ _PATTERNS: Final[tuple[Pattern, ...]] = (
     *("broadcast", "reduce", "all_reduce", "all_gather", "backward", "update", "trained", "step", "forward", "send"),
 )
 OPS: Final[tuple[Op, ...]] = ("", "sum", "mean", "min", "max", "product")
+# That torch itself cannot add, or not on a CPU.
+MOVED_ALONE: Final = (
+    *(torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+)
 _DTYPES: Final = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, *MOVED_ALONE),
 )
 _MAX_DIMS: Final = 12
 NUM_WORDS: Final = 10 + _MAX_DIMS

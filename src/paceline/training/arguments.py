@@ -75,6 +75,14 @@ def takes_consistency(strategy: Strategy) -> bool:
     return strategy == ParameterServer()
 
 
+def divided_by_dtype(strategy: Strategy, optimizer: torch.optim.Optimizer) -> Strategy:
+    """Return a strategy for all parameters of an optimizer: where they have several dtypes, by groups of one each."""
+    dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
+    if len(dtypes) == 1 or isinstance(strategy, Groups | FullySharded):
+        return strategy
+    return Groups((("*", strategy),))
+
+
 def choose_strategy(given: Policy | Mapping[str, Policy] | None, launched: Distribution) -> Strategy:
     """Return the strategy of the script, else that of the launcher, else the parameter server.
 

@@ -53,8 +53,8 @@ class Buffers:
 
 
 def floating_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers of a model that can be averaged, each once."""
-    return {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point() and buffer.numel()}
+    """Return the buffers of a model that can be averaged, each once: no integers, complex numbers or float8."""
+    return {name: buffer for name, buffer in model.named_buffers() if FlatParameters.takes(buffer) and buffer.numel()}
 
 
 def open_buffers(
@@ -64,7 +64,7 @@ def open_buffers(
     named = floating_buffers(model) if model is not None and settings.average_buffers else {}
     if not named:
         return None
-    flat = FlatParameters.over(named)
+    flat = FlatParameters.widened(named)
     segments = tuple(Segment(own, tuple(buffer.shape)) for own, buffer in named.items())
     spec = TableSpec(f"{settings.name}.buffers", segments, flat.dtype, Add(), str(consistency), "mean", "reject")
     table = open_flat(job, settings, spec, flat, read_my_writes=read_my_writes)

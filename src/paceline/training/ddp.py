@@ -467,7 +467,7 @@ def _some(found: list[str]) -> str:
 
 def _flat_buffers(model: nn.Module) -> FlatParameters | None:
     named = floating_buffers(model)
-    return FlatParameters.over(named) if named else None
+    return FlatParameters.widened(named) if named else None
 
 
 def _require_combinable(model: nn.Module, named: dict[str, Tensor], name: str) -> None:

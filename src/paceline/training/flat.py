@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import accumulate, pairwise
 from weakref import WeakMethod, ref
 
@@ -24,6 +25,7 @@ from paceline.update.table import DType, Segment, position_hint, positional_name
 from paceline.worker.cache import Readable, TableCache
 from paceline.worker.table import Table
 
+# Of tensors that can lie in a table.
 _DTYPES: dict[torch.dtype, DType] = {
     torch.float32: "float32",
     torch.float64: "float64",
@@ -34,7 +36,7 @@ _DTYPES: dict[torch.dtype, DType] = {
 
 @dataclass(frozen=True, slots=True)
 class FlatParameters:
-    """Tensors laid end to end: (elements of all,), on the CPU, of their common dtype.
+    """Tensors laid end to end: (elements of all,), on the CPU, of their common dtype or a wider one.
 
     Example:
         >>> weights = FlatParameters.over({"weight": torch.ones(2, 2), "bias": torch.zeros(2)})
@@ -74,6 +76,21 @@ class FlatParameters:
             )
         return FlatParameters(named, _DTYPES[first_of.popitem()[0]])
 
+    @staticmethod
+    def widened(named: Mapping[str, Tensor]) -> FlatParameters:
+        """Lay tensors of one or several of the dtypes of tables end to end, in one that holds the values of all.
+
+        Example:
+            >>> FlatParameters.widened({"mean": torch.zeros(2), "scale": torch.ones(1, dtype=torch.bfloat16)}).dtype
+            'float32'
+        """
+        return FlatParameters(named, _DTYPES[reduce(torch.promote_types, (one.dtype for one in named.values()))])
+
+    @staticmethod
+    def takes(tensor: Tensor) -> bool:
+        """Return whether the dtype of a tensor is one of tables."""
+        return tensor.dtype in _DTYPES
+
     @property
     def numel(self) -> int:
         """Number of elements of all tensors."""
@@ -107,6 +124,8 @@ class FlatParameters:
 def _advice(first_of: Mapping[torch.dtype, str]) -> str:
     """Return what to do about these dtypes, and where the name of a parameter comes from if it is a position."""
     advice = "Convert the model, or make one optimizer for each dtype."
+    if not first_of.keys() <= _DTYPES.keys():
+        advice = "Convert what has another one, or leave it out of the optimizer."
     if any(dtype.is_complex for dtype in first_of):
         advice = (
             "For complex numbers make the parameter of their real and imaginary parts, torch.view_as_real(values), and "

@@ -1,4 +1,4 @@
-"""Parameter groups with a policy each: in one model, dense layers under all-reduce and embeddings under ssp."""
+"""Parameter groups with a policy each, as dense layers under all-reduce and embeddings under ssp, or a dtype each."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ class Groups:
             )
         require_fresh(optimizer)
         named, segments = segments_of(optimizer, model)
-        shares = self._shares(list(named), settings.name)
+        dtypes = [tensor.dtype for tensor in named.values()]
+        shares = [own for share in self._shares(list(named), settings.name) for own in share.by_dtype(dtypes)]
         parts: list[GroupPart] = []
         for number, share in enumerate(shares, start=1):
             own, groups = _taken(optimizer, named, segments, share.indices)
@@ -114,6 +115,18 @@ class GroupShare:
     patterns: str
     strategy: Strategy
     indices: tuple[int, ...]
+
+    def by_dtype(self, dtypes: Sequence[torch.dtype]) -> list[GroupShare]:
+        """Return a share for each dtype of its parameters, as a table has one; those of all parameters are given."""
+        found: dict[torch.dtype, list[int]] = {}
+        for index in self.indices:
+            found.setdefault(dtypes[index], []).append(index)
+        if len(found) == 1:
+            return [self]
+        return [
+            replace(self, patterns=f"{self.patterns}.{str(dtype).removeprefix('torch.')}", indices=tuple(indices))
+            for dtype, indices in found.items()
+        ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -454,16 +454,17 @@ class LocalOptimizer(Distributed):
         for turn in range(rounds.fragments):
             own = dict(list(named.items())[turn :: rounds.fragments])
             table = name if rounds.fragments == 1 else f"{name}.{turn}"
-            fragments.append(self._open(turn, table, own, rounds.rule(num_workers)))
+            fragments.append(self._open(turn, table, FlatParameters.over(own), rounds.rule(num_workers)))
         buffers = floating_buffers(model) if model is not None and self._settings.average_buffers else {}
         if buffers:
             rule = rounds.buffers_rule(num_workers)
-            fragments.append(self._open(rounds.fragments - 1, f"{name}.buffers", buffers, rule))
+            flat = FlatParameters.widened(buffers)
+            fragments.append(self._open(rounds.fragments - 1, f"{name}.buffers", flat, rule))
         return fragments
 
-    def _open(self, turn: int, table: str, named: dict[str, Tensor], rule: RuleSpec) -> Fragment:
-        flat, settings = FlatParameters.over(named), self._settings
-        segments = tuple(Segment(own, tuple(tensor.shape)) for own, tensor in named.items())
+    def _open(self, turn: int, table: str, flat: FlatParameters, rule: RuleSpec) -> Fragment:
+        settings = self._settings
+        segments = tuple(Segment(own, tuple(tensor.shape)) for own, tensor in flat.named.items())
         policy = str(self._rounds.consistency)
         spec = TableSpec(table, segments, flat.dtype, rule, policy, settings.scale, settings.nonfinite)
         return Fragment(turn, flat, open_flat(self._job, settings, spec, flat))
