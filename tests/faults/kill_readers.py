@@ -39,6 +39,7 @@ NUM_RELAYS: Final = 2
 MOST_BETWEEN: Final = 29  # versions that readers see between two kills
 BESIDE: Final = "reader", "relay"
 ALL: Final = *BESIDE, "server", "worker"
+REST_S: Final = 0.002  # of the trainer after each version
 MOST_WORKERS: Final = 3  # that a job starts again
 _FORKS: Final = multiprocessing.get_context("forkserver")
 
@@ -176,11 +177,11 @@ def kill_worker(run: Run) -> None:
 
 
 @contextmanager
-def publishing(folder: Path, transport: str) -> Iterator[Run]:
-    """Run a job that publishes after each step."""
+def publishing(folder: Path, transport: str, rest_s: float) -> Iterator[Run]:
+    """Run a job that publishes after each step, and then rests so long."""
     end = folder / "end"
     options = ("-n", "1", "-m", "2", "--transport", transport, "--on-crash", "restart")
-    with running(folder / "run", PUBLISHES, str(end), options=options, timeout_s=PATIENCE_S) as run:
+    with running(folder / "run", PUBLISHES, str(end), str(rest_s), options=options, timeout_s=PATIENCE_S) as run:
         try:
             yield run
         finally:
@@ -196,13 +197,14 @@ def kill_in_a_job(
     seed: int,
     num_readers: int = 6,
     most_between: int = MOST_BETWEEN,
+    rest_s: float = REST_S,
 ) -> Counter[str]:
     """Kill so often in one job; return how often each kind was killed. Raises FailedReadersError."""
     rng, killed, servers = random.Random(seed), Counter[str](), list[int]()
     _FORKS.set_forkserver_preload(["paceline.versions.subscription", "paceline.versions.relay", "paceline.tools.relay"])
     with tempfile.TemporaryDirectory(prefix="paceline-readers-") as name:
         folder = Path(name)
-        with publishing(folder, transport) as run:
+        with publishing(folder, transport, rest_s) as run:
             readers = Readers(folder, num_readers)
             try:
                 readers.wait_progress()
@@ -235,6 +237,7 @@ def main() -> int:
     parser.add_argument("--readers", type=int, default=6, help="at once")
     parser.add_argument("--only", choices=ALL, help="kill nothing else; by default readers and relays, or all, in turn")
     parser.add_argument("--between", type=int, default=MOST_BETWEEN, help="versions seen between two kills, at most")
+    parser.add_argument("--rest", type=float, default=REST_S, help="seconds of the trainer between two versions")
     parser.add_argument("--seed", type=int, default=1)
     asked = parser.parse_args()
     total, num_failed, turn = Counter[str](), 0, 0
@@ -243,7 +246,7 @@ def main() -> int:
         kinds = kinds if asked.only is None else (asked.only,)
         seed, turn = 1000 * asked.seed + turn, turn + 1
         try:
-            found = kill_in_a_job(transport, kinds, asked.each, seed, asked.readers, asked.between)
+            found = kill_in_a_job(transport, kinds, asked.each, seed, asked.readers, asked.between, asked.rest)
         except (FailedReadersError, DeadlineExceeded, AssertionError) as problem:
             print(f"{transport}, seed {seed}: {problem}", flush=True)
             num_failed += 1

@@ -2,7 +2,7 @@
 
 Those of a table of rows are the number of pushes of all workers.
 
-`publishes.py END_FILE`
+`publishes.py END_FILE [SECONDS]`: it rests so long after each step.
 """
 
 import sys
@@ -13,6 +13,7 @@ import torch
 
 import paceline
 
+rest_s = float(sys.argv[2]) if len(sys.argv) > 2 else 0.002
 paceline.init()
 model = torch.nn.Linear(300, 400)
 for parameter in model.parameters():
@@ -29,4 +30,4 @@ while not Path(sys.argv[1]).exists():
     paceline.publish(model)
     if time.monotonic() - began_s > 5.0:
         print("a long step", flush=True)
-    time.sleep(0.002)
+    time.sleep(rest_s)
