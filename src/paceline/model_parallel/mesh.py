@@ -115,7 +115,7 @@ class Mesh:
         if size not in self._neighbours:
             grid, patience = self.grid, timedelta(seconds=self.worker_set.timeout_s)
             ranks = torch.arange(grid.size).view(grid.pipeline, grid.replicas // size, size, grid.tensor)
-            with self.explained(f"connecting groups of {size} workers"):
+            with self.explained(f"connecting groups of {size} workers", dist.group.WORLD):
                 own, others = _groups_along([_lines(ranks, 2), _lines(ranks, 1)], patience)
             self._neighbours[size] = DeviceMesh.from_group(own, "cpu", mesh_dim_names=("shard",)), others
         return self._neighbours[size]
@@ -145,8 +145,10 @@ class Mesh:
         return calls
 
     @contextmanager
-    def explained(self, what: str) -> Generator[None]:
+    def explained(self, what: str, group: ProcessGroup | None = None) -> Generator[None]:
         """Explain failed connections in the block; errors of the script are raised unchanged.
+
+        `group`: the workers that wait for each other in it. Default: those that hold one model together.
 
         Raises:
             PeerError: a worker is gone, or too late. Then all connections have ended.
@@ -154,7 +156,8 @@ class Mesh:
         if self._failure:
             raise PeerError(f"worker {self.worker_set.rank}, {what}: an earlier call has failed: {self._failure}")
         waits = self.worker_set.node.waits
-        about = About(f"mesh {what}", workers=tuple(self.grid.replica_ranks(self.position.replica)), computes=True)
+        workers = dist.get_process_group_ranks(self.replica if group is None else group)
+        about = About(f"mesh {what}", workers=tuple(workers), computes=True)
         wait: OpenWait | None = None
         try:
             with waits.during(what, about, waits.limit_s, self.abort) as wait:
