@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from paceline.observe.window import WorkerTime
 
 Kind = Literal[
-    "starting", "healthy", "worker", "data", "server", "link", "row", "hung", "dead", "stopped", "disk", "refused"
+    *("starting", "healthy", "worker", "data", "server", "link", "row"),
+    *("hung", "waiting", "dead", "stopped", "disk", "refused"),
 ]
 
 LEAST_STEPS: Final = 5  # of each worker; fewer say nothing
@@ -159,7 +160,18 @@ def _of_long_clocks(window: Window, around: Surroundings) -> RunVerdict | None:
         if state and state.doing == "computing" and state.for_s > max(_LONG_S, _LONG_RATIO * usual_s):
             text = f"{name} computes for {state.for_s:.0f} s in clock {state.clock}; its steps took {_time(usual_s)}"
             return RunVerdict("hung", text, name, "computing", 1.0)
-    return None
+    return _of_long_waits(window, max(_LONG_S, _LONG_RATIO * usual_s))
+
+
+def _of_long_waits(window: Window, long_s: float) -> RunVerdict | None:
+    """Say that no worker goes on: where all wait, the time of the last steps says nothing of why."""
+    workers = window.workers()
+    waits_s = [state.for_s for worker in workers if (state := window.states.get(worker)) and state.doing != "computing"]
+    if len(workers) < 2 or len(waits_s) < len(workers) or min(waits_s) < long_s:
+        return None
+    return RunVerdict(
+        "waiting", f"no worker goes on: all {len(workers)} wait, for {min(waits_s):.0f} s", "", "waiting", 1.0
+    )
 
 
 def _of_disk(around: Surroundings) -> RunVerdict | None:
