@@ -29,6 +29,7 @@ from paceline.job.mesh import MeshPosition, MeshShape
 from paceline.torch_private import PrefixStore, ProcessGroupGloo, Store
 from paceline.transport.memory import MemoryTransport
 from paceline.wire.requests import Barrier
+from paceline.worker.node import HAS_LEFT
 from paceline.worker.waits import About, OpenWait
 
 AXES: Final = ("pipeline", "data", "tensor")
@@ -101,7 +102,12 @@ class Mesh:
         return self.devices[name]
 
     def group(self, name: str) -> ProcessGroup:
-        """Return the process group of the workers that differ from this one along one axis only."""
+        """Return the process group of the workers that differ from this one along one axis only.
+
+        Raises:
+            PeerError: this worker has left.
+        """
+        self._require_open(f"the workers along '{name}'")
         return self.devices.get_group(name)
 
     def neighbours(self, size: int) -> tuple[DeviceMesh, ProcessGroup]:
@@ -151,8 +157,9 @@ class Mesh:
         `group`: the workers that wait for each other in it. Default: those that hold one model together.
 
         Raises:
-            PeerError: a worker is gone, or too late. Then all connections have ended.
+            PeerError: a worker is gone, or too late, and all connections have ended; or this worker has left.
         """
+        self._require_open(what)
         if self._failure:
             raise PeerError(f"worker {self.worker_set.rank}, {what}: an earlier call has failed: {self._failure}")
         waits = self.worker_set.node.waits
@@ -171,6 +178,10 @@ class Mesh:
             told = self.failure_reports.explain(what, self._missing(), late, str(found))
             self._failure = str(told)
             raise told from error
+
+    def _require_open(self, what: str) -> None:
+        if not dist.is_initialized():
+            raise PeerError(f"worker {self.worker_set.rank}, {what}: {HAS_LEFT}")
 
     def abort(self) -> None:
         """End all connections, so that workers that wait for this one fail at once."""
