@@ -16,8 +16,19 @@ if TYPE_CHECKING:
     from paceline.observe.window import WorkerTime
 
 Kind = Literal[
-    *("starting", "healthy", "worker", "data", "server", "link", "row"),
-    *("hung", "waiting", "dead", "stopped", "disk", "refused"),
+    "starting",
+    "healthy",
+    "worker",
+    "data",
+    "server",
+    "link",
+    "row",
+    "hung",
+    "waiting",
+    "dead",
+    "stopped",
+    "disk",
+    "refused",
 ]
 
 LEAST_STEPS: Final = 5  # of each worker; fewer say nothing
