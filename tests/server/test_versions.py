@@ -143,7 +143,7 @@ def test_a_version_is_not_there_before_all_its_tables() -> None:
     assert len(versions.lease(PublicationId("a", "s", 1)).describe()[1]) == 3 * 32
 
 
-def test_digests_are_computed_once_and_for_the_first_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digests_are_computed_once_and_for_the_first_that_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     computed = list[int]()
 
     def counted(memory: memoryview) -> Iterator[bytes]:
