@@ -299,9 +299,11 @@ class VersionSubscription:
         """Return the newest version that is wanted; waits for it."""
 
         def once(deadline: Deadline) -> Version:
+            links, lists = list[ReaderLink](), list[tuple[PublicationId, ...]]()
             while True:
-                links = self._connected(deadline)
-                lists = [link.find(self.name, (), 0.0) for link in links]
+                if self._connected(deadline) is not links:
+                    links = self._servers.links
+                    lists = [link.find(self.name, (), 0.0) for link in links]
                 problem = next((link.problem for link in links if link.problem), "")
                 not_older = self._not_older(lists[0])
                 if lists[0] and not not_older:
@@ -312,14 +314,15 @@ class VersionSubscription:
                     try:
                         return self._fetch(whole[-1])
                     except VersionNotThere:
-                        continue  # it was dropped meanwhile, so a newer one is there
+                        links = []  # it was dropped meanwhile, so a newer one is there: ask anew
+                        continue
                 self._servers.problem = problem
                 if problem and self._servers.has_others:
                     raise PeerError(problem)
                 if self._servers.is_closed or not deadline.remaining_s():
                     there = [each.number for each in lists[0]]
                     raise NothingYet(f"there is none yet; there are {there}{problem and f'. {problem}'}")
-                self._wait_change(lists, wanted, deadline)
+                lists = self._wait_change(lists, wanted, deadline)
 
         return self._servers.repeat(once, deadline, what)
 
@@ -338,10 +341,15 @@ class VersionSubscription:
 
     def _wait_change(
         self, lists: list[tuple[PublicationId, ...]], wanted: list[PublicationId], deadline: Deadline
-    ) -> None:
-        """Wait for a server to have what it lacks: the first server a version that is wanted, another one that one."""
+    ) -> list[tuple[PublicationId, ...]]:
+        """Wait for a server to have what it lacks: the first server a version that is wanted, another one that one.
+
+        Return what all of them have then.
+        """
         late = next((rank for rank, found in enumerate(lists) if wanted and wanted[-1] not in found), 0)
-        self._servers.links[late].find(self.name, lists[late], deadline.remaining_s())
+        links = self._servers.links
+        found = links[late].find(self.name, lists[late], deadline.remaining_s())
+        return [found if rank == late else link.find(self.name, (), 0.0) for rank, link in enumerate(links)]
 
     def _everywhere(self, deadline: Deadline) -> list[PublicationId]:
         """Return the versions that all servers have, the newest last."""
