@@ -48,6 +48,7 @@ class Daemon:
     namespaces: Namespaces
     port: int
     told: Told
+    gateway: Gateway
 
     def address(self, name: str = "default") -> str:
         return f"paceline://127.0.0.1:{self.port}/{name}"
@@ -84,7 +85,7 @@ def daemon(
             thread = threading.Thread(target=lambda: unsaved.append(gateway.run()), name="test-reception")
             thread.start()
             try:
-                yield Daemon(state, namespaces, int(listener.address.rpartition(":")[2]), told)
+                yield Daemon(state, namespaces, int(listener.address.rpartition(":")[2]), told, gateway)
             finally:
                 gateway.stop()
                 thread.join(JOIN_S)

@@ -148,6 +148,14 @@ class Namespaces:
         if elsewhere is not None:
             raise elsewhere
 
+    def _is_for_others(self, name: str) -> bool:
+        """Return whether another server serves a namespace, as far as that is known."""
+        try:
+            replicas = self._replicas_of(name)
+            return replicas is not None and replicas.is_for_others()
+        except (OSError, UsageError):
+            return False
+
     def _with_servers(self, accepted: EnterAccepted) -> EnterAccepted:
         return accepted if self._companions is None else replace(accepted, servers=self._companions.addresses)
 
@@ -159,7 +167,9 @@ class Namespaces:
             replicas = self._replicas_of(name)
         if replicas is None:
             return NamespaceStanding(leads=True)
-        return replicas.standing(is_followed=known is not None and known.is_followed)
+        is_open = known is not None and not known.is_over
+        is_followed = known is not None and known.is_followed
+        return replicas.standing(is_served=is_open and not is_followed, is_followed=is_followed)
 
     def take_head(self, name: str, connection: NamespaceConnection, ask: EnterRequest) -> None:
         """Have the replica of a namespace for the server that serves it, unless this one has something else of it."""
@@ -191,12 +201,10 @@ class Namespaces:
         if self._is_expelled(admitted.peer_identity) or (namespace is not None and namespace.is_followed):
             admitted.close()
         elif namespace is None or namespace.is_over:
-            try:
-                self._require_own(name)
-            except (ServedElsewhere, OSError):  # the client looks for the server that serves it
-                admitted.close()
-                return
-            admitted.turn_away(f"namespace '{name}' has ended since it joined: connect again")
+            if self._is_for_others(name):
+                admitted.close()  # the client looks for the server that serves it
+            else:
+                admitted.turn_away(f"namespace '{name}' has ended since it joined: connect again")
         else:
             namespace.hand_over(admitted)
 

@@ -363,7 +363,8 @@ class Namespace:
 
     def close(self) -> None:
         """Save changes and end; blocks until then. A failure is reported, and in `unsaved`."""
-        if self._followed and self._stop_following():
+        if self._followed:
+            self._stop_following()
             return
         try:
             saving = self._ask(self._begin_to_end, SAVE_TIMEOUT_S)
@@ -383,16 +384,16 @@ class Namespace:
                     self._node.do(self._save_and_end)  # it may come to it yet
         self.wait_end(_END_TIMEOUT_S)
 
-    def _stop_following(self) -> bool:
-        """Save what the other server has said, and end; return False if this one has come to serve meanwhile."""
+    def _stop_following(self) -> None:
+        """Save what the other server has said, and end."""
         with self._changed:
             self._changed.wait_for(lambda: self._node is not None or self._over, ANSWER_TIMEOUT_S)
             if self._node is not None and not self._over:
+                self._node.do(self._save_and_end)  # comes to it only if this server has come to serve meanwhile
                 self._node.stop()
         if self._head is not None:
             self._head.close()
         self.wait_end(SAVE_TIMEOUT_S)
-        return self._over
 
     def wait_end(self, timeout_s: float) -> None:
         """Block until its thread has ended, or the time is over."""
@@ -450,7 +451,7 @@ class Namespace:
             problem = ""
         except ServedElsewhere as error:
             problem, self._elsewhere = "", error
-        except (Superseded, Diverged) as error:  # nothing is lost: another server has it
+        except (Superseded, Diverged, PeerError) as error:  # nothing is lost: another server has it
             problem = ""
             self._config.tell(f"namespace '{self.name}' is not served here any more: {error}")
         except CannotGoOn as error:

@@ -324,11 +324,22 @@ class NamespaceReplicas:
                 "server has to be there when the namespace is next asked for"
             )
 
-    def standing(self, *, is_followed: bool) -> NamespaceStanding:
-        """Return what this server has of the namespace, which it follows or not. Raises OSError."""
+    def standing(self, *, is_served: bool, is_followed: bool) -> NamespaceStanding:
+        """Return what this server has of the namespace, which it serves or follows, or neither. Raises OSError."""
         elsewhere = self.elsewhere()
         saved = self._state.saved_view(self.name)
-        return NamespaceStanding(elsewhere is None, is_followed, saved, "" if elsewhere is None else elsewhere.address)
+        if elsewhere is not None:
+            return NamespaceStanding(False, is_followed, saved, elsewhere.address)
+        return NamespaceStanding(is_served or not self._is_undecided(saved), is_followed, saved)
+
+    def is_for_others(self) -> bool:
+        """Return whether another server serves the namespace, or may be about to. Raises OSError."""
+        return self.elsewhere() is not None or self._is_undecided(self._state.saved_view(self.name))
+
+    def _is_undecided(self, saved: int) -> bool:
+        """Return whether this server had a replica as it ended, without having saved all: that one may serve yet."""
+        view = self.views.newest()
+        return view is not None and view.replica != NO_PROCESS and saved != view.number
 
     def link(self, generation: int, workers: int | None, beside: Callable[[], bytes]) -> ReplicaLink:
         """Return how the server of the namespace finds its replica, and tells it all."""
