@@ -17,7 +17,7 @@ from paceline.api.session import Session
 from paceline.serve.access import server_access
 from paceline.serve.gateway import Gateway, Namespaces
 from paceline.serve.namespace import NamespaceConfig
-from paceline.serve.replicas import Companions, own_number
+from paceline.serve.replicas import Companions
 from paceline.serve.state import StateFolder
 
 JOIN_S = 150.0
@@ -77,7 +77,7 @@ def daemon(
         try:
             transport = server_access("127.0.0.1", state, keys).transport(told)
             listener = transport.listen("127.0.0.1:0")
-            companions = None if views is None else Companions(views, own_number(folder), listener.address, transport)
+            companions = None if views is None else Companions(views, folder, listener.address, transport)
             if companions is not None:
                 companions.start()
             namespaces = Namespaces(folder, transport, NamespaceConfig(tell=told, **settings), companions)

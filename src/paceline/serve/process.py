@@ -33,7 +33,7 @@ from paceline.serve.access import SCHEME, server_access
 from paceline.serve.gateway import Gateway, Namespaces
 from paceline.serve.namespace import NamespaceConfig
 from paceline.serve.orders import HAND_OVER, LISTENER, LOCK, ORDER_BYTES, SERVES, ServeOrders, ready
-from paceline.serve.replicas import Companions, own_number
+from paceline.serve.replicas import Companions
 from paceline.serve.state import StateFolder
 from paceline.transport.lasting_memory import LastingMemory
 
@@ -83,7 +83,7 @@ def serve_state(
         )
         companions = None
         if orders.views:
-            companions = Companions(Path(orders.views), own_number(folder), orders.address, transport)
+            companions = Companions(Path(orders.views), folder, orders.address, transport)
             undo.callback(companions.close)
             companions.start()
         namespaces = Namespaces(folder, transport, hosting, companions)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Final, final
 from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.job.folders import make_private, names_in
 from paceline.job.views import NO_PROCESS, View, Views
+from paceline.serve.access import DEFAULT_NAMESPACE
 from paceline.serve.messages import EnterFrame, EnterRequest, NamespaceStanding, encode
 from paceline.serve.standing import ask_standing
 from paceline.serve.state import folder_name, write_durably
@@ -69,6 +71,11 @@ class NamespaceViews:
         """Return the view that counts; None before the first. Raises OSError."""
         return self._views.newest()
 
+    def begin(self) -> None:
+        """Make the first view, in which this server is alone, if there is none. Raises OSError."""
+        if self.newest() is None:
+            self._change(View(1, self.own))
+
     def take(self, saved: int, is_followed: Callable[[View], bool]) -> View | None:
         """Have this server serve the namespace from its own disk; return the view in which it does, None if it may not.
 
@@ -79,13 +86,11 @@ class NamespaceViews:
 
         Raises OSError: the folder cannot be used.
         """
-        while True:
-            view = self.newest()
-            if view is None:
-                wanted = View(1, self.own)
-            elif view.head == self.own and view.replica == NO_PROCESS:
+        self.begin()
+        while (view := self.newest()) is not None:
+            if view.head == self.own and view.replica == NO_PROCESS:
                 return view
-            elif view.head == self.own and (saved == view.number or not is_followed(view)):
+            if view.head == self.own and (saved == view.number or not is_followed(view)):
                 wanted = view.alone()
             elif view.replica == self.own and saved == view.number:
                 wanted = view.promoted()
@@ -93,21 +98,27 @@ class NamespaceViews:
                 return None
             if self._change(wanted):
                 return wanted
+        return None
 
     def promote(self, number: int) -> bool:
         """See `Promotion.promote`; raises OSError."""
-        view = self.newest()
-        return view is not None and view.number == number and self._change(view.promoted())
+        view = self._current(number)
+        return view is not None and view.replica == self.own and self._change(view.promoted())
 
     def dismiss(self, number: int) -> bool:
         """See `Promotion.dismiss`; raises OSError."""
-        view = self.newest()
-        return view is not None and view.number == number and self._change(view.alone())
+        view = self._current(number)
+        return view is not None and view.head == self.own and self._change(view.alone())
 
     def enlist(self, number: int, process: int) -> bool:
         """See `Promotion.enlist`; raises OSError."""
+        view = self._current(number)
+        return view is not None and view.head == self.own and self._change(view.repaired(process))
+
+    def _current(self, number: int) -> View | None:
+        """Return the view of this number, None if it has ended."""
         view = self.newest()
-        return view is not None and view.number == number and self._change(view.repaired(process))
+        return view if view is not None and view.number == number else None
 
     def _change(self, view: View) -> bool:
         """Have this view count if it is the first of its number; forget those that were long before it."""
@@ -173,21 +184,25 @@ class Companions:
 
     Args:
         folder: of views.
-        own: number of this server.
+        state: folder of this server. What it has of namespaces that are in no view yet is what counts of them.
         address: where this server listens, tcp://HOST:PORT as others reach it.
         transport: makes connections to the others.
     """
 
-    def __init__(self, folder: Path, own: int, address: str, transport: Transport) -> None:
+    def __init__(self, folder: Path, state: StateFolder, address: str, transport: Transport) -> None:
         """Note where this server listens; raises UsageError for a folder that others can write in, OSError."""
         make_private(folder, "name another folder for --views")
         (folder / _SERVERS).mkdir(mode=0o700, exist_ok=True)
-        write_durably(folder / _SERVERS / str(own), address.encode())
         self._folder = folder
         self._transport = transport
-        self.own: Final = own
+        self._address = address
+        self.own: Final = own_number(state)
+        write_durably(folder / _SERVERS / str(self.own), address.encode())
+        for name in state.names():
+            self.views(name).begin()
         self._alive: tuple[Companion, ...] = ()
-        self._known: tuple[str, ...] = (address,)
+        self._alive_until_s = 0.0
+        self._others = self._read_others()
         self._wanted, self._ending = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._look_on, name="paceline-companions", daemon=True)
 
@@ -208,17 +223,16 @@ class Companions:
     @property
     def addresses(self) -> tuple[str, ...]:
         """Where all servers listen, this one first, as far as they are known by now."""
-        return self._known
+        return (self._address, *(other.address for other in self._others))
 
     def views(self, namespace: str) -> NamespaceViews:
         """Return the views of a namespace."""
         return NamespaceViews(self._folder / _NAMESPACES / folder_name(namespace), self.own)
 
-    def take_alive(self) -> tuple[Companion, ...]:
-        """Return the others that lived at the last look, and have the next one made. Does not block."""
-        alive, self._alive = self._alive, ()
+    def alive(self) -> tuple[Companion, ...]:
+        """Return the others that lived a moment ago, and have them looked for again. Does not block."""
         self._wanted.set()
-        return alive
+        return self._alive if time.monotonic() < self._alive_until_s else ()
 
     def address_of(self, number: int) -> str:
         """Return where a server listens; "" where that is not known. Raises OSError."""
@@ -257,13 +271,13 @@ class Companions:
             self._ending.wait(_LOOK_S)
 
     def _look(self) -> None:
-        numbers = [int(name) for name in names_in(self._folder / _SERVERS) if name.isdecimal()]
-        others = [Companion(number, self.address_of(number)) for number in sorted(numbers) if number != self.own]
-        self._known = (self._known[0], *(each.address for each in others))
-        self._alive = tuple(each for each in others if self._answers(each))
+        self._others = self._read_others()
+        self._alive = tuple(each for each in self._others if self.standing(each.number, DEFAULT_NAMESPACE) is not None)
+        self._alive_until_s = time.monotonic() + 2 * _LOOK_S
 
-    def _answers(self, other: Companion) -> bool:
-        return self.standing(other.number, "default") is not None
+    def _read_others(self) -> tuple[Companion, ...]:
+        numbers = sorted(int(name) for name in names_in(self._folder / _SERVERS) if name.isdecimal())
+        return tuple(Companion(number, self.address_of(number)) for number in numbers if number != self.own)
 
 
 @final
@@ -355,7 +369,7 @@ class NamespaceReplicas:
             )
 
         def find() -> list[ReplicaPlace]:
-            alive = self._companions.take_alive()
+            alive = self._companions.alive()
             view = self.views.newest() if alive else None
             return [] if view is None else [place(view.number + 1, other) for other in alive]
 

@@ -263,7 +263,7 @@ class ReplicaLink:
             self._superseded = f"{place.served} cannot tell whether it has a replica: {error}"
             raise Superseded(self._superseded) from error
         if is_replica:
-            place.tell(f"{place.served} has a replica again")
+            place.tell(f"{place.served} has a replica" if place.name else f"{place.served} has a replica again")
             self.check()  # by which the replica knows that it is one
         else:
             self.close()
