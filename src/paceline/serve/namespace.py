@@ -512,6 +512,7 @@ class Namespace:
     def _follow(self, generation: int) -> ServerNode:
         """Return a server node that has the replica of another one, and serves once that is gone."""
         assert self._replicas is not None
+        self._replicas.forget_saved()
         follower = Follower(
             0,
             self._replicas.views,

@@ -306,6 +306,7 @@ class NamespaceReplicas:
             OSError: the folder of views cannot be used.
         """
         self._require(self.views.take(self._state.saved_view(self.name), self._may_have_more))
+        self.forget_saved()
 
     def go_on(self) -> None:
         """Have this server go on with what a process before this one left in memory; raises as `take`."""
@@ -314,6 +315,11 @@ class NamespaceReplicas:
             self.views.dismiss(view.number)
             view = self.views.newest()
         self._require(view if view is not None and view.head == self.views.own else None)
+        self.forget_saved()
+
+    def forget_saved(self) -> None:
+        """Note that more may be acknowledged from now on than is saved here. Raises OSError."""
+        self._state.forget_saved_view(self.name)
 
     def elsewhere(self) -> ServedElsewhere | None:
         """Return which other server serves the namespace; None if it is for this one to serve. Raises OSError."""

@@ -170,6 +170,10 @@ class StateFolder:
             return 0
         return int(text) if text.isdigit() and len(text) <= _MAX_DIGITS else 0
 
+    def forget_saved_view(self, name: str) -> None:
+        """Note that something may be acknowledged from now on that is not saved here. Raises OSError."""
+        (self.path / VIEWS_NAME / folder_name(name)).unlink(missing_ok=True)
+
     def note_saved_view(self, name: str, number: int) -> None:
         """Note that all which was acknowledged in this view and before is saved here. Raises OSError."""
         (self.path / VIEWS_NAME).mkdir(mode=0o700, exist_ok=True)
