@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 from benchmarks.shaped_network import ShapedNetwork
-from tests.hosts.test_nodes import PATIENCE_S, hosts
+from tests.hosts.test_nodes import PATIENCE_S, hosts, wait_for
 
 from paceline.job.credentials.holders import Holder
 from paceline.job.credentials.key_store import issue_keys, make_keys
+from paceline.job.views import Views
 
 CLIENT = Path(__file__).with_name("serve_client.py")
 
@@ -44,10 +45,18 @@ def wait_told(process: subprocess.Popen[str], text: str) -> None:
 
 
 def add_one(client: subprocess.Popen[str]) -> float:
+    ask(client)
+    return answer(client)
+
+
+def ask(client: subprocess.Popen[str]) -> None:
     assert client.stdin is not None
-    assert client.stdout is not None
     client.stdin.write("\n")
     client.stdin.flush()
+
+
+def answer(client: subprocess.Popen[str]) -> float:
+    assert client.stdout is not None
     return float(client.stdout.readline())
 
 
@@ -68,16 +77,23 @@ def test_a_client_goes_on_with_the_other_server_where_the_line_of_its_server_is_
         address = f"paceline://{network.address(0)}:7700,{network.address(1)}:7700/job"
         with started(network, 2, str(CLIENT), address, str(keys)) as client:
             sums = [add_one(client)]
-            wait_told(first, "namespace 'job' has a replica")
+            wait_told(first, "namespace 'job' has a replica\n")
             sums.append(add_one(client))
+            views = Views(tmp_path / "views" / "namespaces" / "job", 0)
+            before = views.newest()
             network.cut(0)
-            sums.append(add_one(client))
-            wait_told(second, "namespace 'job' is served by its replica from now on")
-            wait_told(first, "namespace 'job' is not served here any more")
+            ask(client)
+            wait_for([first, second], lambda: views.newest() != before)  # one of the two has decided to go on
             network.heal(0)
-            wait_told(second, "namespace 'job' has a replica")
+            sums.append(answer(client))
+            view = views.newest()
+            assert before is not None
+            assert view is not None
+            head, other = (first, second) if view.head == before.head else (second, first)
+            wait_told(head, "namespace 'job' has a replica\n")
             sums.append(add_one(client))
-            second.kill()
-            second.wait(PATIENCE_S)
+            head.kill()
+            head.wait(PATIENCE_S)
             sums.append(add_one(client))
+            wait_told(other, "namespace 'job' is served by its replica from now on")
     assert sums == [1.0, 2.0, 3.0, 4.0, 5.0]
