@@ -100,6 +100,22 @@ NUM_CLOCKS = 150
 def test_servers_are_killed_one_after_the_other_and_each_push_counts_once(
     consistency: str, encrypted: bool, tmp_path: Path, fate: Fate
 ) -> None:
+    train(consistency, 141, fate, tmp_path, tmp_path / "keys" if encrypted else None)
+    assert fate.num_kills > 2
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("consistency", ["bsp", "ssp:2", "essp:2", "asynchronous"])
+@pytest.mark.parametrize("stride", range(20, 300, 7))
+def test_each_push_counts_once_wherever_servers_are_killed(
+    consistency: str, stride: int, tmp_path: Path, fate: Fate
+) -> None:
+    train(consistency, stride, fate, tmp_path)
+    assert fate.num_kills > 0
+
+
+def train(consistency: str, stride: int, fate: Fate, folder: Path, keys: Path | None = None) -> None:
+    """Have two workers push into slots of their own and into rows, while servers are killed, and check what counts."""
     seen: dict[int, torch.Tensor] = {}
 
     def work(both: Both) -> None:
@@ -112,19 +128,18 @@ def test_servers_are_killed_one_after_the_other_and_each_push_counts_once(
                 ones = torch.zeros(2, NUM_CLOCKS)
                 ones[ps.rank, clock] = 1.0
                 slots.push(ones)
-                users.push([clock, 99], torch.ones(2, 2))
+                users.push([clock, -1], torch.ones(2, 2))
                 ps.clock()
                 values = slots.pull()
                 assert ((values == 0.0) | (values == 1.0)).all(), values
                 assert (values[ps.rank, : clock + 1] == 1.0).all(), values
             ps.barrier()
-            seen[ps.rank] = torch.cat([slots.pull().flatten(), users.pull([0, 99]).flatten()])
+            seen[ps.rank] = torch.cat([slots.pull().flatten(), users.pull([0, -1]).flatten()])
 
-    with pair(tmp_path, tmp_path / "keys" if encrypted else None) as both:
-        fate.stride = 141
+    with pair(folder, keys) as both:
+        fate.stride = stride
         together(lambda: work(both), lambda: work(both))
         fate.stride = 0
-    assert fate.num_kills > 2
     expected = torch.tensor([1.0] * 2 * NUM_CLOCKS + [2.0, 2.0] + [2.0 * NUM_CLOCKS] * 2)
     assert seen.keys() == {0, 1}
     assert all(torch.equal(values, expected) for values in seen.values()), seen
@@ -220,13 +235,16 @@ def test_of_a_head_and_a_replica_that_believe_the_other_gone_one_goes_on(
     assert ours.newest() == View(3, 1)
 
 
-def test_views_of_long_ago_are_forgotten(views: tuple[NamespaceViews, NamespaceViews], tmp_path: Path) -> None:
+def test_views_of_long_ago_are_forgotten(
+    views: tuple[NamespaceViews, NamespaceViews], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "_KEPT_VIEWS", 3)
     ours, _ = views
     ours.take(0, never)
-    for number in range(1, 100):
+    for number in range(1, 5):
         assert ours.enlist(number, 2)
-    assert ours.newest() == View(100, 1, 2)
-    assert len(list((tmp_path / "views").iterdir())) == 64
+    assert ours.newest() == View(5, 1, 2)
+    assert len(list((tmp_path / "views").iterdir())) == 3
 
 
 def test_the_number_of_a_server_stays(tmp_path: Path) -> None:
