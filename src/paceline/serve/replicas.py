@@ -162,7 +162,7 @@ class PeerTransport:
 
     def listen(self, address: str) -> Listener:
         """Raise UsageError: it only connects."""
-        raise UsageError(f"nothing listens at {address}")
+        raise UsageError(f"nothing listens at {address} but `paceline serve`")
 
     def connect(self, address: str, identity: bytes, *, timeout_s: float) -> Connection:
         """Connect to the replica; see `Transport.connect`."""
