@@ -660,7 +660,7 @@ class Follower:
     tell: Callable[[str], None]
     name: str = ""
     noted: Callable[[bytes], None] = lambda _: None
-    ended: Callable[[ServerCore, ServedTables, int], None] = lambda _core, _tables, _view: None
+    ended: Callable[[ServerCore, ServedTables, int], None] | None = None
     _view: int = 0
     _counts: bool = False  # as the replica: what it was given is whole, and in a view
 
@@ -704,7 +704,7 @@ class Follower:
 
     def _leave(self, replay: Replay) -> None:
         """Tell with what this process ends, if it was the replica: that has all which was acknowledged in its view."""
-        if self._counts:
+        if self.ended is not None and self._counts:
             replay.drop_fresh()
             self.ended(replay.parts.core, replay.tables, self._view)
 
