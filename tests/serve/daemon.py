@@ -78,9 +78,9 @@ def daemon(
             transport = server_access("127.0.0.1", state, keys).transport(told)
             listener = transport.listen("127.0.0.1:0")
             companions = None if views is None else Companions(views, folder, listener.address, transport)
-            if companions is not None:
-                companions.start()
             namespaces = Namespaces(folder, transport, NamespaceConfig(tell=told, **settings), companions)
+            if companions is not None:
+                companions.start(namespaces.fill)
             gateway, unsaved = Gateway(listener, namespaces), list[list[str]]()
             thread = threading.Thread(target=lambda: unsaved.append(gateway.run()), name="test-reception")
             thread.start()

@@ -170,6 +170,23 @@ def test_a_server_that_is_told_to_end_hands_over_and_what_its_clients_left_is_sa
             assert add_one(ps, table) == 5.0
 
 
+def test_what_one_server_alone_has_is_given_to_one_that_comes_though_no_client_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "_FILL_S", 0.05)
+    with nothing_left_behind(), one(tmp_path, 0) as first:
+        with first.connect("job") as ps:
+            assert add_one(ps, open_sum(ps)) == 1.0
+        first.wait_empty("job")
+        with one(tmp_path, 1) as second:
+            first.told.wait("namespace 'job' has a replica")
+            first.wait_empty("job")
+            second.wait_empty("job")
+        first.gateway.stop()
+        with one(tmp_path, 1) as second, second.connect("job", token=second.state / "token") as ps:
+            assert add_one(ps, open_sum(ps)) == 2.0
+
+
 def test_what_only_one_server_has_is_not_served_by_the_other(tmp_path: Path) -> None:
     with nothing_left_behind():
         with one(tmp_path, 0) as first:

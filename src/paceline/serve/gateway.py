@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from paceline.serve.messages import Answer
-    from paceline.serve.replicas import Companions
+    from paceline.serve.replicas import Companion, Companions
     from paceline.serve.state import StateFolder
     from paceline.transport.base import Connection, Listener, PeerIdentity, Transport
 
@@ -74,6 +74,7 @@ class Namespaces:
     ) -> None:
         self._state = state
         self._companions = companions
+        self._filled: dict[str, tuple[Companion, ...]] = {}  # namespaces that were given to them, or could not be
         self._transport = transport
         self._config = config
         self._lock = threading.Lock()
@@ -99,6 +100,32 @@ class Namespaces:
                     f"namespace '{name}' goes on from its newest snapshot when it is next asked for: {reason}"
                 )
                 kept.clear()
+
+    def fill(self, alive: tuple[Companion, ...]) -> bool:
+        """Open a namespace that this server alone has and no client uses, until one of the others has it, too.
+
+        Does not block; returns whether there was one. Once for each that lives: some cannot have a replica.
+        """
+        with self._lock:
+            is_busy = any(namespace.fills and not namespace.is_over for namespace in self._open.values())
+            idle = [] if is_busy else [name for name in self._state.names() if not self._is_open(name)]
+            for name in idle:
+                replicas = self._replicas_of(name)
+                if replicas is None or self._filled.get(name) == alive or not replicas.is_alone:
+                    continue
+                self._filled[name] = alive
+                if not self._ending.is_set():
+                    self._begin(name, None, self._memory_of(name), fills=True)
+                    return True
+        return is_busy
+
+    def _is_open(self, name: str) -> bool:
+        """Return whether a namespace is served or followed; one that is over is put away."""
+        known = self._open.get(name)
+        if known is not None and known.is_over:
+            known.wait_end(_END_TIMEOUT_S)
+            self._forget(known)
+        return name in self._open
 
     def end_those_that_are_lost(self) -> None:
         """Save and end the namespaces with which no other process can go on; blocks."""
@@ -291,12 +318,15 @@ class Namespaces:
                 self._forget(known)
             return self._begin(name, workers, self._memory_of(name))
 
-    def _begin(self, name: str, workers: int | None, memory: NamespaceMemory | None, followed: int = 0) -> Namespace:
+    def _begin(
+        self, name: str, workers: int | None, memory: NamespaceMemory | None, followed: int = 0, *, fills: bool = False
+    ) -> Namespace:
         begun = Namespace(
             *(name, self._state.folder(name), self._transport, self._config, workers, memory),
             published=self._readers_of(name).published,
             replicas=self._replicas_of(name),
             followed=followed,
+            fills=fills,
         )
         begun.expel(self._expelled)
         self._open[name] = begun

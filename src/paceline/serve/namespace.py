@@ -69,6 +69,7 @@ JOIN_TIMEOUT_S: Final = 300.0
 ANSWER_TIMEOUT_S: Final = 50.0  # shorter than the deadline of clients
 SAVE_TIMEOUT_S: Final = 600.0  # for the memory of a large machine
 _END_TIMEOUT_S: Final = 10.0
+_FILL_TIMEOUT_S: Final = 5.0  # to find another server that takes what this one has
 _RETRY_S: Final = 10.0  # until a snapshot that failed is made again, at most
 MEMORY_PREFIX: Final = "namespace/"  # and the name, of the memory of a namespace
 _OPENED: Final = "opened"
@@ -272,11 +273,14 @@ class Namespace:
         published: Published | None = None,
         replicas: NamespaceReplicas | None = None,
         followed: int = 0,
+        *,
+        fills: bool = False,
     ) -> None:
         """Start its thread; see `EnterRequest` for `workers`. What was opened in `memory` goes on, and is not read.
 
         What is published goes to `published`, which lasts longer than the namespace is served. `followed`: generation
-        in which another server serves, whose connection comes first; 0 if this one does.
+        in which another server serves, whose connection comes first; 0 if this one does. `fills`: it admits no client,
+        and ends when another server has it, too.
         """
         self.name: Final = name
         self.failure = ""
@@ -288,6 +292,7 @@ class Namespace:
         self._published = published
         self._replicas = replicas
         self._followed = followed
+        self.fills: Final = fills
         self._elsewhere: ServedElsewhere | None = None
         self._head: NamespaceConnection | None = None
         self._beside = b""  # what the server that serves has said of its admission
@@ -615,7 +620,7 @@ class Namespace:
         return accepted
 
     def _open_admission(self, held: ServerState) -> Admission:
-        if self._admission is None:
+        if self._admission is None or self.fills:  # a client that waits opens it anew
             raise NamespaceEnded(f"namespace '{self.name}' has ended")
         return self._admission
 
@@ -624,6 +629,10 @@ class Namespace:
         if self._is_closing or not self._has_written():
             return
         now = time.monotonic()
+        if self.fills and self._node is not None:
+            if self._node.replica.is_connected or now >= self._due_s - self._interval_s + _FILL_TIMEOUT_S:
+                self._end()
+            return
         is_idle = self._admission is not None and self._admission.is_idle(held)
         if now >= self._due_s or (is_idle and not self.unsaved):
             self._due_s = now + self._interval_s

@@ -84,13 +84,14 @@ def serve_state(
         companions = None
         if orders.views:
             companions = Companions(Path(orders.views), folder, orders.address, transport)
-            undo.callback(companions.close)
-            companions.start()
         namespaces = Namespaces(folder, transport, hosting, companions)
         undo.enter_context(watching_revoked(keys / REVOKED_NAME if keys else None, namespaces.expel))
         gateway = Gateway(accepting, namespaces)
         undo.enter_context(_until_told(gateway.stop))
         namespaces.resume()
+        if companions is not None:
+            undo.callback(companions.close)
+            companions.start(namespaces.fill)
         if orders.ends:
             gateway.stop()
         if orders.greets:

@@ -41,6 +41,7 @@ _NAMESPACES: Final = "namespaces"
 _MOST_SERVERS: Final = 1 << 31
 _KEPT_VIEWS: Final = 64
 _LOOK_S: Final = 1.0  # between two looks for servers that could have a replica
+_FILL_S: Final = 10.0  # between two looks for namespaces that this server alone has, and no client uses
 _ASK_TIMEOUT_S: Final = 2.0
 
 
@@ -203,11 +204,16 @@ class Companions:
         self._alive: tuple[Companion, ...] = ()
         self._alive_until_s = 0.0
         self._others = self._read_others()
+        self._fill: Callable[[tuple[Companion, ...]], bool] = lambda _: False
         self._wanted, self._ending = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._look_on, name="paceline-companions", daemon=True)
 
-    def start(self) -> None:
-        """Begin to look for the others."""
+    def start(self, fill: Callable[[tuple[Companion, ...]], bool] = lambda _: False) -> None:
+        """Begin to look for the others; `fill` is called now and then with those that live.
+
+        It returns whether it has begun to give one of them what this server alone has.
+        """
+        self._fill = fill
         self._thread.start()
 
     def close(self) -> None:
@@ -262,12 +268,16 @@ class Companions:
         )
 
     def _look_on(self) -> None:
+        fill_s = 0.0
         while not self._ending.is_set():
-            self._wanted.wait()
+            self._wanted.wait(_FILL_S)
             self._wanted.clear()
-            if not self._ending.is_set():
-                with suppress(OSError):  # tried again
-                    self._look()
+            if self._ending.is_set():
+                return
+            with suppress(OSError):  # tried again
+                self._look()
+                if self._alive and time.monotonic() >= fill_s:
+                    fill_s = time.monotonic() + (_LOOK_S if self._fill(self._alive) else _FILL_S)
             self._ending.wait(_LOOK_S)
 
     def _look(self) -> None:
@@ -316,6 +326,12 @@ class NamespaceReplicas:
             view = self.views.newest()
         self._require(view if view is not None and view.head == self.views.own else None)
         self.forget_saved()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this server has what is newest of the namespace, and no other one does. Raises OSError."""
+        view = self.views.newest()
+        return view is not None and (view.head, view.replica) == (self.views.own, NO_PROCESS)
 
     def forget_saved(self) -> None:
         """Note that more may be acknowledged from now on than is saved here. Raises OSError."""
