@@ -19,7 +19,7 @@ from typing import Final, Protocol, cast, final
 
 from paceline.core.events import Changed, ClippedPush, Declared, Measured, NotFinite, Unapplied
 from paceline.core.messages import Push, PushId, WholeStep
-from paceline.core.server import ServerEvent
+from paceline.core.server import ServerCore, ServerEvent
 from paceline.core.work_queue import Life
 from paceline.errors import DeadlineExceeded, PacelineError, PeerError
 from paceline.server.buffers import BodyLimits, ReceiveBuffers
@@ -30,16 +30,30 @@ from paceline.server.memory_check import require_memory
 from paceline.server.record import RecordFile
 from paceline.server.recovery import ServerParts
 from paceline.server.replica_lag import ReplicaLag
+from paceline.server.replica_messages import (
+    ANSWERS,
+    CODEC,
+    Attached,
+    Checked,
+    Ended,
+    Happened,
+    Idled,
+    Looked,
+    Noted,
+    Proved,
+    Pushed,
+    Received,
+    Restored,
+    Told,
+)
 from paceline.server.served_table import SavedFile
 from paceline.server.tables import ServedTables
 from paceline.stopwatch import Stopwatch
 from paceline.transport.base import EMPTY, Connection, Frame, Listener, Transport
 from paceline.transport.buffer_pool import Buffer
-from paceline.update.rules import Hyper
 from paceline.wire.malformed import REQUEST_ERRORS, describe_error
 from paceline.wire.messages import (
     Hello,
-    MessageCodec,
     PushFrame,
     RowPullFrame,
     RowPushFrame,
@@ -88,86 +102,6 @@ class Promotion(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Attached:
-    """I serve, in this view; beside this is the state of my core and of what is kept beside it."""
-
-    view: int
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """Beside this are values and state of a table, as `ServedTable.save` writes them at this clock and version."""
-
-    table: str
-    clock: int
-    version: int
-    hyper: tuple[Hyper, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Pushed:
-    """The tensor beside this came with this push (a frame's header) and waits for its event."""
-
-    push: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Looked:
-    """A worker has said this of rows that it reads (a frame's header), which counts as their use; ids are beside it."""
-
-    frame: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Happened:
-    """This was written down at this time; the body of a request is beside it."""
-
-    now: float
-    written: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Idled:
-    """I have looked for requests about tables without pushes whose clock has come."""
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """I am about to give an answer that rests on nothing new: it leaves if you still follow me."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """I end as I was told to, or go on without you: serve no longer."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Proved:
-    """My tables have these digests at the end; in a record only."""
-
-    digests: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    """I have so many of your frames, and do what they say."""
-
-    num_frames: int
-
-
-Told = Attached | Restored | Pushed | Happened | Idled | Checked | Ended | Proved | Looked
-_CODEC: Final = MessageCodec[Told](Attached, Restored, Pushed, Happened, Idled, Checked, Ended, Proved, Looked)
-_ANSWERS: Final = MessageCodec[Received](Received)
-
-
-def decode_told(header: bytes) -> Told:
-    """Return what a frame says to a replica, or in a record; raises PeerError for other bytes."""
-    return _CODEC.decode(header)
-
-
-@dataclass(frozen=True, slots=True)
 class ReplicaPlace:
     """What it takes to reach the replica of a server, and to go on without it.
 
@@ -180,6 +114,9 @@ class ReplicaPlace:
         tell: called with a line for the user when there is no replica any more.
         generation: of the job.
         process: of the replica, if it is not in the view yet.
+        name: of what is served, for messages; by default the server with its rank.
+        alone: what the lack of a replica means, for messages; by default that the run ends with the server.
+        is_tried_again: after a failure, as another process may listen there by then; told once.
     """
 
     rank: int
@@ -190,6 +127,19 @@ class ReplicaPlace:
     tell: Callable[[str], None]
     generation: int = 1
     process: int = -1
+    name: str = ""
+    alone: str = ""
+    is_tried_again: bool = False
+
+    @property
+    def served(self) -> str:
+        """What is served, for messages."""
+        return self.name or f"server {self.rank}"
+
+    @property
+    def without(self) -> str:
+        """What the lack of a replica means, for messages."""
+        return self.alone or f"the run ends if server {self.rank} is lost, as it has no replica any more"
 
 
 @final
@@ -204,14 +154,17 @@ class ReplicaLink:
         find: returns the places of processes that have come to be the replica, while there is none.
         record: gets all that a replica is told, or would be.
         lag: how far the replica may be behind answers to workers; by default not at all.
+        beside: returns what is kept of the server beside its node, for a process that comes to be the replica.
     """
 
     place: ReplicaPlace | None = None
     find: Callable[[], list[ReplicaPlace]] | None = None
     record: RecordFile | None = None
     lag: ReplicaLag | None = None
+    beside: Callable[[], bytes] | None = None
     _look_s: float = 0.0  # when to look next, for one or at the one that there is
     _tried: set[str] = field(default_factory=set[str])  # addresses of those that were not to be reached
+    _told: str = ""  # the last reason why there is none yet
     _connection: Connection | None = None
     _queue: SendQueue | None = None  # of a replica that lags
     _num_sent: int = 0
@@ -222,7 +175,7 @@ class ReplicaLink:
     def open(self, state: bytes) -> None:
         """Connect, and give the replica the state to begin with; raises as `Transport.connect` does."""
         if self.record is not None and self.record.open():
-            self.record.append(_CODEC.encode(Attached(0)), memoryview(state))
+            self.record.append(CODEC.encode(Attached(0)), memoryview(state))
         if self.place is not None:
             self._connection = self._connect(self.place)
             self._send(Attached(self.place.view), memoryview(state))
@@ -285,7 +238,8 @@ class ReplicaLink:
             place = next((place for place in self.find() if place.address() not in self._tried), None)
             if place is None:
                 return
-            self._tried.add(place.address())
+            if not place.is_tried_again:
+                self._tried.add(place.address())
         except (PeerError, OSError):  # it does not listen yet
             return
         self._num_sent = self._num_received = 0
@@ -296,17 +250,21 @@ class ReplicaLink:
         except (PacelineError, OSError) as error:
             if connection is not None:
                 connection.close()
-            place.tell(f"server {place.rank} has no replica yet: {error}")
+            if str(error) != self._told:
+                place.tell(f"{place.served} has no replica yet: {error}")
+            self._told = str(error)
             return
+        self._told = ""
         self.place, self._connection = place, connection
         self._let_lag()
         try:
             is_replica = place.promotion.enlist(place.view - 1, place.process)
         except OSError as error:  # it may be in the view, and serve once this process is silent
-            self._superseded = f"server {place.rank} cannot tell whether it has a replica: {error}"
+            self._superseded = f"{place.served} cannot tell whether it has a replica: {error}"
             raise Superseded(self._superseded) from error
         if is_replica:
-            place.tell(f"server {place.rank} has a replica again")
+            place.tell(f"{place.served} has a replica" if place.name else f"{place.served} has a replica again")
+            self.check()  # by which the replica knows that it is one
         else:
             self.close()
 
@@ -319,6 +277,8 @@ class ReplicaLink:
     def _give_all(self, connection: Connection, place: ReplicaPlace, parts: ServerParts, tables: ServedTables) -> None:
         """Send the state of the server, and wait until it has come."""
         told: list[tuple[Told, bytes]] = [(Attached(place.view), parts.dump())]
+        if self.beside is not None:
+            told.append((Noted(self.beside()), b""))
         with TemporaryDirectory(prefix=_FOLDER) as folder:
             for name, table in tables.items():
                 clock = parts.core.clock_of(name)
@@ -327,11 +287,11 @@ class ReplicaLink:
                 told.append((Restored(name, clock, table.version, table.hyper), state))
         for message, body in told:
             timeout_s = _ANSWER_TIMEOUT_S + len(body) / _LEAST_BYTES_PER_S
-            connection.send(_CODEC.encode(message), memoryview(body), timeout_s=timeout_s)
+            connection.send(CODEC.encode(message), memoryview(body), timeout_s=timeout_s)
         self._num_sent, watch = len(told), Stopwatch(2 * LOOK_S)
         while self._num_received < self._num_sent:
             try:
-                self._num_received = _ANSWERS.decode(connection.receive(timeout_s=LOOK_S).header).num_frames
+                self._num_received = ANSWERS.decode(connection.receive(timeout_s=LOOK_S).header).num_frames
             except DeadlineExceeded:
                 if watch.elapsed_s() > _ANSWER_TIMEOUT_S:
                     raise
@@ -386,6 +346,11 @@ class ReplicaLink:
         if self.is_there:
             self._send(Happened(now, encode_written(Asked(*life, encode(request)))), body)
 
+    def note_beside(self, content: bytes) -> None:
+        """Tell what is kept of the server beside its node from now on."""
+        if self.is_there:
+            self._send(Noted(content))
+
     def note_idle(self) -> None:
         """Tell that requests about tables without pushes are about to be looked for."""
         if self.is_there:
@@ -400,7 +365,7 @@ class ReplicaLink:
         """Have the record go on after the process before, which may not have written the last of its entries there."""
         if self.record is None or self.record.open():
             return
-        told = [_CODEC.encode(Happened(entry.now, encode_written(entry.written))) for entry in entries]
+        told = [CODEC.encode(Happened(entry.now, encode_written(entry.written))) for entry in entries]
         known = set(self.record.last_headers(_RECORD_BEHIND + 4 * len(told)))
         for header in told[max((at + 1 for at, header in enumerate(told) if header in known), default=0) :]:
             self.record.append(header)
@@ -408,7 +373,7 @@ class ReplicaLink:
     def prove(self, digests: Callable[[], dict[str, str]]) -> None:
         """Have the record end with digests of all tables."""
         if self.record is not None:
-            self.record.append(_CODEC.encode(Proved(digests())))
+            self.record.append(CODEC.encode(Proved(digests())))
 
     def wait_received(self, *, may_lag: bool = False) -> bool:
         """Block until the replica has all that it was told; called before an answer leaves, and returns True.
@@ -445,7 +410,7 @@ class ReplicaLink:
     def _hear(self, timeout_s: float) -> None:
         """Note what the replica, which is there, has by now; raises as `Connection.receive`."""
         assert self._connection is not None
-        answer = _ANSWERS.decode(self._connection.receive(timeout_s=timeout_s).header)
+        answer = ANSWERS.decode(self._connection.receive(timeout_s=timeout_s).header)
         self._num_received = max(self._num_received, min(answer.num_frames, self._num_sent))
 
     def end(self, reason: str) -> None:
@@ -478,7 +443,7 @@ class ReplicaLink:
             self._connection = None
 
     def _send(self, message: Told, body: memoryview = EMPTY) -> None:
-        header, connection = _CODEC.encode(message), self._connection
+        header, connection = CODEC.encode(message), self._connection
         if self.record is not None and not isinstance(message, Attached):
             self.record.append(header, body)
         if connection is None:
@@ -503,18 +468,18 @@ class ReplicaLink:
         try:
             is_head = place.promotion.dismiss(place.view)
         except OSError as error:
-            self._superseded = f"server {place.rank} has lost its replica, and cannot tell whether that serves: {error}"
+            self._superseded = f"{place.served} has lost its replica, and cannot tell whether that serves: {error}"
             raise Superseded(self._superseded) from error
         if not is_head:
-            self._superseded = f"the replica of server {place.rank} serves in its place: {reason}"
+            self._superseded = f"the replica of {place.served} serves in its place: {reason}"
             raise Superseded(self._superseded)
-        place.tell(f"the run ends if server {place.rank} is lost, as it has no replica any more: {reason}")
+        place.tell(f"{place.without}: {reason}")
 
 
 def _answer(connection: Connection, num_frames: int) -> None:
     """Tell the head what has come; what is here already counts, be it that the head has ended."""
     with suppress(PeerError):
-        connection.send(_ANSWERS.encode(Received(num_frames)), timeout_s=_ANSWER_TIMEOUT_S)
+        connection.send(ANSWERS.encode(Received(num_frames)), timeout_s=_ANSWER_TIMEOUT_S)
 
 
 @final
@@ -545,7 +510,7 @@ class Replay:
 
     def place(self, header: bytes, size_bytes: int) -> Buffer | memoryview | None:
         """Return memory for a body; raises PeerError for an impossible size."""
-        said = _CODEC.decode(header)
+        said = CODEC.decode(header)
         match said:
             case Pushed(push):
                 return self._limits.place(push, size_bytes)
@@ -577,7 +542,7 @@ class Replay:
                 self._repeat(decode_written(written), now, frame.body)
             case Idled():
                 self.parts.calls.advance_idle()
-            case Checked() | Ended() | Proved():
+            case Checked() | Ended() | Proved() | Noted():
                 pass
 
     def _compare_broken(self) -> None:
@@ -683,6 +648,9 @@ class Follower:
         listener: where the head connects, and workers once this process serves.
         patience_s: for the head to connect.
         tell: called with a line for the user when this process begins to serve.
+        name: of what is served, for messages; by default the server with its rank.
+        noted: called with what is kept of the server beside its node, each time the head says it.
+        ended: called when this process is not to serve, with what it has of the view in which it was the replica.
     """
 
     rank: int
@@ -690,7 +658,15 @@ class Follower:
     listener: Listener
     patience_s: float
     tell: Callable[[str], None]
+    name: str = ""
+    noted: Callable[[bytes], None] = lambda _: None
+    ended: Callable[[ServerCore, ServedTables, int], None] | None = None
     _view: int = 0
+    _counts: bool = False  # as the replica: what it was given is whole, and in a view
+
+    @property
+    def _served(self) -> str:
+        return self.name or f"server {self.rank}"
 
     def follow(self, replay: Replay, next_item: Callable[[float], object | None]) -> list[object] | None:
         """Block while the head serves; return the items that have come meanwhile, or None if told to stop.
@@ -713,13 +689,24 @@ class Follower:
             return None
         try:
             lost = self._take_all(connection, replay, is_stopped)
+            if lost is not None:
+                self._take_over(lost)
+        except Superseded:
+            self._leave(replay)
+            raise
         finally:
             connection.close()
         if lost is None:
+            self._leave(replay)
             return None
-        self._take_over(lost)
         replay.drop_fresh()
         return items
+
+    def _leave(self, replay: Replay) -> None:
+        """Tell with what this process ends, if it was the replica: that has all which was acknowledged in its view."""
+        if self.ended is not None and self._counts:
+            replay.drop_fresh()
+            self.ended(replay.parts.core, replay.tables, self._view)
 
     def _accept_head(self, is_stopped: Callable[[], bool]) -> Connection | None:
         watch = Stopwatch(2 * LOOK_S)
@@ -729,7 +716,7 @@ class Follower:
             except DeadlineExceeded:
                 if watch.elapsed_s() > self.patience_s:
                     raise DeadlineExceeded(
-                        f"server {self.rank} did not connect to its replica within {self.patience_s:g} s"
+                        f"{self._served} did not connect to its replica within {self.patience_s:g} s"
                     ) from None
                 continue
             if self._is_head(connection):
@@ -751,7 +738,7 @@ class Follower:
         while since_stop is None or since_stop.elapsed_s() < _END_TIMEOUT_S:
             try:
                 frame = connection.receive(timeout_s=LOOK_S, place=replay.place)
-                message = _CODEC.decode(frame.header)
+                message = CODEC.decode(frame.header)
             except DeadlineExceeded:
                 if since_stop is None and is_stopped():
                     since_stop = Stopwatch(2 * LOOK_S)  # the head is told the same, and says that it ends
@@ -766,6 +753,10 @@ class Follower:
                 return None
             if isinstance(message, Attached):
                 self._view = message.view
+            elif isinstance(message, Noted):
+                self.noted(message.content)
+            elif not isinstance(message, Restored):  # what comes behind all tables comes to the replica
+                self._counts = True
             line.note_heard()
             num_frames += 1
             if not isinstance(message, Pushed):  # its event follows
@@ -777,7 +768,7 @@ class Follower:
         try:
             serves = self._view > 0 and self.promotion.promote(self._view)
         except OSError as error:
-            raise Superseded(f"the replica of server {self.rank} cannot tell whether it serves: {error}") from error
+            raise Superseded(f"the replica of {self._served} cannot tell whether it serves: {error}") from error
         if not serves:
-            raise Superseded(f"server {self.rank} goes on without its replica, or had not begun: {lost}")
-        self.tell(f"server {self.rank} is served by its replica from now on: {lost}")
+            raise Superseded(f"{self._served} goes on without its replica, or had not begun: {lost}")
+        self.tell(f"{self._served} is served by its replica from now on: {lost}")
