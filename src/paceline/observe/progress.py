@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TextIO
 
 from paceline.errors import UsageError
@@ -116,7 +116,7 @@ def _describe(worker: int, lives: Mapping[int, Life], now: float) -> str:
     if hung_s := life.hung_s(now):
         return f"hung for {hung_s:.0f} s"
     if life.leaves:
-        return "leaving"
+        return LEAVING
     for_s = now - life.since_s
     if life.waits:
         where = f"in {life.call}, " if life.call == BARRIER else ""
@@ -147,6 +147,7 @@ LATE_S = 1.0
 DEAD = "dead"
 ENDED = "ended"
 LEFT = "left"
+LEAVING = "leaving"  # the job, while its process runs
 EXIT_LEFT = 128 + signal.SIGTERM  # the exit code of a worker that was told to leave, and has
 # A plain line lists each worker up to this number, and beyond it their range.
 MAX_LISTED_WORKERS = 8
@@ -334,18 +335,23 @@ class RunView:
         verdict = judge(self._window, around, times)
         elapsed_s = max(self.elapsed_s, self.recorded_s)
         loss = self._loss.verdict(staleness_of(self._window))
-        return picture(elapsed_s, verdict, self.rows(), self._window, processes, list(self._events), times, loss)
+        rows = self.rows()
+        if around.has_ended:
+            rows = [replace(row, state="") if row.state == LEAVING else row for row in rows]
+        return picture(elapsed_s, verdict, rows, self._window, processes, list(self._events), times, loss)
 
     def verdict(self) -> RunVerdict:
         """Return what holds up the run now; of one that has ended, what held up its last steps."""
         return judge(self._window, self._look_around(self._processes()))
 
     def has_ended(self) -> bool:
-        """Return whether no worker of the run is left on this machine, or its folder; False where that is not known."""
+        """Return whether no worker of the run is left on this machine, or its folder; False where that is not known.
+
+        Of a run whose workers ended before their first step, it is told by its servers.
+        """
         if not self._folder.exists():
             return True
-        workers = [state for (role, _), state in self._processes().items() if role == "worker"]
-        return bool(workers) and not any(state.state for state in workers)
+        return _has_ended(self._processes())
 
     def pids(self) -> dict[tuple[str, int], int]:
         """Return the numbers of its processes, by role and rank."""
@@ -360,9 +366,7 @@ class RunView:
         }
 
     def _look_around(self, processes: dict[tuple[str, int], ProcessState]) -> Surroundings:
-        is_over = bool(processes) and not any(
-            process.state for (role, _), process in processes.items() if role == "worker"
-        )
+        is_over = _has_ended(processes)
         if is_over:
             self._window.gone.clear()  # the last steps are those of workers that have left by now, too
         records_end = (self._folder / TRACES_ENDED).exists()
@@ -445,6 +449,12 @@ class RunView:
             pace.life.update(record, self._now)
             if isinstance(record, Step):
                 pace.add(record, self._now)
+
+
+def _has_ended(processes: Mapping[tuple[str, int], ProcessState]) -> bool:
+    """Return whether no worker is left, or no server where no worker has told its number."""
+    states = [state for (role, _), state in processes.items() if role == "worker"] or list(processes.values())
+    return bool(states) and not any(state.state for state in states)
 
 
 def _open_display(stream: TextIO) -> _Lines | _Screen:
