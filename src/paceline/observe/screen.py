@@ -241,7 +241,7 @@ def _worker_line(shown: RunPicture, row: WorkerRow) -> str:
         f"{_seconds(time.step_s):>7} {time.own_s / step_s:>4.0%} {time.load_s / step_s:>4.0%} "
         f"{time.for_workers_s / step_s:>4.0%} {awaited:>3} {time.wire_s / step_s:>4.0%}"
     )
-    return f"{line} {shares} {stale:>5} {_bytes(process.rss_bytes) if process else '-':>5}"
+    return f"{line} {shares} {stale:>5} {_memory(process):>5}"
 
 
 def _server_line(shown: RunPicture, row: ServerRow) -> str:
@@ -252,8 +252,13 @@ def _server_line(shown: RunPicture, row: ServerRow) -> str:
         f"{'-' if row.apply_s is None else _seconds(row.apply_s):>7} {row.num_waiting:>5} "
         f"{'-' if row.num_behind is None else row.num_behind:>3} "
         f"{_bytes(row.received_per_s):>8} {_bytes(row.sent_per_s):>8} "
-        f"{_bytes(process.rss_bytes) if process else '-':>5} {row.num_lives:>5}  {row.table[:_NAME_LENGTH]}{hot}"
+        f"{_memory(process):>5} {row.num_lives:>5}  {row.table[:_NAME_LENGTH]}{hot}"
     )
+
+
+def _memory(process: ProcessState | None) -> str:
+    """Return what a process has, if it is there and on this machine."""
+    return _bytes(process.rss_bytes) if process and process.rss_bytes else "-"
 
 
 def _seconds(seconds: float) -> str:

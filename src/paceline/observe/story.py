@@ -48,7 +48,9 @@ def story_lines(folder: Path, seconds: float = 10.0) -> list[str]:
     exits = [record for record in records if isinstance(record, Exit)]
     ending = "all workers have left" if left else "its records end here"
     ending = f"{exits[0].name} {exits[0].happened}" if exits else ending
-    lines = [f"{folder.resolve().name}: {end_t - began_t:.1f} s; {ending}", f"its last steps: {judge(window).text}"]
+    num_clocks = max((steps[-1].clock + 1 for steps in window.steps.values() if steps), default=0)
+    first = f"{folder.resolve().name}: {end_t - began_t:.1f} s, {num_clocks} clocks; {ending}"
+    lines = [first, f"its last steps: {judge(window).text}"]
     lines += [loss.text] if (loss := trend.verdict(staleness_of(window))).text else []
     lines += _on_disk(folder)
     events = [event_line(record, began_t) for record in records if record.t >= end_t - seconds]
