@@ -1,6 +1,7 @@
 import pytest
 from tests.observe.stories import OWN_S, left, story, window_of
 
+from paceline.observe.disk import DiskUse
 from paceline.observe.trace import Exit, Refusal, State
 from paceline.observe.verdict import ProcessState, RunVerdict, Surroundings, judge
 from paceline.observe.window import Window, worker_times
@@ -155,8 +156,13 @@ def test_a_job_in_which_all_workers_wait_is_told_so_and_no_earlier_verdict() -> 
 
 def test_records_that_end_and_refused_pushes() -> None:
     records = story()
-    found = judge(window_of(records), Surroundings(records_end=True, free_bytes=0))
-    assert found.text == "the disk of the run is full, or a limit of its files is reached (0 MB are free): records end"
+    found = judge(
+        window_of(records), Surroundings(records_end=True, disk=DiskUse(0, 1_000_000, 904_000, (("filling", 904_000),)))
+    )
+    assert found.text == (
+        "the disk of the run is full, or a limit of its files is reached: records end. "
+        "0 MB of 1.0 MB are free; filling takes 0.9 MB"
+    )
     refusals = [Refusal(records[-1].t, -1, 1, "w", "3 of its elements are NaN")] * 6
     assert judge(window_of([*records, *refusals])).text == "pushes of worker 1 are refused: 3 of its elements are NaN"
 

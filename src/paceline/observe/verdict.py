@@ -12,6 +12,7 @@ from paceline.observe.window import Window, increase, latest_life, worker_times
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from paceline.observe.disk import DiskUse
     from paceline.observe.trace import Sampled, Serving
     from paceline.observe.window import WorkerTime
 
@@ -72,7 +73,7 @@ class Surroundings:
         ends: why workers have ended, from their launcher.
         processes: what the kernel says, by role and rank.
         records_end: whether a process could write its records no more.
-        free_bytes: room on the disk of the records.
+        disk: what is on the disk of the run, where records end.
         has_ended: whether the run is over.
     """
 
@@ -80,7 +81,7 @@ class Surroundings:
     ends: Mapping[int, str] = field(default_factory=dict[int, str])
     processes: Mapping[tuple[str, int], ProcessState] = field(default_factory=dict[tuple[str, int], ProcessState])
     records_end: bool = False
-    free_bytes: int | None = None
+    disk: DiskUse | None = None
     has_ended: bool = False
 
 
@@ -188,10 +189,8 @@ def _of_long_waits(window: Window, long_s: float) -> RunVerdict | None:
 def _of_disk(around: Surroundings) -> RunVerdict | None:
     if not around.records_end:
         return None
-    room = "" if around.free_bytes is None else f" ({around.free_bytes / 1e6:,.0f} MB are free)"
-    return RunVerdict(
-        "disk", f"the disk of the run is full, or a limit of its files is reached{room}: records end", "", "disk"
-    )
+    text = "the disk of the run is full, or a limit of its files is reached: records end"
+    return RunVerdict("disk", text if around.disk is None else f"{text}. {around.disk.text}", "", "disk")
 
 
 def _of_refusals(window: Window) -> RunVerdict | None:
