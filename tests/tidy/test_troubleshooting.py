@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import builtins
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,6 +88,10 @@ def test_every_message_on_the_page_is_in_the_source() -> None:
     said = "\n".join(sayings())
     assert [text for text in listed() if not all(piece in said for piece in pieces(text))] == []
     assert [text for text in listed() if sum(map(len, pieces(text))) < LEAST] == []
+
+
+def test_no_message_has_two_rows() -> None:
+    assert [text for text, times in Counter(listed()).items() if times > 1] == []
 
 
 def test_every_message_that_a_user_can_meet_is_on_the_page() -> None:
