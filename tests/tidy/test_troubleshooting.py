@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import builtins
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -123,6 +124,10 @@ def test_every_message_on_the_page_is_in_the_source() -> None:
     assert [text for text in listed() if sum(map(len, pieces(text))) < LEAST] == []
     cells = CELL.findall(PAGE.read_text())
     assert [cell for cell in set(cells) if cells.count(cell) > 1] == []
+
+
+def test_no_message_has_two_rows() -> None:
+    assert [text for text, times in Counter(listed()).items() if times > 1] == []
 
 
 def test_every_message_that_a_user_can_meet_is_on_the_page() -> None:
