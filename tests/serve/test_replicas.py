@@ -69,7 +69,7 @@ def one(folder: Path, number: int, keys: Path | None = None) -> Iterator[Daemon]
 
 
 @pytest.fixture
-def fate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fate]:
+def fate(monkeypatch: pytest.MonkeyPatch) -> Fate:
     """What ends the server of a namespace that has a replica, in the middle of what it does."""
     found = Fate(0)
 
