@@ -55,7 +55,8 @@ def train(ps: paceline.Session, options: Namespace, name: str, width: int, num_s
     with torch.device("meta"):  # without memory, until a worker knows its part
         whole = perceptron(width, options.blocks)
     model = paceline.parallelize(whole, loss=cross_entropy)
-    adam = torch.optim.Adam(model.parameters(), lr=options.rate, fused=True)  # else a step takes more for a moment
+    is_sliced = ps.arrangement.distribution.data == "fsdp"  # slices take no fused steps; others need no copies in them
+    adam = torch.optim.Adam(model.parameters(), lr=options.rate, fused=not is_sliced)
     optimizer = paceline.distributed(adam, model=model, name=name)
     loss = 0.0
     for inputs, labels in paceline.shard(loader):

@@ -33,7 +33,7 @@ def test_one_worker_says_it_once(
     times: int,
 ) -> None:
     monkeypatch.delitem(sys.modules, ADAPTERS, raising=False)
-    monkeypatch.setitem(sys.modules, "transformers.trainer", SimpleNamespace())  # pyright: ignore[reportArgumentType]
+    monkeypatch.setitem(sys.modules, "transformers.trainer", SimpleNamespace())
 
     def work(_: Session) -> list[object]:
         models = [torch.nn.Linear(2, 1) for _ in range(2)]
