@@ -9,16 +9,13 @@ that asks has decided. The launcher gives all of them what counts, as files of t
 
 from __future__ import annotations
 
-import os
-import secrets
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
 from paceline.errors import DeadlineExceeded
 from paceline.job.addresses import address_path, how_server_ended, process_name
-from paceline.job.folders import names_in, wait_for
+from paceline.job.folders import make_once, names_in, wait_for
 from paceline.job.spec import write_private
 
 NO_PROCESS: Final = -1
@@ -122,17 +119,7 @@ class Views:
         return decided == view
 
     def _make(self, view: View) -> bool:
-        unfinished = self._run_dir / f".{self._prefix}{secrets.token_hex(8)}"
-        try:
-            with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(_written(view))
-                file.flush()
-                os.fsync(file.fileno())
-            with suppress(OSError):  # a client of NFS may repeat what was done; the number of links tells
-                os.link(unfinished, self._run_dir / f"{self._prefix}{view.number}")
-            return unfinished.stat().st_nlink > 1
-        finally:
-            unfinished.unlink(missing_ok=True)
+        return make_once(self._run_dir / f"{self._prefix}{view.number}", _written(view))
 
     def promote(self, number: int) -> bool:
         """Have the replica serve from now on, unless the view of this number has ended; return whether it does."""

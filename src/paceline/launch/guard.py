@@ -27,7 +27,7 @@ from typing import Final
 # Names of ours alone: in a folder that is kept a script may keep its own, a tokenizer.json for example.
 # By a pattern also a link to a file that is not there is found.
 SECRETS: Final = ("token", "token.previous*", "keys/*.pem", "keys/*.key", "keys/revoked*")
-LEFTOVERS: Final = (*SECRETS, "*.address", "*.sock", "*.store", "*.life", "*.view-*", "called.off")
+LEFTOVERS: Final = (*SECRETS, "*.address", "*.sock", "*.store", "*.life", "*.view-*", "*.claim-*", "called.off")
 PREFIX: Final = "paceline-"  # of the names of temporary folders
 LIFE: Final = "guard.life"
 NUM_ATTEMPTS: Final = 50

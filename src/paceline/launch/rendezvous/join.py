@@ -45,6 +45,7 @@ from paceline.launch.guard import PREFIX, Guard
 from paceline.launch.local import GUARD_TIMEOUT_S, TRACE_NAME, make_temporary
 from paceline.launch.rendezvous.detect import Detected, detect
 from paceline.launch.rendezvous.liveness_lock import VERSION, LivenessLock, ProcessInfo, announcing_wait, wait_all_ended
+from paceline.launch.rendezvous.node_places import NodePlaces
 from paceline.launch.rendezvous.roles import RoleAssignment, Servers, assign_nodes, assign_role, requested_servers
 from paceline.launch.rendezvous.roster import (
     START_TIMEOUT_S,
@@ -333,6 +334,9 @@ def _work(started: BootstrapResult, liveness_lock: LivenessLock, undo: ExitStack
         assignment.sidecars,
         listening_host(spec, started.founder) if assignment.sidecars else "",
         assignment.replicas,
+        NodePlaces(run_dir, assignment.node, assignment.num_nodes, assignment.num_servers)
+        if assignment.replicas
+        else None,
     )
     undo.callback(sidecars.kill)
     if started.guard is not None:
