@@ -31,9 +31,9 @@ from paceline.server.replica import (
     Received,
     Replay,
     ReplicaLink,
-    ReplicaPlace,
     Superseded,
 )
+from paceline.server.replica_place import ReplicaPlace
 from paceline.transport import MemoryTransport
 from paceline.transport.base import Connection, Listener
 from paceline.wire.messages import Hello, PushFrame, encode

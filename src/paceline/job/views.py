@@ -47,6 +47,11 @@ class View:
         return View(self.number + 1, self.head)
 
 
+def _follows(process: int, replica: int) -> bool:
+    """Return whether a process has come in the place of this replica, or there is none; places have every second."""
+    return replica == NO_PROCESS or (process > replica and (process - replica) % 2 == 0)
+
+
 FIRST: Final = View(1, head=0, replica=1)
 
 
@@ -146,13 +151,17 @@ class Views:
         return {process for view in known for process in (view.head, view.replica)}
 
     def candidates(self) -> list[int]:
-        """Return the processes that have come to be the replica and were in no view yet, the newest first."""
-        names = names_in(self._run_dir)
+        """Return the processes that have come to be the replica and were in no view yet, the newest first.
+
+        While there is one, they are those that have come in its place.
+        """
+        names, view = names_in(self._run_dir), self.newest()
+        replaced = NO_PROCESS if view is None else view.replica
         used = self._used(names)
         stem, suffix = f"{process_name(self._rank, 0)}.", self.published(0).suffix
         come = [name.removeprefix(stem).removesuffix(suffix) for name in names if name.startswith(stem)]
         numbers = [int(number) for number in come if number.isdecimal()]
-        return sorted((number for number in numbers if number not in used), reverse=True)
+        return sorted((number for number in numbers if number not in used and _follows(number, replaced)), reverse=True)
 
     def published(self, process: int) -> Path:
         """Return where a process of this server says that it listens."""

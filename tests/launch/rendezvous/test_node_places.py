@@ -8,7 +8,7 @@ import pytest
 
 from paceline.job.views import FIRST, Views
 from paceline.launch.rendezvous import node_places
-from paceline.launch.rendezvous.node_places import NodePlaces, PlaceClaims
+from paceline.launch.rendezvous.node_places import NodePlaces, PlaceClaims, is_to_leave
 
 NUM_NODES = 4
 
@@ -77,3 +77,42 @@ def test_places_move_on_as_long_as_two_nodes_are_left(nodes: list[NodePlaces], t
     assert view is not None
     assert views.dismiss(view.number)
     assert taken([nodes[0]]) == {}, "there is no other node"
+
+
+def test_the_places_of_a_node_that_leaves_move_while_its_processes_live(
+    nodes: list[NodePlaces], tmp_path: Path
+) -> None:
+    nodes[1].leave()
+    assert nodes[1].is_needed()
+    assert taken(nodes) == {2: [(0, 3)]}, "its replica; of the server that it has the replica is elsewhere"
+    assert not nodes[1].claim(0, 5)
+    assert is_to_leave(tmp_path, 1, FIRST.head)
+    assert not is_to_leave(tmp_path, 0, FIRST.head)
+    assert Views(tmp_path, 0).enlist(FIRST.number, 3)
+    assert nodes[1].is_needed(), "one serves there yet"
+    assert Views(tmp_path, 1).promote(FIRST.number)
+    assert taken(nodes) == {3: [(1, 2)]}
+    assert not nodes[1].is_needed()
+    assert all(node.is_needed() for node in (nodes[0], *nodes[2:]))
+
+
+def test_a_server_does_not_leave_for_a_node_that_leaves_as_well(nodes: list[NodePlaces], tmp_path: Path) -> None:
+    nodes[1].leave()
+    nodes[2].leave()
+    assert not is_to_leave(tmp_path, 1, FIRST.head)
+    assert taken(nodes) == {3: [(0, 3), (1, 3)]}
+    assert Views(tmp_path, 1).enlist(FIRST.number, 3)
+    assert is_to_leave(tmp_path, 1, FIRST.head)
+
+
+def test_a_node_that_leaves_keeps_a_replica_that_no_other_can_have_only_as_long_as_it_likes(
+    nodes: list[NodePlaces], tmp_path: Path
+) -> None:
+    for node in nodes[1:]:
+        node.leave()
+    assert taken(nodes) == {0: [(1, 3), (2, 3)]}, "of server 0 it has the process that serves"
+    for rank in (1, 2, 3):
+        view = FIRST if rank == 3 else FIRST.repaired(3)
+        assert rank == 3 or Views(tmp_path, rank).enlist(FIRST.number, 3)
+        assert Views(tmp_path, rank).promote(view.number)
+    assert not any(node.is_needed() for node in nodes[1:])

@@ -95,7 +95,7 @@ def test_a_process_is_started_in_the_place_of_a_node_that_is_gone(
     assert not servers.pids
     gone.close()
     assert views.dismiss(FIRST.number)
-    said = "paceline: a machine with a process of server 0 is gone; this one starts another, to be its replica"
+    said = "paceline: a machine with a process of server 0 is gone, or leaves; this one has another, its replica"
     wait_for(lambda: len(servers._processes) == MAX_FAILURES or None, PATIENCE_S, lambda: f"{servers._processes}")
     servers.kill()
     assert [process for _, process in servers._processes] == [3, 5, 7, 9, 11]

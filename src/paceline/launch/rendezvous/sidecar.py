@@ -79,7 +79,7 @@ class SidecarServers:
             except OSError:  # the job is over and its folder cleared, or the file server is away for a while
                 continue
             for rank, process in taken:
-                tell(f"a machine with a process of server {rank} is gone; this one starts another, to be its replica")
+                tell(f"a machine with a process of server {rank} is gone, or leaves; this one has another, its replica")
                 self._start(rank, process)
                 self._begin_watch(f"paceline-server-{rank}", self._watch, (rank, process))
 
@@ -140,6 +140,24 @@ class SidecarServers:
                 process.wait(max(0.0, deadline_s - time.monotonic()))
             except subprocess.TimeoutExpired:
                 return
+
+    def leave(self, is_over: Callable[[], bool]) -> bool:
+        """Have what runs here move to other nodes; return whether nothing is needed here any more.
+
+        Blocks until it has moved or the job is over. Where servers have no replicas nothing moves.
+        """
+        if self._node is None:
+            return False
+        try:
+            self._node.leave()
+            while self._node.is_needed():
+                if is_over():
+                    return False
+                self._ending.wait(_LOOK_S)
+        except OSError as error:
+            tell(f"servers cannot move from here: {error}")
+            return False
+        return True
 
     def kill(self) -> None:
         """End those that still run, at once."""
