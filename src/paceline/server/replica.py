@@ -304,7 +304,8 @@ class ReplicaLink:
         if replaced is not None:
             _let_go(replaced, queue, is_over=is_replica)
         if is_replica:
-            place.tell(f"server {place.rank} has {'another replica' if replaced else 'a replica again'}")
+            again, another = f"server {place.rank} has a replica again", f"server {place.rank} has another replica"
+            place.tell(again if replaced is None else another)
             return
         self.close()
         if replaced is not None:
