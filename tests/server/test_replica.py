@@ -20,8 +20,9 @@ from paceline.server.buffers import ReceiveBuffers
 from paceline.server.connections import Stop
 from paceline.server.journal import Asked
 from paceline.server.recovery import Declarations
-from paceline.server.replica import Follower, LineWatch, Replay, ReplicaLink, ReplicaPlace, Superseded
+from paceline.server.replica import Follower, LineWatch, Replay, ReplicaLink, Superseded
 from paceline.server.replica_messages import Attached, Checked, Ended, Happened, Pushed, Received
+from paceline.server.replica_place import ReplicaPlace
 from paceline.transport import MemoryTransport
 from paceline.transport.base import Connection, Listener
 from paceline.wire.messages import Hello, PushFrame, encode

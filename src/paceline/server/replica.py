@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final, Protocol, cast, final
+from typing import Final, cast, final
 
 from paceline.core.events import Changed, ClippedPush, Declared, Measured, NotFinite, Unapplied
 from paceline.core.messages import Push, PushId, WholeStep
@@ -38,6 +38,7 @@ from paceline.server.replica_messages import (
     Ended,
     Happened,
     Idled,
+    Leaving,
     Looked,
     Noted,
     Proved,
@@ -46,10 +47,11 @@ from paceline.server.replica_messages import (
     Restored,
     Told,
 )
+from paceline.server.replica_place import Promotion, ReplicaPlace
 from paceline.server.served_table import SavedFile
 from paceline.server.tables import ServedTables
 from paceline.stopwatch import Stopwatch
-from paceline.transport.base import EMPTY, Connection, Frame, Listener, Transport
+from paceline.transport.base import EMPTY, Connection, Frame, Listener
 from paceline.transport.buffer_pool import Buffer
 from paceline.wire.malformed import REQUEST_ERRORS, describe_error
 from paceline.wire.messages import (
@@ -74,6 +76,7 @@ _END_TIMEOUT_S: Final = 10.0
 _ANSWER_TIMEOUT_S: Final = 30.0  # the connection itself says sooner that a machine is gone
 _LEAST_BYTES_PER_S: Final = 1e6
 _RECORD_BEHIND: Final = 4096  # frames at the end of a record, among which are those of a journal
+_LEAVES: Final = "its machine is about to leave"
 _SILENT: Final = f"its machine has confirmed nothing for {SILENCE_S:g} s"
 
 
@@ -85,63 +88,6 @@ class Diverged(PacelineError):
     """A replica has found something else than its head."""
 
 
-class Promotion(Protocol):
-    """Decides which process of a server goes on: see `job.views.Views`."""
-
-    def promote(self, number: int) -> bool:
-        """Have the replica serve from now on, unless the view of this number has ended; return whether it does."""
-        ...
-
-    def dismiss(self, number: int) -> bool:
-        """Have the head go on without a replica, unless the view of this number has ended; return whether it does."""
-        ...
-
-    def enlist(self, number: int, process: int) -> bool:
-        """Have a process be the replica from now on, unless the view of this number has ended; return whether it is."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaPlace:
-    """What it takes to reach the replica of a server, and to go on without it.
-
-    Args:
-        rank: of the server.
-        view: its number.
-        promotion: asked when the replica does not answer.
-        address: returns where the replica listens, once it does.
-        transport: makes the connection.
-        tell: called with a line for the user when there is no replica any more.
-        generation: of the job.
-        process: of the replica, if it is not in the view yet.
-        name: of what is served, for messages; by default the server with its rank.
-        alone: what the lack of a replica means, for messages; by default that the run ends with the server.
-        is_tried_again: after a failure, as another process may listen there by then; told once.
-    """
-
-    rank: int
-    view: int
-    promotion: Promotion
-    address: Callable[[], str]
-    transport: Transport
-    tell: Callable[[str], None]
-    generation: int = 1
-    process: int = -1
-    name: str = ""
-    alone: str = ""
-    is_tried_again: bool = False
-
-    @property
-    def served(self) -> str:
-        """What is served, for messages."""
-        return self.name or f"server {self.rank}"
-
-    @property
-    def without(self) -> str:
-        """What the lack of a replica means, for messages."""
-        return self.alone or f"the run ends if server {self.rank} is lost, as it has no replica any more"
-
-
 @final
 @dataclass(slots=True)
 class ReplicaLink:
@@ -151,18 +97,23 @@ class ReplicaLink:
 
     Args:
         place: of the replica that there is from the start.
-        find: returns the places of processes that have come to be the replica, while there is none.
+        find: returns the places of processes that have come to be the replica.
+        leaves: returns whether this process is to leave, and have its replica serve.
         record: gets all that a replica is told, or would be.
         lag: how far the replica may be behind answers to workers; by default not at all.
         beside: returns what is kept of the server beside its node, for a process that comes to be the replica.
+        replaces: whether such a process also takes the place of the replica that there is.
     """
 
     place: ReplicaPlace | None = None
     find: Callable[[], list[ReplicaPlace]] | None = None
+    leaves: Callable[[], bool] | None = None
     record: RecordFile | None = None
     lag: ReplicaLag | None = None
     beside: Callable[[], bytes] | None = None
-    _look_s: float = 0.0  # when to look next, for one or at the one that there is
+    replaces: bool = False
+    _look_s: float = 0.0  # when to look next at the one that there is
+    _find_s: float = 0.0  # when to look next for another
     _tried: set[str] = field(default_factory=set[str])  # addresses of those that were not to be reached
     _told: str = ""  # the last reason why there is none yet
     _connection: Connection | None = None
@@ -191,7 +142,7 @@ class ReplicaLink:
     def look(self) -> None:
         """Notice that the replica is gone, also while nothing is told to it; called between two items.
 
-        It looks once a second, and does not wait.
+        It looks once a second, and does not wait, unless this process is to leave.
 
         Raises:
             Superseded: the replica serves in the place of this process.
@@ -199,8 +150,16 @@ class ReplicaLink:
         if not self.is_connected or time.monotonic() < self._look_s:
             return
         self._look_s = time.monotonic() + _IDLE_LOOK_S
+        if self.leaves is not None and self.leaves():
+            self._hand_over()
         self.check()  # what is sent is what shows that a machine confirms nothing
         self._hear_all()
+
+    def _hand_over(self) -> None:
+        """Have the replica serve; raises Superseded once it does, and goes on where it is gone."""
+        self.wait_received()  # first: the rest of a frame may be on its way
+        self._send(Leaving())
+        self.wait_received()  # which does not come: the replica closes the connection once it serves
 
     def take_replicated(self) -> dict[Life, list[int]]:
         """Return by worker the pushes that the replica has received since the last call; all, where there is none.
@@ -226,27 +185,29 @@ class ReplicaLink:
     def repair(self, parts: ServerParts, tables: ServedTables) -> None:
         """Give all that there is to a process that has come to be the replica; called between two items.
 
-        That is possible while no push waits. Blocks until it has all of it, which counts from then on.
+        That is possible while no push waits. Blocks until it has all of it, which counts from then on; until then the
+        replica that there may be is the one that counts.
+
+        Raises:
+            Superseded: that replica serves in the place of this process, or this process cannot tell.
         """
-        if self.find is None or self._connection is not None or time.monotonic() < self._look_s:
+        if self.find is None or (self.is_connected and not self.replaces) or time.monotonic() < self._find_s:
             return
         is_quiet = not any(table.num_waiting or not table.has_values for table in tables.values())
         if not is_quiet or parts.calls.has_waiting:
             return
-        self._look_s = time.monotonic() + _IDLE_LOOK_S
-        try:
-            place = next((place for place in self.find() if place.address() not in self._tried), None)
-            if place is None:
-                return
-            if not place.is_tried_again:
-                self._tried.add(place.address())
-        except (PeerError, OSError):  # it does not listen yet
+        self._find_s = time.monotonic() + _IDLE_LOOK_S
+        if self._untried() is None:
             return
-        self._num_sent = self._num_received = 0
-        connection = None
+        self.wait_received()  # by the one that there may be: nothing is on its way to it then, or it is gone
+        place, connection = self._untried(), None
+        if place is None:
+            return
+        if not place.is_tried_again:
+            self._tried.add(place.address())
         try:
             connection = self._connect(place)
-            self._give_all(connection, place, parts, tables)
+            num_told = self._give_all(connection, place, parts, tables)
         except (PacelineError, OSError) as error:
             if connection is not None:
                 connection.close()
@@ -255,18 +216,38 @@ class ReplicaLink:
             self._told = str(error)
             return
         self._told = ""
-        self.place, self._connection = place, connection
+        self._enlist(place, connection, num_told)
+
+    def _untried(self) -> ReplicaPlace | None:
+        """Return the place of the newest process that has come to be the replica, and was not tried before."""
+        assert self.find is not None
+        try:
+            return next((place for place in self.find() if place.address() not in self._tried), None)
+        except (PeerError, OSError):  # it does not listen yet
+            return None
+
+    def _enlist(self, place: ReplicaPlace, connection: Connection, num_told: int) -> None:
+        """Have a process that has been told all, in so many frames, be the replica, in the place of one before it."""
+        replaced, queue = self._connection, self._queue
+        self.place, self._connection, self._queue = place, connection, None
+        self._num_sent = self._num_received = num_told
         self._let_lag()
         try:
             is_replica = place.promotion.enlist(place.view - 1, place.process)
         except OSError as error:  # it may be in the view, and serve once this process is silent
             self._superseded = f"{place.served} cannot tell whether it has a replica: {error}"
             raise Superseded(self._superseded) from error
+        if replaced is not None:
+            _let_go(replaced, queue, is_over=is_replica)
         if is_replica:
-            place.tell(f"{place.served} has a replica" if place.name else f"{place.served} has a replica again")
+            again = f"{place.served} has a replica" if place.name else f"{place.served} has a replica again"
+            place.tell(again if replaced is None else f"{place.served} has another replica")
             self.check()  # by which the replica knows that it is one
-        else:
-            self.close()
+            return
+        self.close()
+        if replaced is not None:
+            self._superseded = f"{place.served} is served by the replica that was to be replaced"
+            raise Superseded(self._superseded)
 
     def _connect(self, place: ReplicaPlace) -> Connection:
         hello = encode(Hello(ROLE, place.rank, 0, place.generation))
@@ -274,8 +255,8 @@ class ReplicaLink:
         check_server(connection, place.rank)
         return connection
 
-    def _give_all(self, connection: Connection, place: ReplicaPlace, parts: ServerParts, tables: ServedTables) -> None:
-        """Send the state of the server, and wait until it has come."""
+    def _give_all(self, connection: Connection, place: ReplicaPlace, parts: ServerParts, tables: ServedTables) -> int:
+        """Send the state of the server, and wait until it has come; return the number of frames."""
         told: list[tuple[Told, bytes]] = [(Attached(place.view), parts.dump())]
         if self.beside is not None:
             told.append((Noted(self.beside()), b""))
@@ -288,13 +269,14 @@ class ReplicaLink:
         for message, body in told:
             timeout_s = _ANSWER_TIMEOUT_S + len(body) / _LEAST_BYTES_PER_S
             connection.send(CODEC.encode(message), memoryview(body), timeout_s=timeout_s)
-        self._num_sent, watch = len(told), Stopwatch(2 * LOOK_S)
-        while self._num_received < self._num_sent:
+        num_received, watch = 0, Stopwatch(2 * LOOK_S)
+        while num_received < len(told):
             try:
-                self._num_received = ANSWERS.decode(connection.receive(timeout_s=LOOK_S).header).num_frames
+                num_received = ANSWERS.decode(connection.receive(timeout_s=LOOK_S).header).num_frames
             except DeadlineExceeded:
                 if watch.elapsed_s() > _ANSWER_TIMEOUT_S:
                     raise
+        return len(told)
 
     def _let_lag(self) -> None:
         """Send from now on without waiting for the replica to receive, if it may lag."""
@@ -449,7 +431,7 @@ class ReplicaLink:
         if connection is None:
             return
         self._num_sent += 1
-        if self._queue is not None and not isinstance(message, Ended):
+        if self._queue is not None and not isinstance(message, Ended | Leaving):
             # By number: what is told twice, in the same words, counts twice.
             self._queue.send(header, body, last_of=b"%d" % self._num_sent)
             return
@@ -474,6 +456,16 @@ class ReplicaLink:
             self._superseded = f"the replica of {place.served} serves in its place: {reason}"
             raise Superseded(self._superseded)
         place.tell(f"{place.without}: {reason}")
+
+
+def _let_go(connection: Connection, queue: SendQueue | None, *, is_over: bool) -> None:
+    """Close the connection to a process that is the replica no longer; it ends, if what it could do is over."""
+    if is_over:
+        with suppress(PeerError):  # it has ended by itself
+            connection.send(CODEC.encode(Ended("another process is the replica")), timeout_s=_ANSWER_TIMEOUT_S)
+    if queue is not None:
+        queue.close()
+    connection.close()
 
 
 def _answer(connection: Connection, num_frames: int) -> None:
@@ -542,7 +534,7 @@ class Replay:
                 self._repeat(decode_written(written), now, frame.body)
             case Idled():
                 self.parts.calls.advance_idle()
-            case Checked() | Ended() | Proved() | Noted():
+            case Checked() | Ended() | Leaving() | Proved() | Noted():
                 pass
 
     def _compare_broken(self) -> None:
@@ -695,7 +687,7 @@ class Follower:
             self._leave(replay)
             raise
         finally:
-            connection.close()
+            connection.close()  # last: a head that leaves goes on where its replica is gone before it serves
         if lost is None:
             self._leave(replay)
             return None
@@ -751,6 +743,8 @@ class Follower:
                 return None if since_stop is not None or is_stopped() else str(error)
             if isinstance(message, Ended):
                 return None
+            if isinstance(message, Leaving):
+                return _LEAVES
             if isinstance(message, Attached):
                 self._view = message.view
             elif isinstance(message, Noted):

@@ -66,6 +66,11 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
+class Leaving:
+    """You have been told all, and I say nothing more to any worker: serve in my place."""
+
+
+@dataclass(frozen=True, slots=True)
 class Noted:
     """What is kept of the server beside its node is this from now on, in the encoding of what keeps it."""
 
@@ -86,8 +91,10 @@ class Received:
     num_frames: int
 
 
-Told = Attached | Restored | Pushed | Happened | Idled | Checked | Ended | Proved | Looked | Noted
-CODEC: Final = MessageCodec[Told](Attached, Restored, Pushed, Happened, Idled, Checked, Ended, Proved, Looked, Noted)
+Told = Attached | Restored | Pushed | Happened | Idled | Checked | Ended | Proved | Looked | Noted | Leaving
+CODEC: Final = MessageCodec[Told](
+    *(Attached, Restored, Pushed, Happened, Idled, Checked, Ended, Proved, Looked, Noted, Leaving)
+)
 ANSWERS: Final = MessageCodec[Received](Received)
 
 
