@@ -142,7 +142,7 @@ def replica_link(
             INTERVAL_SHARED_S,
         )
 
-    return ReplicaLink(place(FIRST.number, address, FIRST.replica), find, leaves, lag=lag)
+    return ReplicaLink(place(FIRST.number, address, FIRST.replica), find, leaves, lag=lag, replaces=True)
 
 
 def serve(
