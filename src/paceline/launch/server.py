@@ -128,7 +128,7 @@ def replica_link(
         return news().leaves
 
     if own != FIRST.head:
-        return ReplicaLink(find=find, leaves=leaves, lag=lag, replaces=True)
+        return ReplicaLink(find=find, leaves=leaves, lag=lag)
 
     def address() -> str:
         path = views.published(FIRST.replica)
@@ -142,7 +142,7 @@ def replica_link(
             INTERVAL_SHARED_S,
         )
 
-    return ReplicaLink(place(FIRST.number, address, FIRST.replica), find, leaves, lag=lag, replaces=True)
+    return ReplicaLink(place(FIRST.number, address, FIRST.replica), find, leaves, lag=lag)
 
 
 def serve(

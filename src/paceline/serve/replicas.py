@@ -396,7 +396,7 @@ class NamespaceReplicas:
             view = self.views.newest() if alive else None
             return [] if view is None else [place(view.number + 1, other) for other in alive]
 
-        return ReplicaLink(find=find, beside=beside)
+        return ReplicaLink(find=find, beside=beside, replaces=False)
 
     def _may_have_more(self, view: View) -> bool:
         """Return whether the replica of a view may serve yet, or has saved what this server has not."""

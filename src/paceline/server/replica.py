@@ -111,7 +111,7 @@ class ReplicaLink:
     record: RecordFile | None = None
     lag: ReplicaLag | None = None
     beside: Callable[[], bytes] | None = None
-    replaces: bool = False
+    replaces: bool = True
     _look_s: float = 0.0  # when to look next at the one that there is
     _find_s: float = 0.0  # when to look next for another
     _tried: set[str] = field(default_factory=set[str])  # addresses of those that were not to be reached
