@@ -22,6 +22,7 @@ _SURELY: Final = 6.0  # standard errors of a part, by which the loss has to rise
 _LIKELY: Final = 3.0  # the same for one that falls
 _BEND_OF_NOISE: Final = 0.6745 * math.sqrt(6)  # median bend of noise with a standard deviation of 1
 _LOST_SHARE: Final = 0.25  # of what had been won, that a rise has to have taken
+_LEAST_RISE: Final = 0.1  # of the lowest loss, as a screen is looked at often and noise has no bound
 _FRESH: Final = 1  # clocks
 
 Trend = Literal["", "falls", "stands", "rises", "not finite"]
@@ -84,7 +85,7 @@ class LossTrend:
         low = min(before)
         lowest = len(before) - 1 - before[::-1].index(low)
         ago = _ago((len(before) - lowest) * in_part * self._width_s)
-        if last - low > max(_SURELY * error, _LOST_SHARE * (max(before) - low)):
+        if last - low > max(_SURELY * error, _LOST_SHARE * (max(before) - low), _LEAST_RISE * abs(low)):
             return LossVerdict("rises", f"the loss rises: {last:.4g}, and {low:.4g} {ago}" + _advice(staleness))
         earlier = fmean(before[-3:])
         if earlier - last > _LIKELY * error:
