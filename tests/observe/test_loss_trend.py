@@ -38,6 +38,10 @@ def test_a_loss_that_falls_bears_its_staleness() -> None:
     assert verdict_of(lambda clock: math.exp(-clock / 300), staleness=(0, 0)).text.endswith(", on fresh values")
 
 
+def test_a_loss_that_falls_steeply_at_first_falls() -> None:
+    assert verdict_of(lambda clock: 1 + 20 * math.exp(-clock / 12), num=64).trend == "falls"
+
+
 def test_a_loss_that_rises_on_old_values_blames_the_rate_for_that_staleness() -> None:
     found = verdict_of(lambda clock: 0.3 + math.exp((clock - 400) / 40))
     assert found.trend == "rises"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-NUM_NAMED: Final = 3  # files and folders
+NUM_NAMED: Final = 2  # files and folders, which a line of a terminal has room for
 _MOST_LOOKED_AT: Final = 20_000  # files, so that a look ends soon
 
 

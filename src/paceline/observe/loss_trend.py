@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Final, Literal
 
 from paceline.observe.trace import Reported, Step
@@ -21,7 +20,9 @@ _NUM_PARTS: Final = 8  # into which the spans are divided, to be compared
 _LEAST_IN_PART: Final = 2
 _SURELY: Final = 6.0  # standard errors of a part, by which the loss has to rise, as the least of many parts is compared
 _LIKELY: Final = 3.0  # the same for one that falls
+_BEND_OF_NOISE: Final = 0.6745 * math.sqrt(6)  # median bend of noise with a standard deviation of 1
 _LOST_SHARE: Final = 0.25  # of what had been won, that a rise has to have taken
+_LEAST_RISE: Final = 0.1  # of the lowest loss, as a screen is looked at often and noise has no bound
 _FRESH: Final = 1  # clocks
 
 Trend = Literal["", "falls", "stands", "rises", "not finite"]
@@ -84,7 +85,7 @@ class LossTrend:
         low = min(before)
         lowest = len(before) - 1 - before[::-1].index(low)
         ago = _ago((len(before) - lowest) * in_part * self._width_s)
-        if last - low > max(_SURELY * error, _LOST_SHARE * (max(before) - low)):
+        if last - low > max(_SURELY * error, _LOST_SHARE * (max(before) - low), _LEAST_RISE * abs(low)):
             return LossVerdict("rises", f"the loss rises: {last:.4g}, and {low:.4g} {ago}" + _advice(staleness))
         earlier = fmean(before[-3:])
         if earlier - last > _LIKELY * error:
@@ -118,8 +119,12 @@ def _parts(means: Sequence[float], in_part: int) -> list[float]:
 
 
 def _standard_error(means: Sequence[float], in_part: int) -> float:
-    """Return that of the mean of a part, by how much neighbouring spans differ: a trend does not count."""
-    return math.sqrt(fmean((after - before) ** 2 for before, after in pairwise(means)) / 2 / in_part)
+    """Return that of the mean of a part, from how much spans differ from what lies between their neighbours.
+
+    So a trend does not count, and the median leaves out where the loss falls steeply, as at the beginning.
+    """
+    bends = [abs(before - 2 * here + after) for before, here, after in zip(means, means[1:], means[2:], strict=False)]
+    return median(bends) / _BEND_OF_NOISE / math.sqrt(in_part)
 
 
 def _on(staleness: tuple[int, int] | None) -> str:
