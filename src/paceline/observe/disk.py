@@ -37,7 +37,7 @@ class DiskUse:
         """Return in a few words what took the room.
 
         >>> DiskUse(0, 1_000_000, 999_000, (("filling", 900_000), ("trace/", 99_000))).text
-        '0 MB of 1 MB are free; filling takes 0.9 MB, trace/ 0.1 MB'
+        '0 MB of 1.0 MB are free; filling takes 0.9 MB, trace/ 0.1 MB'
         """
         room = f"{megabytes(self.free_bytes)} of {megabytes(self.total_bytes)} are free"
         if not self.largest:
