@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, final
 
@@ -408,7 +409,7 @@ class Chunked:
         chunks, update = self._prepare(contributions)
         lasting = self._lasting
         if lasting is None:
-            return self._threads.total(chunks, lambda chunk, thread: self._do(chunk, update, thread))
+            return self._threads.total(chunks, partial(self._do, update))
         lasting.progress.note_change()
         if self._resumes:
             number = lasting.record.numbers["num_applied"] + 1
@@ -472,7 +473,7 @@ class Chunked:
             if done is not None:
                 return done
             undo = progress.save(number, chunk.memory, thread, in_blocks=not chunk.calls)
-            num_zeroed = self._do(chunk, update, thread, undo)
+            num_zeroed = self._do(update, chunk, thread, undo)
             progress.finish(number, chunk.memory, num_zeroed)
             return num_zeroed
 
@@ -577,7 +578,7 @@ class Chunked:
         exact = divisor == torch.tensor(divisor).item()  # torch passes the divisor as a float32
         return divisor if exact else 1.0
 
-    def _do(self, chunk: Chunk, update: _Update, thread: int, undo: Undo | None = None) -> int:
+    def _do(self, update: _Update, chunk: Chunk, thread: int, undo: Undo | None = None) -> int:
         """Update one chunk; return the number of gradient elements that were zeroed."""
         for cut in self._cuts:
             cut.keep(chunk.start, chunk.stop)

@@ -193,7 +193,6 @@ class NativeSteps:
             fresh: whether the state has never been written.
             undo: where to keep what changes.
         """
-        self._require_states(place, numbers)
         kept = undo.memory, undo.num_changed, undo.start, undo.block
         operands = *gradients.at(place, having), gradients.divisor, *kept
         if isinstance(self._kernel, SGDKernel):
@@ -201,6 +200,8 @@ class NativeSteps:
         return self._step_adam(place, operands, numbers, step)
 
     def _step_sgd(self, place: StepMemory, operands: tuple[object, ...], numbers: Numbers, *, fresh: bool) -> bool:
+        if numbers["momentum"]:
+            self._require_states(place, numbers)
         how = (
             _NESTEROV * bool(numbers["nesterov"])
             + _MAXIMIZE * bool(numbers["maximize"])
@@ -214,6 +215,7 @@ class NativeSteps:
         return not is_suspect
 
     def _step_adam(self, place: StepMemory, operands: tuple[object, ...], numbers: Numbers, step: float) -> bool:
+        self._require_states(place, numbers)
         decay, (beta1, beta2), lr = numbers["weight_decay"], numbers["betas"], numbers["lr"]
         is_decoupled = self._kernel.name.endswith("AdamW") or bool(numbers.get("decoupled_weight_decay"))
         size, root = lr / (1 - beta1**step), math.sqrt(1 - beta2**step)

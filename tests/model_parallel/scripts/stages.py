@@ -132,8 +132,9 @@ for words, model, asked in (
 ):
     with refused(words):
         paceline.parallelize(model, loss=loss, **asked)
+whole = mlp()
 with refused("without a model that was cut"):
-    paceline.distributed(torch.optim.SGD(mlp().parameters(), lr=0.1), model=mlp())
+    paceline.distributed(torch.optim.SGD(whole.parameters(), lr=0.1), model=whole)
 part = paceline.parallelize(mlp(), loss=loss, micro_batches=size)
 with refused("overlap=True"):
     paceline.distributed(torch.optim.SGD(part.parameters(), lr=0.1), model=part, overlap=True)
