@@ -201,6 +201,15 @@ def test_a_refused_worker_cannot_go_on() -> None:
     assert effects == [Fail("server 0 refused worker 0: it was given up")]
 
 
+def test_a_worker_that_is_refused_once_it_leaves_has_left() -> None:
+    core = make_worker()
+    assert said(core.handle(WantLeave(), 0.0), Leave) == [Leave(sender(0))]
+    refused = Arrived(0, WorkerRefused(sender(0), "its namespace has ended"))
+    assert core.handle(refused, 0.0) == [LeaveDone()]
+    assert core.next_deadline() is None, "nothing is repeated"
+    assert core.handle(refused, 0.0) == []
+
+
 def test_a_message_that_no_worker_can_get_is_a_bug() -> None:
     with pytest.raises(ProtocolBug, match="a worker cannot process"):
         make_worker().handle(Arrived(0, tick(0, 1)), 0.0)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,11 @@ from tests.serve.daemon import Daemon, daemon
 
 import paceline
 from paceline.api.session import Session
-from paceline.errors import PeerError, Refused, UsageError
+from paceline.core.messages import Left, WorkerRefused
+from paceline.errors import ConnectionLost, PeerError, Refused, UsageError
+from paceline.serve.namespace import HandoffQueue
+from paceline.server.connections import Connections
+from paceline.transport import MemoryTransport
 from paceline.worker.table import Table
 
 
@@ -281,3 +286,37 @@ def test_a_namespace_without_clients_that_the_disk_does_not_take_is_not_tried_at
         assert namespace._due_s < time.monotonic() + 11.0  # not an hour
         namespace._due_s = 0.0
         served.wait_empty()
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_connection_that_is_handed_to_a_namespace_as_it_ends_is_ended(is_early: bool) -> None:
+    transport = MemoryTransport()
+    listener, queue = transport.listen("memory://gateway"), HandoffQueue("namespace 'job'")
+    client = transport.connect(listener.address, b"", timeout_s=10.0)
+    steps = [lambda: queue.hand_over(listener.accept(timeout_s=10.0)), queue.close]
+    for step in steps if is_early else reversed(steps):
+        step()
+    with pytest.raises(ConnectionLost):
+        client.receive(timeout_s=10.0)
+    with pytest.raises(ConnectionLost, match="namespace 'job' is closed"):
+        queue.accept(timeout_s=10.0)
+    listener.close()
+
+
+def test_a_client_has_left_though_the_answer_is_lost_and_its_namespace_has_ended(
+    served: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, lost = Connections.send_worker, list[object]()
+
+    def lose(self: Connections, worker: int, incarnation: int, message: object, *body: Any) -> None:
+        connection = self.connection_of(worker, incarnation)
+        if isinstance(message, Left | WorkerRefused) and connection is not None:
+            lost.append(message)
+            self.drop(connection)
+        else:
+            send(self, worker, incarnation, message, *body)
+
+    with served.connect() as ps:
+        train(ps, 1)
+        monkeypatch.setattr(Connections, "send_worker", lose)
+    assert Left() in lost

@@ -20,16 +20,20 @@ from tests.serve.test_command import DEADLINE_S, add_one, address_in, open_sum, 
 
 import paceline
 from paceline.api.session import Session
-from paceline.errors import Refused, UsageError
+from paceline.errors import ConnectionLost, Refused, UsageError
 from paceline.job.credentials.holders import Holder
 from paceline.job.credentials.key_store import issue_keys, make_keys
 from paceline.job.views import View
 from paceline.serve import namespace as namespaces
 from paceline.serve import replicas
-from paceline.serve.namespace import Namespace
-from paceline.serve.replicas import NamespaceViews, own_number
+from paceline.serve.gateway import Namespaces
+from paceline.serve.messages import EnterFrame
+from paceline.serve.namespace import Namespace, NamespaceConfig, NamespaceConnection
+from paceline.serve.replicas import Companions, NamespaceReplicas, NamespaceViews, own_number
 from paceline.serve.state import StateFolder
 from paceline.server import replica
+from paceline.transport import MemoryTransport
+from paceline.wire.messages import Hello, encode
 
 
 @dataclass
@@ -250,6 +254,72 @@ def test_of_a_head_and_a_replica_that_believe_the_other_gone_one_goes_on(
     assert ours.dismiss(2)
     assert not theirs.promote(2)
     assert ours.newest() == View(3, 1)
+
+
+NUMBER = 2  # of the server that has the replica
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Iterator[tuple[Namespaces, NamespaceReplicas]]:
+    """A server whose namespace has just ended badly, while another one has the replica in view 2."""
+    state = StateFolder(tmp_path / "state")
+    companions = Companions(tmp_path / "views", state, "tcp://127.0.0.1:1", MemoryTransport())
+    views = companions.views("job")
+    views.take(0, never)
+    assert views.enlist(1, NUMBER)
+    yield (
+        Namespaces(state, MemoryTransport(), NamespaceConfig(tell=print), companions),
+        NamespaceReplicas("job", state, companions, print),
+    )
+    state.close()
+
+
+@pytest.fixture
+def promoted(left: tuple[Namespaces, NamespaceReplicas], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The replica begins to serve as soon as the server whose namespace has ended has looked at the view once."""
+    theirs, look = NamespaceViews(left[1].views._folder, NUMBER), NamespaceViews.newest
+
+    def look_first(self: NamespaceViews) -> View | None:
+        view = look(self)
+        if self.own != NUMBER:
+            theirs.promote(2)
+        return view
+
+    monkeypatch.setattr(NamespaceViews, "newest", look_first)
+    yield
+    assert look(theirs) == View(3, NUMBER)
+
+
+@pytest.fixture
+def unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of views cannot be used."""
+
+    def fail(_: NamespaceViews) -> View | None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(NamespaceViews, "newest", fail)
+
+
+@pytest.mark.parametrize("meanwhile", ["promoted", "unreadable"])
+def test_a_client_that_the_replica_may_serve_is_not_refused(
+    meanwhile: str, left: tuple[Namespaces, NamespaceReplicas], request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue(meanwhile)
+    transport = MemoryTransport()
+    listener = transport.listen("memory://gateway")
+    client = transport.connect(listener.address, b"", timeout_s=DEADLINE_S)
+    frame = EnterFrame("job", encode(Hello("worker", 0, 0, 1)))
+    left[0].hand_over("job", NamespaceConnection(listener.accept(timeout_s=DEADLINE_S), frame))
+    with pytest.raises(ConnectionLost):  # without a refusal before it
+        client.receive(timeout_s=DEADLINE_S)
+    listener.close()
+
+
+@pytest.mark.usefixtures("promoted")
+def test_a_server_whose_replica_begins_to_serve_does_not_say_that_it_does_itself(
+    left: tuple[Namespaces, NamespaceReplicas],
+) -> None:
+    assert not left[1].standing(is_served=False, is_followed=False).leads
 
 
 def test_views_of_long_ago_are_forgotten(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tests.transport.carriers import make_carrier
 
+from paceline.errors import ConnectionLost
 from paceline.server.connections import Acceptor, Incoming
 from paceline.transport.base import EMPTY, Connection, Transport
 from paceline.transport.deadline import Deadline
@@ -194,3 +195,14 @@ def test_frames_that_have_arrived_come_before_the_death_of_their_sender(tmp_path
         assert heard(made) == (b"worker 3", b"push")
         assert made.get(PATIENCE_S) == "it has died"
         assert made.get(0.0) is None
+
+
+def test_a_connection_that_comes_too_late_is_ended(tmp_path: Path) -> None:
+    with acceptor("memory", tmp_path) as (made, transport):
+        listener = transport.listen("memory://beside")
+        worker = transport.connect(listener.address, b"worker 3", timeout_s=PATIENCE_S)
+        made.close()
+        made._admit(listener.accept(timeout_s=PATIENCE_S))  # by a thread that was slower than `close` waits for it
+        with pytest.raises(ConnectionLost):
+            worker.receive(timeout_s=PATIENCE_S)
+        listener.close()

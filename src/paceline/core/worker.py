@@ -429,7 +429,7 @@ class WorkerCore:
             case PullRefused():
                 effects.append(Fail(f"server {server} refused a pull: {message.reason}"))
             case WorkerRefused() if self._has_left(server):
-                pass  # the server has forgotten this life after its leave; only the answer was lost
+                self._on_left(server, effects)  # this life is over there; only the answer to its leave was lost
             case WorkerRefused():
                 effects.append(Fail(f"server {server} refused worker {message.sender.worker}: {message.reason}"))
             case _:

@@ -176,11 +176,13 @@ class Namespaces:
             raise elsewhere
 
     def _is_for_others(self, name: str) -> bool:
-        """Return whether another server serves a namespace, as far as that is known."""
+        """Return whether another server serves a namespace, or may: where that cannot be read, it may."""
         try:
             replicas = self._replicas_of(name)
             return replicas is not None and replicas.is_for_others()
-        except (OSError, UsageError):
+        except OSError:
+            return True
+        except UsageError:  # none can have that name
             return False
 
     def _with_servers(self, accepted: EnterAccepted) -> EnterAccepted:

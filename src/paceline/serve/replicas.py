@@ -340,7 +340,9 @@ class NamespaceReplicas:
 
     def elsewhere(self) -> ServedElsewhere | None:
         """Return which other server serves the namespace; None if it is for this one to serve. Raises OSError."""
-        view = self.views.newest()
+        return self._elsewhere_in(self.views.newest())
+
+    def _elsewhere_in(self, view: View | None) -> ServedElsewhere | None:
         if view is None or view.head == self.views.own:
             return None
         return self._companions.elsewhere(self.name, view)
@@ -363,20 +365,18 @@ class NamespaceReplicas:
 
     def standing(self, *, is_served: bool, is_followed: bool) -> NamespaceStanding:
         """Return what this server has of the namespace, which it serves or follows, or neither. Raises OSError."""
-        elsewhere = self.elsewhere()
-        saved = self._state.saved_view(self.name)
+        view, saved = self.views.newest(), self._state.saved_view(self.name)
+        elsewhere = self._elsewhere_in(view)
         if elsewhere is not None:
             return NamespaceStanding(False, is_followed, saved, elsewhere.address)
-        return NamespaceStanding(is_served or not self._is_undecided(saved), is_followed, saved)
+        return NamespaceStanding(is_served or not _is_undecided(view, saved), is_followed, saved)
 
     def is_for_others(self) -> bool:
         """Return whether another server serves the namespace, or may be about to. Raises OSError."""
-        return self.elsewhere() is not None or self._is_undecided(self._state.saved_view(self.name))
-
-    def _is_undecided(self, saved: int) -> bool:
-        """Return whether this server had a replica as it ended, without having saved all: that one may serve yet."""
         view = self.views.newest()
-        return view is not None and view.replica != NO_PROCESS and saved != view.number
+        if view is not None and view.head != self.views.own:
+            return True
+        return _is_undecided(view, self._state.saved_view(self.name))
 
     def link(self, generation: int, workers: int | None, beside: Callable[[], bytes]) -> ReplicaLink:
         """Return how the server of the namespace finds its replica, and tells it all."""
@@ -408,3 +408,11 @@ class NamespaceReplicas:
             newest = self.views.newest()
             assert newest is not None
             raise self._companions.elsewhere(self.name, newest)
+
+
+def _is_undecided(view: View | None, saved: int) -> bool:
+    """Return whether the head of a view had a replica as it ended, without having saved all: that one may serve yet.
+
+    Asked of the same view as who is its head: in the next one the replica may be the head, and have none of its own.
+    """
+    return view is not None and view.replica != NO_PROCESS and saved != view.number

@@ -210,11 +210,12 @@ class Acceptor:
         is_polled = connection.fileno() is not None
         with self._lock:
             revoked = connection.peer_identity.are_among(self._expelled)  # since its handshake
-            if not revoked:
+            is_late = revoked or self._closing.is_set()  # `close` does not see what comes to it from here on
+            if not is_late:
                 self._connections[id(connection)] = connection
-            if not revoked and is_polled:
+            if not is_late and is_polled:
                 self._polled = (*self._polled, connection)
-        if revoked:
+        if is_late:
             connection.close()
         elif is_polled:
             self._poller.wake()
