@@ -46,26 +46,29 @@ Work = Callable[[WorkerNode, int], None]
 
 
 class Killed(BaseException):
-    """Ends the thread of a server before it is told what comes next."""
+    """Ends the thread of a server before it takes its next item."""
 
 
 class RecordedServer(ServerNode):
-    """A server that is killed when it has been told so many things, and says what its tables were then."""
+    """A server that is killed once it has been told so many things, and says what its tables were then.
+
+    It is killed between two items of its queue: within one, a user's function, which may raise anything, would stop the
+    kill, and tables are half changed.
+    """
 
     kill_after: int = 0
     num_told: int = 0
     left: dict[str, str] | None = None
 
-    def _write_down(self, written: Any, now: float) -> None:
-        self.num_told += 1
-        if self.num_told == self.kill_after:
+    def _handle_item(self, item: object | None) -> bool:
+        if 0 < self.kill_after <= self.num_told:
             self.left = digests(self._tables, self._core.clock_of)
             raise Killed
-        super()._write_down(written, now)
+        return super()._handle_item(item)
 
-    def _note_began(self, table: str, what: str) -> None:
-        self.num_told -= 1  # a kill in the middle of what was told leaves tables that no replay stops at
-        super()._note_began(table, what)
+    def _write_down(self, written: Any, now: float) -> None:
+        self.num_told += 1
+        super()._write_down(written, now)
 
     def live(self) -> None:
         try:
