@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 from tests.faults.running import SCRIPTS, Run, run_to_end, running
@@ -25,6 +26,17 @@ def ended(run: Run) -> set[str]:
     return {line[4] for line in lines}
 
 
+def kill_fork_server(run: Run) -> None:
+    """Kill what forks processes for the job, and those that wait to be told what they are."""
+    forked = [
+        pid for pid in run.family() if b"paceline.launch.forkserver.child" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    assert forked
+    for pid in forked:
+        with suppress(ProcessLookupError):  # those that wait end with the one that has forked them
+            os.kill(pid, signal.SIGKILL)
+
+
 def test_training_goes_on_as_if_no_server_had_been_killed(tmp_path: Path) -> None:
     asked, options = ("bsp", str(NUM_CLOCKS)), ("-n", "2", "-m", "2", "--transport", "shm")
     with running(tmp_path / "killed", OUTLIVED, *asked, options=options) as run:
@@ -32,6 +44,7 @@ def test_training_goes_on_as_if_no_server_had_been_killed(tmp_path: Path) -> Non
         first = kill_server(run, 0)
         kill_server(run, 0, but=(first,))  # it may not have begun to serve
         run.wait_for(f"at clock {NUM_CLOCKS // 2}", times=2)
+        kill_fork_server(run)
         kill_server(run, 1)
         assert run.end() == 0, run.output
     assert len(run.saying(GOES_ON)) == 3

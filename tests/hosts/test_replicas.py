@@ -218,3 +218,19 @@ def test_a_line_that_is_cut_for_longer_than_it_takes_to_notice_ends_no_job(serve
     (tmp_path / "here").mkdir()
     undisturbed = set(run_job(tmp_path / "here", train, workers=2, servers=2))
     assert {(tmp_path / f"bits-{rank}").read_text() for rank in range(2)} == undisturbed
+
+
+@pytest.mark.campaign
+def test_both_copies_of_a_server_are_killed_and_every_worker_is_told_that_it_is_lost(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    with hosts(2) as network, started(network, tmp_path, REPLICATED) as workers:
+        wait_at(workers, tmp_path, STOPS[0])
+        for process in [server_pid(tmp_path, 0, copy) for copy in range(2)]:
+            os.kill(process, signal.SIGKILL)
+        for clock in STOPS:
+            (tmp_path / f"go-{clock}").touch()
+        told = [worker.communicate(timeout=PATIENCE_S) for worker in workers]
+
+    assert [worker.returncode for worker in workers] == [1, 1], told
+    assert all("ServerLost: worker" in errors and "server 0 is lost: " in errors for _, errors in told), told
+    assert "server 0 was killed by SIGKILL; the run ends" in "".join(errors for _, errors in told)

@@ -367,6 +367,24 @@ def test_a_table_is_known_to_every_successor_of_a_server_that_was_killed_while_i
         assert recovery.wanted == {push.id}
 
 
+def test_an_update_that_was_half_made_and_its_worker_ended_with_the_server_ends_the_run_and_is_told() -> None:
+    sender, push = Sender(1, 0, 0), Push(PushId(1, 0, 0, 0), "w", 0, 0)
+    with MemoryHolder() as holder:
+        holder.start()
+        server = bare_server(holder, [])
+        server._restore()
+        server._write_down(Asked(0, 0, encode(Declare(1, table("w", 4, "asynchronous")))), 0.0)
+        server = bare_server(holder, [])
+        assert server._restore() is not None
+        server._handle(Join(sender))
+        server._write_down(push, 0.0)  # decided, and killed before it was made
+        recovery = bare_server(holder, [])._restore()
+        assert recovery is not None
+        assert recovery.needs(push.id)
+        with pytest.raises(CannotGoOn, match="an update was half made, and worker 0 did not come back to repeat its"):
+            recovery.note_death(Died(0, 0, "it was killed"))
+
+
 def test_a_server_without_room_for_what_it_is_told_goes_on_and_says_that_it_is_lost_if_it_is_killed() -> None:
     with MemoryHolder() as holder:
         holder.start()

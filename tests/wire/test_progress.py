@@ -2,12 +2,15 @@
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Self
 
 import pytest
 
 from paceline.core.messages import Held, PushId
+from paceline.errors import PeerError
 from paceline.transport import MemoryTransport
+from paceline.transport.base import NotServed
 from paceline.transport.memory import MemoryConnection
 from paceline.wire import connection
 from paceline.wire.connection import NUM_FRUITLESS, SOON_S, Progress, ReconnectingConnection
@@ -101,6 +104,51 @@ def test_a_connection_that_was_of_use_or_held_for_long_counts_for_the_path(lived
     assert progress.objection() == ""
 
 
+@dataclass
+class Connected:
+    """A connection to a server that has answered; a context manager."""
+
+    patience_s: float
+    lost: str = ""
+    again: threading.Event = field(default_factory=threading.Event)  # it is made again, or given up
+
+    def __enter__(self) -> Self:
+        transport, answered = MemoryTransport(), threading.Event()
+        self._listener = transport.listen("memory://server-0")
+        self._client = ReconnectingConnection(
+            0,
+            self._listener.address,
+            Hello("worker", 0, 0, 1),
+            transport,
+            self.patience_s,
+            on_frames=lambda _: answered.set(),
+            place=lambda _header, _size_bytes: None,
+            on_reconnected=self._note_reconnected,
+            on_lost=self._note_lost,
+            how_ended=lambda: "",
+        )
+        self._client.open(TIMEOUT_S)
+        self._server = self._listener.accept(timeout_s=TIMEOUT_S)
+        self._server.send(encode(RequestDone(1)), timeout_s=TIMEOUT_S)
+        assert answered.wait(TIMEOUT_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+        self._listener.close()
+
+    def break_off(self) -> None:
+        self._server.close()
+
+    def _note_reconnected(self, use: Callable[[], None]) -> None:
+        use()
+        self.again.set()
+
+    def _note_lost(self, reason: str) -> None:
+        self.lost = reason
+        self.again.set()
+
+
 def test_a_connection_that_was_of_use_is_made_again_at_once_with_time_for_tls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "_FIRST_PAUSE_S", 3600.0)
     allowed_s: list[float] = []
@@ -111,31 +159,28 @@ def test_a_connection_that_was_of_use_is_made_again_at_once_with_time_for_tls(mo
         return connect(self, address, identity, timeout_s=timeout_s)
 
     monkeypatch.setattr(MemoryTransport, "connect", note_allowed)
-    transport, answered, again = MemoryTransport(), threading.Event(), threading.Event()
-    listener = transport.listen("memory://server-0")
-
-    def note_reconnected(use: Callable[[], None]) -> None:
-        use()
-        again.set()
-
-    client = ReconnectingConnection(
-        0,
-        listener.address,
-        Hello("worker", 0, 0, 1),
-        transport,
-        TIMEOUT_S,
-        on_frames=lambda _: answered.set(),
-        place=lambda _header, _size_bytes: None,
-        on_reconnected=note_reconnected,
-        on_lost=print,
-        how_ended=lambda: "",
-    )
-    client.open(TIMEOUT_S)
-    server = listener.accept(timeout_s=TIMEOUT_S)
-    server.send(encode(RequestDone(1)), timeout_s=TIMEOUT_S)
-    assert answered.wait(TIMEOUT_S)
-    server.close()
-    assert again.wait(TIMEOUT_S)
+    with Connected(TIMEOUT_S) as client:
+        client.break_off()
+        assert client.again.wait(TIMEOUT_S)
     assert allowed_s[-1] == 2.0
-    client.close()
-    listener.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"), [(NotServed("it took the connection"), ""), (PeerError("none listens"), "within 0.2 s (none")]
+)
+def test_a_server_whose_socket_takes_connections_is_awaited_for_longer_as_its_successor_may_have_to_start(
+    error: PeerError, lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect, left = MemoryTransport.connect, iter(range(40))
+
+    def take_connection(self: MemoryTransport, address: str, identity: bytes, *, timeout_s: float) -> MemoryConnection:
+        if next(left, None) is not None:
+            raise error
+        return connect(self, address, identity, timeout_s=timeout_s)
+
+    with Connected(0.2) as client:
+        monkeypatch.setattr(MemoryTransport, "connect", take_connection)
+        client.break_off()
+        assert client.again.wait(TIMEOUT_S)
+        assert lost in client.lost
+        assert bool(lost) == bool(client.lost)

@@ -11,9 +11,9 @@ dropped. Treat received bodies as read-only.
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol, final, runtime_checkable
 
-from paceline.errors import UsageError
+from paceline.errors import DeadlineExceeded, UsageError
 from paceline.transport.buffer_pool import Buffer
 
 EMPTY: Final = memoryview(b"")
@@ -126,6 +126,11 @@ class PeerIdentity:
 
 
 NO_IDENTITY: Final = PeerIdentity()
+
+
+@final
+class NotServed(DeadlineExceeded):
+    """A listener has taken a connection, and no process has finished the handshake there in time."""
 
 
 class Connection(Protocol):
@@ -249,7 +254,8 @@ class Transport(Protocol):
         """Connect to `address`; blocks until the handshake is done.
 
         `identity`, at most 1024 bytes, is seen by the listening side. Raises UsageError (bad address), PeerError
-        (no listener there, other wire version), AuthenticationFailed (other token or job) or DeadlineExceeded.
+        (no listener there, other wire version), AuthenticationFailed (other token or job) or DeadlineExceeded, which
+        is NotServed where the connection was taken.
         """
         ...
 

@@ -23,8 +23,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Protocol, final
 
-from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, Refused, UsageError
-from paceline.transport.base import MAX_IDENTITY_BYTES, NO_IDENTITY, PeerIdentity, Secret
+from paceline.errors import AuthenticationFailed, PeerError, Refused, UsageError
+from paceline.transport.base import MAX_IDENTITY_BYTES, NO_IDENTITY, NotServed, PeerIdentity, Secret
 from paceline.transport.channel import Channel, OutOfTime, SocketChannel, read_exactly
 from paceline.transport.deadline import Deadline, seconds
 from paceline.transport.frames import MAGIC, WIRE_VERSION, check_greeting, what_speaks
@@ -175,7 +175,7 @@ def introduce_within(
         return handshake.introduce(channel, identity, server, deadline)
     except OutOfTime:
         channel.close()
-        raise DeadlineExceeded(
+        raise NotServed(
             f"waited {seconds(timeout_s)} for the handshake with {server}: it took the connection and "
             "did not finish; it may be stopped, busy, or no Paceline server"
         ) from None

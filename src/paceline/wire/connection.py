@@ -15,7 +15,7 @@ from typing import Final, Protocol, final
 
 from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, UsageError
 from paceline.stopwatch import Stopwatch
-from paceline.transport.base import EMPTY, MAX_TOGETHER, Connection, Frame, Place, Transport
+from paceline.transport.base import EMPTY, MAX_TOGETHER, Connection, Frame, NotServed, Place, Transport
 from paceline.transport.buffer_pool import Buffer
 from paceline.transport.deadline import seconds
 from paceline.transport.poller import Poller, receive_all
@@ -119,6 +119,7 @@ _ATTEMPT_S = 2.0  # a handshake under TLS takes four round trips, and a host may
 _FIRST_PAUSE_S = 0.02  # after an attempt that has failed, or a connection that broke before it was of use
 _HASTE_S = 1.0  # so long, pauses stay as the first: a server that was killed has a successor by then
 _LONGEST_PAUSE_S = 1.0
+_START_S = 60.0  # while its socket takes connections, another process may be about to serve, and import torch first
 _JOIN_TIMEOUT_S = 5.0
 _CONNECT_TIMEOUT_S = 5.0
 NUM_FRUITLESS: Final = 3
@@ -450,7 +451,8 @@ class ReconnectingConnection:
             advice = "check the MTU of the path, and look at what the server wrote"
             return f"{objection}; {advice} (it broke as follows: {problem})"
         watch, pause_s = Stopwatch(_LONGEST_PAUSE_S + _POLL_S), _FIRST_PAUSE_S * self._progress.was_fruitless
-        while watch.elapsed_s() < self.patience_s and not self._closing.wait(pause_s):
+        patience_s = self.patience_s
+        while watch.elapsed_s() < patience_s and not self._closing.wait(pause_s):
             pause_s = max(_FIRST_PAUSE_S, pause_s)
             if watch.elapsed_s() >= _HASTE_S:
                 pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
@@ -458,12 +460,14 @@ class ReconnectingConnection:
             if how:
                 return f"is over: the server {how}"
             try:
-                return self._connect(max(_POLL_S, min(_ATTEMPT_S, self.patience_s - watch.elapsed_s())))
+                return self._connect(max(_POLL_S, min(_ATTEMPT_S, patience_s - watch.elapsed_s())))
             except AuthenticationFailed as error:
                 return f"was refused when it was made again: {error}"
+            except NotServed as error:
+                problem, patience_s = str(error), max(_START_S, self.patience_s)
             except PeerError as error:
-                problem = str(error)
-        return f"did not come back within {seconds(self.patience_s)} ({problem})"
+                problem, patience_s = str(error), self.patience_s
+        return f"did not come back within {seconds(patience_s)} ({problem})"
 
 
 @dataclass(slots=True)
