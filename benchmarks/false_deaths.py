@@ -18,7 +18,7 @@ from typing import Annotated, Final, Literal
 
 import psutil
 from cyclopts import App, Parameter
-from measuring import machine, print_json, progress
+from measuring import end_with_sigterm, machine, print_json, progress
 from replicated_job import ReplicatedJob, replicated
 from turns import BENCHMARKS
 
@@ -57,7 +57,7 @@ def false_deaths(
     json
         Print only one line of JSON on stdout.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # leaves nothing then, either
+    end_with_sigterm()
     progress(f"{machine()}; {minutes:g} min with a tenth of a core for each process of a server, by {by}")
     asked = "node:1+replicas:1" + (f"+lag:{lag}" if lag else "")
     worker = [sys.executable, str(BENCHMARKS / "false_deaths_worker.py"), str(60.0 * minutes)]
@@ -143,7 +143,21 @@ def quota(process: psutil.Process) -> Iterator[Path]:
     finally:
         with suppress(OSError):  # it has ended
             (top / "cgroup.procs").write_text(str(process.pid))
-        group.rmdir()
+        leave(group)
+
+
+def leave(group: Path) -> None:
+    """Remove a control group; blocks until the threads of the process have left it, as they have to run for that."""
+    deadline_s = time.monotonic() + END_S
+    while True:
+        try:
+            group.rmdir()
+        except OSError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(PERIOD_S)
+        else:
+            return
 
 
 @contextmanager

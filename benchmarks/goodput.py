@@ -21,7 +21,7 @@ from typing import Annotated, Final
 import psutil
 from cyclopts import App, Parameter
 from goodput_worker import pid_path, steps_path
-from measuring import machine, print_json, progress
+from measuring import end_with_sigterm, machine, print_json, progress
 from turns import BENCHMARKS
 
 NUM_WORKERS: Final = 2
@@ -58,6 +58,7 @@ def goodput(
     json
         Print only one line of JSON on stdout.
     """
+    end_with_sigterm()
     progress(f"{machine()}; {kills} kills a job, {consistency}")
     ways: list[dict[str, object]] = []
     for span_s in map(float, every.split(",")):

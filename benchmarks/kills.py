@@ -25,7 +25,7 @@ import psutil
 import work
 from cyclopts import App, Parameter
 from kills_worker import CLOCKS_TOLD
-from measuring import machine, percentile, print_json, progress
+from measuring import end_with_sigterm, machine, percentile, print_json, progress
 from replicated_job import NUM_HOSTS, replicated
 from turns import BENCHMARKS, Stage
 
@@ -116,6 +116,7 @@ def kills(
     json
         Print only one line of JSON on stdout.
     """
+    end_with_sigterm()
     chance = random.Random(seed)
     if replicas:
         asked = "node:1+replicas:1" + (f"+lag:{lag}" if lag else "")

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 import time
@@ -73,6 +74,11 @@ def machine() -> str:
         f"{NUM_CORES} cores ({platform.machine()}), Python {platform.python_version()}, torch {torch.__version__}, "
         f"load {load:.1f}"
     )
+
+
+def end_with_sigterm() -> None:
+    """Have SIGTERM end this process as an error does, so that it ends what it has started."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def progress(text: str) -> None:

@@ -19,7 +19,8 @@ LR: Final = 0.01
 MOMENTUM: Final = 0.9
 DECAY: Final = 0.1  # of the values, in the gradient
 COMPUTE_S: Final = 0.05  # of each worker in a step, by sleeping
-SAVE_EVERY: Final = 10  # clocks, where a system saves its state
+SAVE_EVERY: Final = 10  # clocks, where a system saves its state; each clock where it is tuned
+TUNED: Final = "tuned"
 TARGETS: Final = "targets"
 
 Vector = npt.NDArray[np.float32]

@@ -1,7 +1,7 @@
-"""DDP over Gloo, a worker of which is killed: `killed_ddp.py FOLDER CLOCKS [saves]`, started by torchrun.
+"""DDP over Gloo, a worker of which is killed: `killed_ddp.py FOLDER CLOCKS [tuned]`, started by torchrun.
 
-Without `saves` it is the script of PyTorch's tutorial; with it, worker 0 saves model and optimizer every so many
-clocks, and all begin from there.
+It is the script of PyTorch's tutorial; tuned, worker 0 saves model and optimizer in every clock, and all begin from
+there.
 """
 
 import os
@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from kill_log import LR, MOMENTUM, SAVE_EVERY, Log, noise
+from kill_log import LR, MOMENTUM, TUNED, Log, noise
 from kill_model import Model
 from torch.nn.parallel import DistributedDataParallel
 
 
 def main() -> None:
     """Train for so many clocks, from what was saved."""
-    folder, num_clocks, saves = sys.argv[1], int(sys.argv[2]), "saves" in sys.argv[3:]
+    folder, num_clocks, saves = sys.argv[1], int(sys.argv[2]), TUNED in sys.argv[3:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, saved = dist.get_rank(), Path(folder) / "saved.pt"
@@ -35,7 +35,7 @@ def main() -> None:
         model(noise(rank, clock)).backward()
         optimizer.step()
         log.step(clock)
-        if saves and rank == 0 and clock % SAVE_EVERY == SAVE_EVERY - 1:
+        if saves and rank == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "clock": clock + 1}
             torch.save(state, saved.with_suffix(".new"))
             os.replace(saved.with_suffix(".new"), saved)

@@ -1,7 +1,7 @@
-"""A parameter server as a Ray actor, which is killed and started again: `killed_ray.py FOLDER CLOCKS [saves]`.
+"""A parameter server as a Ray actor, which is killed and started again: `killed_ray.py FOLDER CLOCKS [tuned]`.
 
-Without `saves` the actor begins anew, as Ray's documentation warns; with it, it saves its state every so many clocks
-and begins from there, and says from which clock on gradients are wanted.
+The actor begins anew, as Ray's documentation warns; tuned, it saves its state in every clock and begins from there, and
+says from which clock on gradients are wanted.
 """
 
 import sys
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import ray
 import torch
-from kill_log import DECAY, LR, MOMENTUM, NUM_WORKERS, SAVE_EVERY, WIDTH, Log, Vector, add_target, noise
+from kill_log import DECAY, LR, MOMENTUM, NUM_WORKERS, TUNED, WIDTH, Log, Vector, add_target, noise
 
 
 @ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)
@@ -40,7 +40,7 @@ class Server:
             self._values.grad = torch.from_numpy(np.mean(gradients, axis=0, dtype=np.float32))
             self._optimizer.step()
             self._clock += 1
-            if self._saved is not None and self._clock % SAVE_EVERY == 0:
+            if self._saved is not None:
                 state = {"values": self._values.data, "optimizer": self._optimizer.state_dict(), "clock": self._clock}
                 torch.save(state, self._saved.with_suffix(".new"))
                 self._saved.with_suffix(".new").replace(self._saved)
@@ -62,7 +62,7 @@ class Worker:
 
 def main() -> None:
     """Start Ray on this machine alone, and train for so many clocks."""
-    folder, num_clocks, saves = sys.argv[1], int(sys.argv[2]), "saves" in sys.argv[3:]
+    folder, num_clocks, saves = sys.argv[1], int(sys.argv[2]), TUNED in sys.argv[3:]
     log = Log(folder, 0, is_target=False)
     with tempfile.TemporaryDirectory(prefix="ray-") as place:
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=place)

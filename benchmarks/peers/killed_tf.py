@@ -1,20 +1,22 @@
-"""TensorFlow's ParameterServerStrategy, the parameter server of which is killed. `killed_tf.py FOLDER CLOCKS`.
+"""TensorFlow's ParameterServerStrategy, the parameter server of which is killed. `killed_tf.py FOLDER CLOCKS [tuned]`.
 
 The coordinator raises UnavailableError then, as its documentation says, and nothing goes on by itself. So this process
 starts the whole cluster again, as a scheduler would, and the coordinator begins with what it saved, every so many
-clocks.
+clocks. Tuned, it saves in every clock, and only the coordinator and the parameter server start again.
 """
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any, Final
 
 import numpy as np
-from kill_log import DECAY, LR, MOMENTUM, NUM_WORKERS, SAVE_EVERY, WIDTH, Log, add_target, noise
-from tf_cluster import cluster_of, serve, start
+from kill_log import DECAY, LR, MOMENTUM, NUM_WORKERS, SAVE_EVERY, TUNED, WIDTH, Log, add_target, noise
+from tf_cluster import PS, Cluster, cluster_of, end, serve, start, start_one
 
 SERVE: Final = "serve"
 COORDINATE: Final = "coordinate"
@@ -24,7 +26,7 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 import tensorflow as tf  # noqa: E402 -- reads the variable above when it is imported
 
 
-def coordinate(folder: str, num_clocks: int) -> None:
+def coordinate(folder: str, num_clocks: int, save_every: int) -> None:
     """Train for so many clocks, from what was saved."""
     log = Log(folder, 0, is_target=False)
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
@@ -63,43 +65,45 @@ def coordinate(folder: str, num_clocks: int) -> None:
         coordinator.join()
         update()
         log.step(clock)
-        if clock % SAVE_EVERY == SAVE_EVERY - 1:
+        if clock % save_every == save_every - 1:
             keeper.save()
     log.end(values.numpy())
 
 
-def run_once(folder: str, num_clocks: str) -> bool:
-    """Start a cluster and train; return whether that came to its end."""
-    cluster = cluster_of(NUM_WORKERS)
-    processes = start(cluster, [__file__, folder, SERVE])
-    try:
-        ended = subprocess.run(
-            [sys.executable, __file__, folder, COORDINATE, num_clocks],
-            env={**os.environ, "TF_CONFIG": json.dumps({"cluster": cluster})},
-            check=False,
-        )
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return ended.returncode == 0
+def is_trained(folder: str, cluster: Cluster, arguments: Sequence[str]) -> bool:
+    """Run the coordinator; return whether it has come to its end."""
+    environment = {**os.environ, "TF_CONFIG": json.dumps({"cluster": cluster})}
+    command = [sys.executable, __file__, folder, COORDINATE, *arguments]
+    return subprocess.run(command, env=environment, check=False).returncode == 0
 
 
 def main() -> None:
-    """Run cluster after cluster until one comes to the end."""
-    folder, num_clocks = sys.argv[1], sys.argv[2]
-    while not run_once(folder, num_clocks):
-        print("the coordinator has lost the parameter server; all start again", flush=True)
+    """Start what is to run, and again what a scheduler would, until the coordinator comes to its end."""
+    folder, arguments = sys.argv[1], sys.argv[2:]
+    serve_here = (__file__, folder, SERVE)
+    with ExitStack() as running:
+        cluster = cluster_of(NUM_WORKERS)
+        processes = start(cluster, serve_here)
+        running.callback(lambda: end(processes))
+        while not is_trained(folder, cluster, arguments):
+            print("the coordinator has lost the parameter server", flush=True)
+            if TUNED in arguments:
+                end(processes[:1])
+                processes[:1] = [start_one(cluster, serve_here, PS, 0)]
+            else:
+                end(processes)
+                cluster = cluster_of(NUM_WORKERS)
+                processes[:] = start(cluster, serve_here)
 
 
 if __name__ == "__main__":
     if SERVE in sys.argv:
-        if sys.argv[3] == "ps":
+        if sys.argv[3] == PS:
             add_target(sys.argv[1])
         serve(sys.argv[3], int(sys.argv[4]))
     elif COORDINATE in sys.argv:
         try:
-            coordinate(sys.argv[1], int(sys.argv[3]))
+            coordinate(sys.argv[1], int(sys.argv[3]), 1 if TUNED in sys.argv else SAVE_EVERY)
         except tf.errors.OpError as error:
             print(f"{type(error).__name__}: {str(error)[:100]}", flush=True)
             os._exit(LOST)

@@ -1,6 +1,7 @@
-"""torchft: two replicas that train together, one of which is killed. `killed_torchft.py FOLDER CLOCKS`.
+"""torchft: two replicas that train together, one of which is killed. `killed_torchft.py FOLDER CLOCKS [tuned]`.
 
-This process runs the lighthouse and starts a replica again as soon as it has died, as a scheduler would.
+This process runs the lighthouse and starts a replica again as soon as it has died, as a scheduler would. Tuned, the
+lighthouse gives up a replica after half a second of silence in the place of five, and looks more often.
 """
 
 import os
@@ -11,7 +12,7 @@ from datetime import timedelta
 from typing import Final
 
 import torch
-from kill_log import LR, MOMENTUM, NUM_WORKERS, Log, noise
+from kill_log import LR, MOMENTUM, NUM_WORKERS, TUNED, Log, noise
 from kill_model import Model
 from torch.distributed import TCPStore
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
@@ -20,6 +21,7 @@ from torchft.coordination import LighthouseServer
 REPLICA: Final = "replica"
 POLL_S: Final = 0.01
 STORE_TIMEOUT: Final = timedelta(seconds=60)
+LOOKS_OFTEN: Final = {"heartbeat_timeout_ms": 500, "quorum_tick_ms": 10}
 
 
 def train(folder: str, num_clocks: int, rank: int) -> None:
@@ -52,7 +54,7 @@ def train(folder: str, num_clocks: int, rank: int) -> None:
         optimizer.zero_grad()
         wrapped(noise(rank, clock)).backward()
         optimizer.step()
-        if manager.current_step() > clock:
+        if manager.current_step() > clock and manager.is_participating():
             log.step(clock)
     log.end(model.values.detach().numpy())
     manager.shutdown(wait=False)
@@ -62,7 +64,7 @@ def train(folder: str, num_clocks: int, rank: int) -> None:
 def main() -> None:
     """Start the lighthouse and the replicas, and start again what dies."""
     folder, num_clocks = sys.argv[1], sys.argv[2]
-    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1)
+    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, **(LOOKS_OFTEN if TUNED in sys.argv[3:] else {}))
     environment = {**os.environ, "TORCHFT_LIGHTHOUSE": lighthouse.address()}
 
     def start(rank: int) -> "subprocess.Popen[bytes]":

@@ -6,7 +6,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Final
 
+PS: Final = "ps"  # the role of the parameter server
 Cluster = dict[str, list[str]]  # addresses by role
 
 
@@ -18,21 +20,30 @@ def cluster_of(num_workers: int) -> Cluster:
     addresses = [f"localhost:{each.getsockname()[1]}" for each in sockets]
     for each in sockets:
         each.close()
-    return {"chief": addresses[:1], "ps": addresses[1:2], "worker": addresses[2:]}
+    return {"chief": addresses[:1], PS: addresses[1:2], "worker": addresses[2:]}
 
 
 def start(cluster: Cluster, command: Sequence[str]) -> list["subprocess.Popen[bytes]"]:
     """Start the parameter server and the workers: `command ROLE INDEX`, a script that calls `serve` with these."""
-    roles = [("ps", 0), *(("worker", index) for index in range(len(cluster["worker"])))]
-    return [
-        subprocess.Popen(
-            [sys.executable, *command, role, str(index)],
-            stdin=subprocess.PIPE,
-            env={**os.environ, "TF_CONFIG": json.dumps({"cluster": cluster})},
-            start_new_session=True,
-        )
-        for role, index in roles
-    ]
+    roles = [(PS, 0), *(("worker", index) for index in range(len(cluster["worker"])))]
+    return [start_one(cluster, command, role, index) for role, index in roles]
+
+
+def start_one(cluster: Cluster, command: Sequence[str], role: str, index: int) -> "subprocess.Popen[bytes]":
+    """Start one of them."""
+    return subprocess.Popen(
+        [sys.executable, *command, role, str(index)],
+        stdin=subprocess.PIPE,
+        env={**os.environ, "TF_CONFIG": json.dumps({"cluster": cluster})},
+        start_new_session=True,
+    )
+
+
+def end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+    """End them at once."""
+    for process in processes:
+        process.kill()
+        process.wait()
 
 
 def serve(role: str, index: int) -> None:
