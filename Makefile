@@ -13,9 +13,10 @@ SOURCES := $(wildcard src tests benchmarks examples docs hatch_build.py)
 NATIVE := src/paceline/update/rows/native.c src/paceline/update/steps.c
 INSTALLED := pyproject.toml constraints.txt hatch_build.py $(NATIVE)
 STAMPS := $(VENV)/installed
-# The oldest torch that pyproject.toml accepts, in an environment of its own.
+# The oldest torch and frameworks that pyproject.toml accepts, in an environment of their own.
 OLDEST := .venv-oldest
-OLDEST_TORCH = $(shell sed -n 's/^  "torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
+oldest = $(shell sed -n 's/.*"$(1)>=\([0-9.]*\).*/$(1)==\1.0/p' pyproject.toml)
+OLDEST_VERSIONS = $(foreach package,torch lightning transformers accelerate,$(call oldest,$(package)))
 
 # Names the packages on one line as they come in; warnings and errors of pip go to stderr untouched.
 define install
@@ -39,7 +40,7 @@ demo: $(STAMPS)/demo  ## Train on handwritten digits under four consistency mode
 test: lint  ## Check everything: style, types, import contracts, tests.
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 
-test-oldest: $(OLDEST)/installed  ## Run the tests with the oldest torch that is accepted.
+test-oldest: $(OLDEST)/installed  ## Run the tests with the oldest torch and frameworks that are accepted.
 	$(OLDEST)/bin/python -m pytest -n 3 --dist worksteal
 
 lint: $(STAMPS)/dev  ## Check style, formatting, strict types and import contracts.
@@ -78,7 +79,7 @@ clean:  ## Remove everything that the other targets make.
 
 $(OLDEST)/installed: $(INSTALLED)
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --disable-pip-version-check --progress-bar off -q -e '.[dev]' 'torch==$(OLDEST_TORCH).0'
+	$(OLDEST)/bin/python -m pip install --disable-pip-version-check --progress-bar off -q -e '.[dev]' $(OLDEST_VERSIONS)
 	touch $@
 
 $(BIN)/pip:

@@ -25,14 +25,17 @@ import psutil
 import work
 from cyclopts import App, Parameter
 from kills_worker import CLOCKS_TOLD
-from measuring import machine, print_json, progress
-from shaped_network import Line, ShapedNetwork
+from measuring import machine, percentile, print_json, progress
+from replicated_job import NUM_HOSTS, replicated
 from turns import BENCHMARKS, Stage
+
+from paceline.job.views import FIRST
 
 TIMEOUT_S: Final = 3600.0
 CLOCKS_A_KILL: Final = 40
 NUM_WORKERS: Final = 2
-NUM_HOSTS: Final = 2  # each with a worker, a server and the replica of another one
+NETWORK: Final = "10.231.8"
+PORT: Final = 29439
 NUM_WARM_UP: Final = 3
 Consistency = Literal["bsp", "ssp:2", "asynchronous"]
 
@@ -151,16 +154,6 @@ def kills(
     return 0 if not (found["lost"] or found["doubled"] or found["same_bytes"] is False) else 1
 
 
-def percentile(numbers: list[float], share: float) -> float:
-    """Return the least number that so great a share of the numbers does not exceed.
-
-    >>> percentile([1.0, 3.0, 2.0], 0.99), percentile([1.0, 3.0, 2.0], 0.5)
-    (3.0, 2.0)
-    """
-    ordered = sorted(numbers)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
 def run_job(
     options: list[str], num_clocks: int, consistency: str, num_kills: int, chance: random.Random, again: float = 0.0
 ) -> Outcome:
@@ -201,66 +194,22 @@ def run_job(
 def run_hosted(consistency: str, servers: str, chance: random.Random | None = None) -> Outcome:
     """Run a job of a worker on each of two hosts to its end; kill each of the two servers at a moment of `chance`.
 
-    Raises RuntimeError if it fails, and CannotShapeError where there can be no hosts.
+    Raises JobFailedError if it fails, and CannotShapeError where there can be no hosts.
     """
     num_clocks = CLOCKS_A_KILL * (1 + NUM_HOSTS)
-    with (
-        tempfile.TemporaryDirectory(prefix="paceline-kills-") as folder,
-        tempfile.TemporaryDirectory(prefix="paceline-runs-") as runs,
-        ShapedNetwork([Line()] * NUM_HOSTS, network="10.231.8") as network,
-    ):
-        environment = os.environ | {
-            "MASTER_ADDR": network.address(0),
-            "MASTER_PORT": "29439",
-            "WORLD_SIZE": str(NUM_HOSTS),
-            "PACELINE_RUN_DIR": runs,
-            "PACELINE_SERVERS": servers,
-        }
+    with tempfile.TemporaryDirectory(prefix="paceline-kills-") as folder:
         script = [sys.executable, str(BENCHMARKS / "kills_worker.py"), folder, str(num_clocks), consistency]
-        jobs = [
-            subprocess.Popen(
-                network.command(host, *script),
-                env=environment | {"RANK": str(host)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for host in range(NUM_HOSTS)
-        ]
-        lines: list[str] = []
-        news = threading.Condition()
-        readers = [threading.Thread(target=_read, args=(job, lines, news), daemon=True) for job in jobs]
-        for reader in readers:
-            reader.start()
-        moments: list[float] = []
-        try:
+        with replicated(servers, script, NETWORK, PORT) as job:
+            moments: list[float] = []
             for rank in () if chance is None else range(NUM_HOSTS):
-                _wait_for_clock(jobs[0], lines, news, CLOCKS_A_KILL * (rank + 1))
+                job.wait_for(f"clock {CLOCKS_A_KILL * (rank + 1)}\n", TIMEOUT_S)
                 time.sleep(chance.uniform(0.0, 0.1))  # type: ignore[union-attr]
-                (victim,) = _hosted_server(runs, rank)
+                victim = job.processes()[rank, FIRST.head]
                 moments.append(time.monotonic())
-                _is_killed(victim)
-            codes = [job.wait(TIMEOUT_S) for job in jobs]
-        finally:
-            for job in jobs:
-                job.kill()
-            for reader in readers:
-                reader.join(TIMEOUT_S)
-        if any(codes):
-            raise RuntimeError(f"the job ended with codes {codes}:\n" + "".join(lines[-30:]))
+                _is_killed(victim.pid)
+            job.end(TIMEOUT_S)
         told = [json_text.loads(path.read_text()) for path in sorted(Path(folder).iterdir())]
         return Outcome(told, moments, len(moments))
-
-
-def _hosted_server(runs: str, rank: int) -> list[int]:
-    """Return the process that serves in the place of a server, of the job whose folder is in `runs`."""
-    found: list[int] = []
-    for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []
-        is_server = "paceline.launch.rendezvous.sidecar" in words and words[-4].startswith(runs)
-        if is_server and words[-3] == str(rank) and words[-1] == "0":
-            found.append(process.pid)
-    return found
 
 
 def _read(job: "subprocess.Popen[str]", lines: list[str], news: threading.Condition) -> None:

@@ -40,6 +40,16 @@ class Sample:
         return f"{self.median:.{digits}f}{unit} ({self.low:.{digits}f} to {self.high:.{digits}f})"
 
 
+def percentile(numbers: Sequence[float], share: float) -> float:
+    """Return the least number that so great a share of the numbers does not exceed.
+
+    >>> percentile([1.0, 3.0, 2.0], 0.99), percentile([1.0, 3.0, 2.0], 0.5)
+    (3.0, 2.0)
+    """
+    ordered = sorted(numbers)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
 class Copier:
     """Measures how fast this machine copies memory, with all its cores."""
 

@@ -3,7 +3,9 @@
     python benchmarks/publish.py [--json] [--readers 2] [--relay] [--elements 4194304] [--rounds 10]
 
 Rounds with and without publishing alternate in one job, so that other work on the machine meets both. Readers are
-processes. `visible_ms`: from the call of `publish` until a reader has the whole version, over shared memory.
+processes. `processor_ms`: what a version costs all processes of the job, the trainer and its server; other work on the
+machine hardly changes it. `visible_ms`: from the call of `publish` until a reader has the whole version, over shared
+memory.
 `fanout_ratio`: the bytes that leave the server of the trainer over tcp until all readers have one version, in times of
 those of the version, as the kernel counts them (`ss`); with `--relay` readers take it from one. `delta_ratio`: the
 bytes that a version takes over tcp of which 1 % of bfloat16 elements differ from the one before, in times of the whole.
@@ -19,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -77,7 +80,7 @@ def job(transport: str, rounds: int, elements: int) -> Generator[Path]:
             process.wait()
 
 
-def steps_of(folder: Path) -> dict[str, dict[str, list[float]]]:
+def steps_of(folder: Path) -> dict[str, dict[str, Any]]:
     """Wait until the trainer has done its rounds, and return what they took."""
     until = time.monotonic() + PATIENCE_S
     while not (folder / "steps.json").exists():
@@ -87,8 +90,18 @@ def steps_of(folder: Path) -> dict[str, dict[str, list[float]]]:
     return json.loads((folder / "steps.json").read_text())
 
 
-def measure_steps(num_readers: int, rounds: int, elements: int) -> tuple[float, Sample, Sample]:
-    """Return the trainer's overhead, when readers had versions (ms), and how long forward passes paused (ms)."""
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What publishing costs: part of a step, and processor time; when readers had versions; how long modules paused."""
+
+    overhead: float
+    processor_ms: float
+    visible_ms: Sample
+    swap_ms: Sample
+
+
+def measure_steps(num_readers: int, rounds: int, elements: int) -> Cost:
+    """Measure a job whose versions are read over shared memory."""
     with job("shm", rounds, elements) as folder:
         readers = [Reader(str(folder / "run")) for _ in range(num_readers)]
         try:
@@ -110,7 +123,9 @@ def measure_steps(num_readers: int, rounds: int, elements: int) -> tuple[float, 
     pairs = zip(taken["publishing"], taken["quiet"], strict=True)
     overhead = statistics.median(busy / quiet for busy, quiet in pairs) - 1
     lags = [1e3 * (times[number] - published[number]) for times in came for number in times if number in published]
-    return overhead, Sample.of(lags), Sample.of([1e3 * pause for pause in pauses])
+    spent = found["spent"]
+    processor_ms = 1e3 * (spent["publishing"] - spent["quiet"]) / len(published)
+    return Cost(overhead, processor_ms, Sample.of(lags), Sample.of([1e3 * pause for pause in pauses]))
 
 
 def delta_ratio(run_dir: Path) -> float:
@@ -172,23 +187,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     asked = parser.parse_args()
     progress(f"publishing {asked.elements} float32 to {asked.readers} readers on {machine()}")
-    overhead, visible, swap = measure_steps(asked.readers, asked.rounds, asked.elements)
+    cost = measure_steps(asked.readers, asked.rounds, asked.elements)
     fanout, delta = measure_tcp(asked.readers, asked.elements, by_relay=asked.relay)
     if asked.json:
         values: dict[str, object] = {
             "name": f"publish {4 * asked.elements >> 20} MiB",
             "readers": asked.readers,
             "relay": asked.relay,
-            "trainer_overhead": overhead,
-            "visible_ms": visible.median,
+            "trainer_overhead": cost.overhead,
+            "processor_ms": cost.processor_ms,
+            "visible_ms": cost.visible_ms.median,
             "fanout_ratio": fanout,
             "delta_ratio": delta,
-            "swap_ms": swap.median,
+            "swap_ms": cost.swap_ms.median,
         }
         print_json(values)
     else:
-        print(f"trainer: {100 * overhead:+.1f} % a step; visible after {visible.text(' ms')}")
-        print(f"a forward pass pauses {swap.text(' ms', 3)}")
+        print(f"trainer: {100 * cost.overhead:+.1f} % a step; {cost.processor_ms:.1f} ms of the job's processor time")
+        print(f"visible after {cost.visible_ms.text(' ms')}; a forward pass pauses {cost.swap_ms.text(' ms', 3)}")
         how = "by a relay" if asked.relay else "each from the server"
         print(f"{asked.readers} readers over tcp, {how}: {fanout:.2f} x the bytes of a version leave the server")
         print(f"a version of which 1 % of bfloat16 elements changed takes {100 * delta:.1f} % of its bytes")

@@ -4,9 +4,9 @@
 
 A worker pushes 100,000 rows a second. This process reads 1,000 random ids at a time from the copy that follows them, as
 `paceline.subscribe(...).table(...)` keeps it, over shared memory and over tcp. Rows a second and core are by processor
-time of the thread that reads; the others are wall times, so other work on the machine makes them worse. The publish lag
-is from a push's acknowledgement until a reader sees it. Redis: `MGET` of 1,000 of as many keys, with hiredis, where
-`redis-server` and the package `redis` are installed.
+time of the thread that reads, and those of the feed by that of one that consumes `changes`; the others are wall times,
+so other work on the machine makes them worse. The publish lag is from a push's acknowledgement until a reader sees it.
+Redis: `MGET` of 1,000 of as many keys, with hiredis, where `redis-server` and the package `redis` are installed.
 """
 
 import argparse
@@ -33,15 +33,20 @@ HERE: Final = Path(__file__).resolve().parent
 LOOKUP_IDS: Final = 1000
 ROWS_PER_S: Final = 100_000.0
 PATIENCE_S: Final = 600.0
+FEED_S: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """What reads took: the 99th percentile of one, in ms, rows a second of processor time, and how late pushes show."""
+    """What reads took: the 99th percentile of one, in ms, rows a second of processor time, and how late pushes show.
+
+    `fed_per_cpu_s`: rows of changes a second of processor time.
+    """
 
     p99_ms: float
     rows_per_cpu_s: float
     lag_p99_s: float
+    fed_per_cpu_s: float
 
 
 def p99(numbers: list[float]) -> float:
@@ -73,6 +78,16 @@ def read(rows: SubscribedRows, num_rows: int, num_lookups: int) -> tuple[list[fl
     return taken, cpu_s, seen
 
 
+def consume(rows: SubscribedRows) -> float:
+    """Take changes for a while; return how many rows they have in a second of processor time."""
+    until_s, began_cpu_s, num_rows = time.monotonic() + FEED_S, time.thread_time(), 0
+    for change in rows.changes():
+        num_rows += 0 if change is None else len(change.ids)
+        if time.monotonic() >= until_s:
+            break
+    return num_rows / (time.thread_time() - began_cpu_s)
+
+
 def measure(transport: str, num_rows: int, width: int, num_lookups: int) -> Reads:
     """Read while a worker pushes."""
     with tempfile.TemporaryDirectory() as name:
@@ -85,6 +100,8 @@ def measure(transport: str, num_rows: int, width: int, num_lookups: int) -> Read
             with paceline.subscribe(folder / "run") as reader, reader.table("users") as rows:
                 rows.pull([0], timeout_s=PATIENCE_S)
                 taken, cpu_s, seen = read(rows, num_rows, num_lookups)
+            with paceline.subscribe(folder / "run") as reader, reader.table("users", follow=False) as rows:
+                fed_per_cpu_s = consume(rows)
             (folder / "end").touch()
             wait_for(folder / "acknowledged.json")
             job.wait(PATIENCE_S)
@@ -93,7 +110,7 @@ def measure(transport: str, num_rows: int, width: int, num_lookups: int) -> Read
             job.kill()
             job.wait()
     lags = lags_of(acknowledged, seen)
-    return Reads(1e3 * p99(taken), LOOKUP_IDS * num_lookups / cpu_s, p99(lags))
+    return Reads(1e3 * p99(taken), LOOKUP_IDS * num_lookups / cpu_s, p99(lags), fed_per_cpu_s)
 
 
 def lags_of(acknowledged: dict[int, float], seen: dict[int, float]) -> list[float]:
@@ -175,6 +192,7 @@ def main() -> None:
         "redis_p99_ms": redis_ms,
         "redis_reason": why,
         "publish_lag_p99_s": max(shm.lag_p99_s, tcp.lag_p99_s),
+        "feed_million_rows_per_second_per_core": tcp.fed_per_cpu_s / 1e6,
     }
     if asked.json:
         print_json(values)

@@ -23,4 +23,6 @@ napoleon_numpy_docstring = False
 
 html_theme = "furo"
 html_title = "Paceline"
+html_static_path = ["_static"]
+html_css_files = ["narrow.css"]
 html_theme_options = {"light_css_variables": {"color-brand-primary": "#2b6cb0", "color-brand-content": "#2b6cb0"}}

@@ -3,24 +3,24 @@
 import numpy as np
 
 import paceline
-from paceline.update.filters.traffic import WireBytes
 
 
-def count(ps: paceline.Session, table: paceline.RowTable, first: WireBytes) -> dict[str, float]:
-    """Return what all workers counted, added up by a table of its own."""
-    end = table.traffic.total
-    counted = {
-        "rows pushed": table.filtered.given,
-        "rows filtered": table.filtered.dropped,
-        "ids": end.key_bytes,
-        "digests": end.digest_bytes,
-        "numbers": end.value_bytes,
-        "plain": end.plain_total_bytes,
-        "later ids": end.key_bytes - first.key_bytes,
-        "later digests": end.digest_bytes - first.digest_bytes,
-        "later numbers": end.value_bytes - first.value_bytes,
-        "later plain": end.plain_total_bytes - first.plain_total_bytes,
+def sent(table: paceline.RowTable) -> dict[str, float]:
+    """Return the bytes that this worker has sent so far, and those that plain pushes and pulls would have taken."""
+    went = table.traffic.total
+    return {
+        "ids": went.key_bytes,
+        "digests": went.digest_bytes,
+        "numbers": went.value_bytes,
+        "plain": went.plain_total_bytes,
     }
+
+
+def count(ps: paceline.Session, table: paceline.RowTable, first: dict[str, float]) -> dict[str, float]:
+    """Return what all workers counted, added up by a table of its own; "later" is what came after `first` was sent."""
+    end = sent(table)
+    later = {f"later {name}": end[name] - first[name] for name in end}
+    counted = {"rows pushed": table.filtered.given, "rows filtered": table.filtered.dropped, **end, **later}
     sums = ps.table(
         f"{table.name}, counts",
         shape=(len(counted),),

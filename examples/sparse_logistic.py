@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from pictures import check_matplotlib
 from sparse_batches import Batch, area_under_curve, log_loss
-from sparse_counts import count
+from sparse_counts import count, sent
 from sparse_picture import Curve, Point, draw
 from sparse_report import Run, report, say_words
 from sparse_samples import Floats, Samples, held_out, paragraphs, read_samples
@@ -60,7 +60,7 @@ def train(ps: paceline.Session, name: str, solver: Solver, problem: Problem, opt
         dtype="float64",
         filters=solver.filters[name],
     )
-    seen, first = np.zeros(len(ids)), table.traffic.total
+    seen, first = np.zeros(len(ids)), sent(table)
     looks = [problem.look(0, seen, table)]
     for clock in range(1, options.clocks + 1):
         number = clock % len(solver.batches)
@@ -69,7 +69,7 @@ def train(ps: paceline.Session, name: str, solver: Solver, problem: Problem, opt
         table.push(batch.ids, batch.gradient(weights)[:, np.newaxis] / solver.divisors[number])
         ps.clock()
         if clock == len(solver.batches):
-            first = table.traffic.total  # now every list of ids was sent once
+            first = sent(table)  # now every list of ids was sent once
         seen[np.searchsorted(ids, batch.ids)] = weights
         if ps.rank == 0 and clock < options.clocks and clock % max(1, options.clocks // NUM_LOOKS) == 0:
             looks.append(problem.look(clock, seen, table))

@@ -25,6 +25,8 @@ NO_VALUES: dict[str, tuple[object, str]] = {
     "ragged": ([[1.0, 2.0], [3.0]], "in equally long rows"),
     "sparse": (torch.eye(2).to_sparse(), "that is sparse.*make it dense"),
     "meta": (torch.ones(2, 2, device="meta"), "on device meta, which has no values"),
+    "nested": (torch.nested.as_nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged), "pad"),
+    "masked": (np.ma.masked_less(np.eye(2), 1), r"an array with a mask.*array\.filled\(0\)"),
     "class": (nn.Linear, "is the class Linear"),
     "dict": ({"a": 1}, r"is \{'a': 1\}"),
     "texts": (np.array([["a", "b"], ["c", "d"]]), "an array .* of <U1"),

@@ -31,3 +31,9 @@ def test_gpt_learns_a_rhyme_with_its_layers_split(tmp_path: Path) -> None:
     rhyme.write_text("one two three four five once I caught a fish alive\n" * 40)
     done = run_job("-n", "2", "--strategy", "tensor:2", EXAMPLES / "gpt.py", *TINY.format(rhyme).split())
     assert told(r"held-out loss (\d\.\d+)", done) < 2.5  # 3.1 knows nothing
+
+
+def test_a_big_perceptron_fits_in_slices() -> None:
+    small = ["--width", "256", "--blocks", "2", "--steps", "2"]
+    done = run_job("-n", "2", "--strategy", "fsdp", EXAMPLES / "big_mlp.py", *small)
+    assert told(r"taken (\d+) MB", done) < 450

@@ -15,7 +15,7 @@ LEASE_S = 5.0  # of a worker that cannot be reached
 
 
 @pytest.mark.parametrize(
-    ("transport", "stopped_s"), [("shm", 4.5), pytest.param("tcp", LEASE_S + 2.0, marks=pytest.mark.campaign)]
+    ("transport", "stopped_s"), [("shm", 6.5), pytest.param("tcp", LEASE_S + 2.0, marks=pytest.mark.campaign)]
 )
 def test_a_job_that_is_stopped_for_longer_than_its_waits_may_take_goes_on(
     tmp_path: Path, transport: str, stopped_s: float

@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks.shaped_network import ShapedNetwork
-from tests.hosts.replicas_worker import NUM_CLOCKS, STOPS, train
+from tests.hosts.replicas_worker import IDS, NUM_CLOCKS, STOPS, train
 from tests.hosts.test_nodes import PATIENCE_S, hosts, wait_for
 from tests.jobs import run_job
 
-from paceline.job.views import FIRST, Views
+from paceline.job.views import FIRST, NO_PROCESS, Views
+from paceline.launch.rendezvous.node_places import PlaceClaims
+from paceline.launch.signals import EXIT_PREEMPTED
 
 WORKER = Path(__file__).with_name("replicas_worker.py")
 MASTER_PORT = "29437"
@@ -125,6 +127,76 @@ def test_a_machine_is_lost_with_all_that_runs_there_and_no_push_that_was_made(
     assert (tmp_path / "bits-0").read_text().endswith(rows.contiguous().numpy().tobytes().hex())
     assert "server 1 is served by its replica from now on" in errors
     assert "the run ends if server 0 is lost, as it has no replica any more" in errors
+
+
+@pytest.mark.campaign
+@each_way
+def test_machines_are_lost_one_after_the_other_and_the_last_has_all_that_was_pushed(
+    servers: str, tmp_path: Path
+) -> None:
+    """Each server loses its process or its replica with the first machine, and has another before the second goes."""
+    tmp_path.chmod(0o700)
+    first, second = STOPS
+    with hosts(3) as network, started(network, tmp_path, servers) as workers:
+        wait_at(workers, tmp_path, first)
+        network.signal(1, signal.SIGKILL)
+        workers[1].wait(PATIENCE_S)
+        left = [workers[0], workers[2]]
+        (tmp_path / f"go-{first}").touch()
+        wait_for(left, lambda: all(has_two_processes(tmp_path, rank, lost=1) for rank in range(3)))
+        wait_for(left, lambda: all((tmp_path / f"at-{second}-{rank}").exists() for rank in (0, 2)))
+        network.signal(2, signal.SIGKILL)
+        (tmp_path / f"go-{second}").touch()
+        _, errors = workers[0].communicate(timeout=PATIENCE_S)
+
+    assert workers[0].returncode == 0, errors
+    assert (tmp_path / "bits-0").read_text().endswith(rows_of((NUM_CLOCKS, first, second)))
+    assert "a machine with a process of server 1 is gone, or leaves; this one has another, its replica" in errors
+    for rank in (1, 2):
+        assert f"server {rank} is served by its replica from now on" in errors
+
+
+@pytest.mark.campaign
+@each_way
+def test_a_machine_that_is_taken_away_hands_its_servers_over_and_another_is_lost_later(
+    servers: str, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o700)
+    first, second = STOPS
+    with hosts(3) as network, started(network, tmp_path, servers) as workers:
+        wait_at(workers, tmp_path, first)
+        network.signal(1, signal.SIGTERM)
+        (tmp_path / f"go-{first}").touch()
+        _, said = workers[1].communicate(timeout=PATIENCE_S)
+        left = [workers[0], workers[2]]
+        wait_for(left, lambda: all((tmp_path / f"at-{second}-{rank}").exists() for rank in (0, 2)))
+        wait_for(left, lambda: all(has_two_processes(tmp_path, rank, lost=1) for rank in range(3)))
+        network.signal(2, signal.SIGKILL)
+        (tmp_path / f"go-{second}").touch()
+        _, errors = workers[0].communicate(timeout=PATIENCE_S)
+
+    assert workers[1].returncode == EXIT_PREEMPTED, said
+    assert "worker 1 leaves, and servers of its machine have moved to others" in said
+    assert workers[0].returncode == 0, errors
+    assert (tmp_path / "bits-0").read_text().endswith(rows_of((NUM_CLOCKS, first + 1, second)))
+    assert "server 0 has another replica" in errors
+
+
+def rows_of(num_clocks: tuple[int, ...]) -> str:
+    """The bits of the rows to which each worker has pushed in so many clocks."""
+    added = [sum(range(clocks + 1)) for clocks in num_clocks]
+    counts = [sum(added[rank] for rank in range(3) if 0 <= row - rank < len(IDS)) for row in range(8)]
+    rows = torch.tensor(counts, dtype=torch.float32)[:, None].expand(8, 4)
+    return rows.contiguous().numpy().tobytes().hex()
+
+
+def has_two_processes(folder: Path, rank: int, lost: int) -> bool:
+    """Whether a server has a replica, and neither of the two is on the node that was lost."""
+    view = views_of(folder, rank).newest()
+    claims = PlaceClaims(views_of(folder, rank).published(0).parent, rank)
+    return (
+        view is not None and view.replica != NO_PROCESS and lost not in map(claims.node_of, (view.head, view.replica))
+    )
 
 
 @pytest.mark.campaign

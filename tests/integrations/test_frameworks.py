@@ -14,6 +14,7 @@ from tests.tidy.tree import ROOT
 
 PAGE = ROOT / "docs" / "frameworks.md"
 NAMES = ("trainer", "lightning", "fabric", "accelerate")
+TORCHRUN = ["torch.distributed.run", "--nproc-per-node", "2"]
 TIMEOUT_S = 1000.0
 RESULT = re.compile(r"(\w+): 2 workers, loss (\d+\.\d+)")
 # What makes a script of the page one that the framework distributes itself.
@@ -100,11 +101,27 @@ def test_the_loss_is_that_of_the_frameworks_own_ddp_also_when_resumed(tmp_path: 
         own = own.replace(ours, theirs)
     assert own != text
     ours = run(tmp_path / "ours", ["paceline", "run", "--workers", "2", "--quiet"], {name: text})
-    theirs = run(tmp_path / "theirs", ["torch.distributed.run", "--nproc-per-node", "2"], {name: own})
+    theirs = run(tmp_path / "theirs", TORCHRUN, {name: own})
     assert ours == pytest.approx(theirs, abs=1e-5)
     if resumed is not None:
         again = run(tmp_path / "again", ["paceline", "run", "--workers", "2", "--quiet"], {name: resumed})
         assert again == pytest.approx(ours, abs=1e-6)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", ["accelerate", "fabric", "lightning"])
+def test_a_resumed_run_ends_as_under_the_frameworks_own_ddp(tmp_path: Path, name: str) -> None:
+    script = Path(__file__).parent / "scripts" / "resumed.py"
+    launchers = {"paceline": ["paceline", "run", "--workers", "2", "--quiet"], "ddp": TORCHRUN}
+    found: dict[str, list[float]] = {engine: [] for engine in launchers}
+    for engine, launcher in launchers.items():
+        for more in ([], ["resume"]):
+            words = [sys.executable, "-m", *launcher, str(script), name, engine, *more]
+            done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S)
+            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-5000:]
+            found[engine] += [float(loss) for _, loss in RESULT.findall(done.stdout)]
+    assert len(found["ddp"]) == 2
+    assert found["paceline"] == pytest.approx(found["ddp"], abs=1e-5)
 
 
 def test_a_missing_framework_is_told_with_what_to_install(tmp_path: Path) -> None:

@@ -51,12 +51,12 @@ def test_a_process_that_has_come_is_the_replica_in_one_view(tmp_path: Path) -> N
     views = begun(tmp_path)
     for process in range(4):
         views.published(process).write_text("")
-    assert views.candidates() == [3, 2]
+    assert views.candidates() == [3], "in the place of the replica that there is"
     assert views.promote(FIRST.number)
     assert views.enlist(2, 3)
     assert not views.enlist(2, 2), "another is the replica"
     assert views.newest() == View(3, head=1, replica=3)
-    assert views.candidates() == [2]
+    assert views.candidates() == [], "2 is in the other place"
     assert views.dismiss(3)
     assert views.candidates() == [2], "what was lost is not taken again"
     assert Views(tmp_path, 30).candidates() == []

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import runpy
+from importlib.util import module_from_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from paceline.api import threads
 from paceline.errors import UsageError
 from paceline.launch.script_exit import report_error
 
@@ -39,3 +41,16 @@ def test_an_error_is_one_write_so_that_no_other_process_writes_in_between(
     report_error(caught.value, str(script))
     assert len(writes) == 1
     assert writes[0].endswith(f"at {script}:3; run with --traceback for more\n")
+
+
+def test_the_place_is_told_of_a_worker_that_is_a_thread_whose_script_has_a_relative_path(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("import paceline\n\npaceline.ssp(-1)\n")
+    script = threads._spec("__main__", "train.py")
+    assert script.loader is not None
+    with pytest.raises(UsageError) as caught:
+        script.loader.exec_module(module_from_spec(script))
+    report_error(caught.value, threads._path_of(script))
+    assert "at train.py:3; run with --traceback for more" in capsys.readouterr().err

@@ -130,6 +130,23 @@ os.write(os.open(sys.argv[1], os.O_WRONLY), str(os.pipe()).encode())
 """
 
 
+def test_a_full_disk_under_standard_output_is_told_once_on_the_other_stream(
+    monkeypatch: pytest.MonkeyPatch, pipe: tuple[io.TextIOWrapper, io.FileIO]
+) -> None:
+    stream, reader = pipe
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        monkeypatch.setattr(sys, "stderr", stream)
+        with output.unblocked_output() as outlets:
+            for _ in range(3):
+                outlets.stdout.write("a line of the job\n")
+    told = reader.read(PIPE_BYTES).decode().splitlines()
+    assert told == [
+        "paceline: standard output takes nothing any more (No space left on device): what the job prints is lost from "
+        "here on; the run goes on"
+    ]
+
+
 def test_no_file_gets_the_number_of_a_stream_that_was_closed(tmp_path: Path) -> None:
     (tmp_path / "told").touch()
     words = ["sh", "-c", 'exec "$0" "$@" <&- >&- 2>&-', sys.executable, "-c", OPENS, str(tmp_path / "told")]

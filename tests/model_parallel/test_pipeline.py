@@ -36,6 +36,7 @@ def test_replicas_of_a_pipeline_learn_what_one_process_learns_from_the_whole_bat
         assert len(run.saying(said)) == 4, run.output
     for strategy in ("ssp:3", "local-sgd:2"):
         assert len(run.saying(f"under {strategy}")) == 4, run.output
+    assert len(run.saying("closed")) == 4, run.output
     assert run.told() == [], run.output
 
 

@@ -17,6 +17,7 @@ CACHE, DENSE = "worker/cache.py", "worker/dense.py"
 CLIENT, ROWS, SILENCE = "worker/rows/client.py", "server/row_table.py", "transport/channel.py"
 SECURITY = "transport/handshake.py"
 REPLICA, LINE = "server/replica.py", "server/line_watch.py"
+PLACES = "launch/rendezvous/node_places.py"
 LAG, CATCH_UP, CORE = "server/replica_lag.py", "server/catch_up.py", "core/worker.py"
 
 
@@ -77,7 +78,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     ),
     _of(
         "a view counts that another process was first to write",
-        "job/views.py",
+        "job/folders.py",
         "return unfinished.stat().st_nlink > 1",
         "return True",
         "job/test_views",
@@ -137,6 +138,60 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "if table is not None:",
         "nodes/test_replicas",
         "bsp",
+    ),
+    # -- the nodes of servers with replicas --------------------------------------------------------------------------
+    _of(
+        "a node takes the place of one that starts another process itself",
+        PLACES,
+        "        if staying[claims.node_of(latest)]:",
+        "        if False:",
+        "launch/rendezvous/test_node_places",
+    ),
+    _of(
+        "a place is taken while its process may serve yet",
+        PLACES,
+        "        if view.replica != NO_PROCESS and claims.node_of(view.replica) not in leaving:",
+        "        if False:",
+        "launch/rendezvous/test_node_places",
+    ),
+    _of(
+        "each node that lives takes the place of one that is gone",
+        PLACES,
+        "if next_node(claims.node_of(view.head), staying) == self.node else None",
+        "if self.node != claims.node_of(view.head) else None",
+        "launch/rendezvous/test_node_places",
+    ),
+    _of(
+        "a node that was believed gone starts another process",
+        "launch/rendezvous/sidecar.py",
+        "if successor is None or not self._may_start(rank, successor):",
+        "if successor is None:",
+        "launch/rendezvous/test_sidecar",
+        "moved",
+    ),
+    _of(
+        "a node that leaves starts other processes",
+        PLACES,
+        "return self.node not in leaving_nodes(self._run_dir) and ",
+        "return ",
+        "launch/rendezvous/test_node_places",
+        "move_while",
+    ),
+    _of(
+        "a server leaves for a node that leaves as well",
+        PLACES,
+        " in leaving and claims.node_of(view.replica) not in leaving",
+        " in leaving",
+        "launch/rendezvous/test_node_places",
+        "as_well",
+    ),
+    _of(
+        "a server that is to leave does not tell its replica to serve",
+        REPLICA,
+        "        self._send(Leaving())\n",
+        "        pass\n",
+        "nodes/test_replicas",
+        "leaves",
     ),
     # -- replicas that lag -------------------------------------------------------------------------------------------
     _of(

@@ -44,7 +44,7 @@ VERSION_MUTANTS: tuple[NodeMutant, ...] = (
     _of_readers(
         "a description is believed without its digest",
         LINK,
-        "if head.id != wanted or digest_of(layout, digests) != head.digest:",
+        "if head.id != wanted or digest != head.digest:",
         "if head.id != wanted:",
     ),
     _of_readers(

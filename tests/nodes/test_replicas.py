@@ -27,12 +27,13 @@ from tests.nodes.test_successors import (
 from torch import Tensor
 
 from paceline.core.settings import ServerSettings
-from paceline.job.views import FIRST, Views
+from paceline.job.views import FIRST, View, Views
 from paceline.observe.trace import Trace
 from paceline.server import replica
 from paceline.server.node import ServerNode
-from paceline.server.replica import Follower, ReplicaLink, ReplicaPlace
+from paceline.server.replica import Follower, ReplicaLink, Superseded
 from paceline.server.replica_lag import ReplicaLag
+from paceline.server.replica_place import ReplicaPlace
 from paceline.server.row_table import ServedRowTable
 from paceline.server.served_table import ServedTable
 from paceline.transport.base import Transport
@@ -69,6 +70,21 @@ class WatchedServer(KillableServer):
 
 
 @dataclass
+class Moves:
+    """Has the process that serves leave, each time that it was asked so often whether it is to."""
+
+    stride: int
+    num_looks: int = 0
+    num_moves: int = 0
+
+    def leaves(self) -> bool:
+        self.num_looks += 1
+        due = self.stride > 0 and self.num_looks % self.stride == 0
+        self.num_moves += due
+        return due
+
+
+@dataclass
 class Pair:
     """A server and its replica, each in a thread that stands for a process; `repeats`: one comes for each killed."""
 
@@ -79,6 +95,7 @@ class Pair:
     fate: Fate
     repeats: bool = False
     lag: int = 0  # clocks
+    moves: Moves | None = None
     told: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)  # what servers have said of their workers
     errors: list[BaseException] = field(default_factory=list)
@@ -110,7 +127,10 @@ class Pair:
             checks_memory=True,
             tell=self.lost.append,
             replica=ReplicaLink(
-                place, self.find if self.repeats else None, lag=ReplicaLag(self.lag) if self.lag else None
+                place,
+                self.find if self.repeats else None,
+                self.moves.leaves if self.moves else None,
+                lag=ReplicaLag(self.lag) if self.lag else None,
             ),
             follows=Follower(self.rank, self.views, listener, PATIENCE_S, self.told.append) if process else None,
         )
@@ -141,12 +161,20 @@ class Pair:
         try:
             node.run()
         except Killed:
-            with self.changed:
-                if self.repeats and not self.is_over:
-                    self.launch(self.make(len(self.nodes)))
-                self.changed.notify_all()
+            self.begin_next()
+        except Superseded as left:
+            if not self.moves:
+                self.errors.append(left)
+            self.begin_next()
         except BaseException as error:
             self.errors.append(error)
+
+    def begin_next(self) -> None:
+        """Have another process come in the place of one that has ended."""
+        with self.changed:
+            if self.repeats and not self.is_over:
+                self.launch(self.make(len(self.nodes)))
+            self.changed.notify_all()
 
     def addresses(self) -> tuple[str, ...]:
         return tuple(Views(self.folder, rank).address() for rank in range(self.num_servers))
@@ -192,12 +220,20 @@ class ReplicatedCluster(Cluster):
 
 @contextmanager
 def replicated(
-    folder: Path, kills: tuple[int, ...], kind: str = "tcp", *, repeats: bool = False, lag: int = 0
+    folder: Path,
+    kills: tuple[int, ...],
+    kind: str = "tcp",
+    *,
+    repeats: bool = False,
+    lag: int = 0,
+    moves: Moves | None = None,
 ) -> Iterator[tuple[ReplicatedCluster, list[Pair]]]:
     """Run a server and its replica for each entry: the point at which the server is killed; 0 for never."""
     folder.mkdir(mode=0o700)
     transport = make_transport(kind, folder)
-    pairs = [Pair(rank, len(kills), transport, folder, Fate(kill), repeats, lag) for rank, kill in enumerate(kills)]
+    pairs = [
+        Pair(rank, len(kills), transport, folder, Fate(kill), repeats, lag, moves) for rank, kill in enumerate(kills)
+    ]
     for pair in pairs:
         pair.start()
     servers = ReplicatedCluster(transport, [], pairs[0].addresses(), PATIENCE_S)
@@ -207,6 +243,8 @@ def replicated(
     finally:
         for pair in pairs:
             pair.fate.stride = 0
+            if pair.moves:
+                pair.moves.stride = 0
             pair.stop()
         errors = [error for pair in pairs for error in pair.errors]
         assert not errors, errors
@@ -321,5 +359,41 @@ def test_a_server_that_is_killed_again_and_again_has_a_new_replica_each_time(
         assert sorted(job.claimed) == [(home, index) for home, size in enumerate(SIZES) for index in range(size)]
     assert pair.fate.num_kills > 1
     assert pair.told.count("server 0 has a replica again") >= pair.fate.num_kills - 1
+    for rank, values in undisturbed(calm / "1", 1).items():
+        assert torch.equal(job.values[rank], values)
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_server_that_leaves_again_and_again_loses_and_doubles_nothing(
+    lag: int, tmp_path: Path, calm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "_IDLE_LOOK_S", 0.0)
+    job, moves = Trained(Ledger("bsp"), MOMENTUM), Moves(stride=60)
+    with replicated(tmp_path / "job", (0,), repeats=True, lag=lag, moves=moves) as (servers, [pair]):
+        servers.run(NUM_WORKERS, job.work)
+        assert job.ledger.expected().sum() == NUM_WORKERS * NUM_CLOCKS
+        assert sorted(job.claimed) == [(home, index) for home, size in enumerate(SIZES) for index in range(size)]
+    assert moves.num_moves > 1
+    said = "server 0 is served by its replica from now on: its machine is about to leave"
+    assert pair.told.count(said) == moves.num_moves
+    for rank, values in undisturbed(calm / "1", 1).items():
+        assert torch.equal(job.values[rank], values)
+
+
+def test_a_replica_is_replaced_and_the_one_that_came_last_serves(
+    tmp_path: Path, calm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The place of a replica moves while the replica is there, and the head is killed after that."""
+    monkeypatch.setattr(replica, "_IDLE_LOOK_S", 0.0)
+    job = Trained(Ledger("bsp"), MOMENTUM)
+    with replicated(tmp_path / "job", (203,), repeats=True) as (servers, [pair]):
+        pair.nodes.append(pair.nodes[0])  # processes are counted by them: that of number 2 never was
+        pair.launch(pair.make(3))
+        servers.run(NUM_WORKERS, job.work)
+    assert pair.fate.num_kills > 0
+    assert pair.told[0] == "server 0 has another replica"
+    views = [pair.views._read(f"server-0.view-{number}") for number in range(1, 4)]
+    assert views == [FIRST, View(2, head=0, replica=3), View(3, head=3)]
+    assert pair.told[1].startswith("server 0 is served by its replica from now on: ")
     for rank, values in undisturbed(calm / "1", 1).items():
         assert torch.equal(job.values[rank], values)

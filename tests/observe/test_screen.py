@@ -1,4 +1,5 @@
 import itertools
+import os
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,16 @@ from paceline.errors import UsageError
 from paceline.launch.running import find_run
 from paceline.observe.progress import RunView
 from paceline.observe.screen import RunPicture, WorkerRow, as_data, event_line, picture, screen_lines, server_row
-from paceline.observe.trace import BoundRecord, Exit, MembershipRecord, Record, Serving, Trace, trace_path
+from paceline.observe.trace import (
+    BoundRecord,
+    Exit,
+    MembershipRecord,
+    Record,
+    Sampled,
+    Serving,
+    Trace,
+    trace_path,
+)
 from paceline.observe.verdict import ProcessState, judge
 
 
@@ -182,3 +192,19 @@ def test_a_job_that_is_none_is_refused_and_says_what_there_is(tmp_path: Path) ->
         find_run(str(tmp_path))
     with pytest.raises(UsageError, match="neither a folder nor an address"):
         find_run("tcp://10.0.0.1:1")
+
+
+def test_a_run_whose_workers_never_took_a_step_ends_and_shows_why_in_a_pipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = 1 << 30  # no process has such a number
+    died = Exit(101.0, "worker 0", "worker", 0, 0, gone, 1, 1.7e9, "ended with exit code 1", "the run stops")
+    sample = Sampled(100.0, "server", 0, gone, 0.1, 0.0, 0.0, 0, 0, os.uname().nodename)
+    with Trace(trace_path(tmp_path, "server", 0)) as server, Trace(trace_path(tmp_path, "launcher", 0)) as launcher:
+        server.record(sample)
+        server.record(Serving(100.0, 0, 0.1, 0.0, 0, 0, 0))
+        launcher.record(died)
+    assert answer(["top", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "worker 0 is dead since" in told
+    assert "worker 0 ended with exit code 1; the run stops" in told

@@ -1,6 +1,7 @@
 import pytest
 from tests.observe.stories import OWN_S, left, story, window_of
 
+from paceline.observe.disk import DiskUse
 from paceline.observe.trace import Exit, Refusal, State
 from paceline.observe.verdict import ProcessState, RunVerdict, Surroundings, judge
 from paceline.observe.window import Window, worker_times
@@ -144,10 +145,24 @@ def test_a_silent_worker_is_hung_and_one_that_computes_long_is_named() -> None:
     assert found.text.startswith("worker 1 computes for 11 s in clock 14; its steps took 5")
 
 
+def test_a_job_in_which_all_workers_wait_is_told_so_and_no_earlier_verdict() -> None:
+    records = story(more=only(1, 2 * OWN_S))
+    now = records[-1].t + 6
+    states = [State(now, worker, 14, "communicating", 6.0) for worker in range(3)]
+    found = judge(window_of([*records, *states]), Surroundings(now=now))
+    assert (found.kind, found.text) == ("waiting", "no worker goes on: all 3 wait, for 6 s")
+    assert judge(window_of([*records, *states[1:]]), Surroundings(now=now)).subject == "worker 1"
+
+
 def test_records_that_end_and_refused_pushes() -> None:
     records = story()
-    found = judge(window_of(records), Surroundings(records_end=True, free_bytes=0))
-    assert found.text == "the disk of the run is full, or a limit of its files is reached (0 MB are free): records end"
+    found = judge(
+        window_of(records), Surroundings(records_end=True, disk=DiskUse(0, 1_000_000, 904_000, (("filling", 904_000),)))
+    )
+    assert found.text == (
+        "the disk of the run is full, or a limit of its files is reached: records end. "
+        "0 MB of 1.0 MB are free; filling takes 0.9 MB"
+    )
     refusals = [Refusal(records[-1].t, -1, 1, "w", "3 of its elements are NaN")] * 6
     assert judge(window_of([*records, *refusals])).text == "pushes of worker 1 are refused: 3 of its elements are NaN"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from paceline.api.session import Session
 from paceline.serve.access import server_access
 from paceline.serve.gateway import Gateway, Namespaces
 from paceline.serve.namespace import NamespaceConfig
+from paceline.serve.replicas import Companions
 from paceline.serve.state import StateFolder
 
 JOIN_S = 150.0
@@ -47,6 +48,7 @@ class Daemon:
     namespaces: Namespaces
     port: int
     told: Told
+    gateway: Gateway
 
     def address(self, name: str = "default") -> str:
         return f"paceline://127.0.0.1:{self.port}/{name}"
@@ -63,22 +65,32 @@ class Daemon:
 
 
 @contextmanager
-def daemon(state: Path, keys: Path | None = None, *, num_unsaved: int = 0, **settings: Any) -> Iterator[Daemon]:
-    """Serve while entered; afterwards no thread and no descriptor is left, and as many namespaces were not saved."""
-    with nothing_left_behind():
+def daemon(
+    state: Path, keys: Path | None = None, *, num_unsaved: int = 0, views: Path | None = None, **settings: Any
+) -> Iterator[Daemon]:
+    """Serve while entered; afterwards no thread and no descriptor is left, and as many namespaces were not saved.
+
+    `views`: folder of several servers that stand in for each other; the caller looks for what is left behind then.
+    """
+    with nothing_left_behind() if views is None else nullcontext():
         folder, told = StateFolder(state), Told()
         try:
             transport = server_access("127.0.0.1", state, keys).transport(told)
             listener = transport.listen("127.0.0.1:0")
-            namespaces = Namespaces(folder, transport, NamespaceConfig(tell=told, **settings))
+            companions = None if views is None else Companions(views, folder, listener.address, transport)
+            namespaces = Namespaces(folder, transport, NamespaceConfig(tell=told, **settings), companions)
+            if companions is not None:
+                companions.start(namespaces.fill)
             gateway, unsaved = Gateway(listener, namespaces), list[list[str]]()
             thread = threading.Thread(target=lambda: unsaved.append(gateway.run()), name="test-reception")
             thread.start()
             try:
-                yield Daemon(state, namespaces, int(listener.address.rpartition(":")[2]), told)
+                yield Daemon(state, namespaces, int(listener.address.rpartition(":")[2]), told, gateway)
             finally:
                 gateway.stop()
                 thread.join(JOIN_S)
+                if companions is not None:
+                    companions.close()
             assert [len(lines) for lines in unsaved] == [num_unsaved]
         finally:
             folder.close()

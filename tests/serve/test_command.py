@@ -34,7 +34,8 @@ DEADLINE_S = 200.0
 @contextmanager
 def serving(state: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server as its own process, and the address that it prints."""
-    command = (sys.executable, "-m", "paceline", "serve", "--listen", "127.0.0.1:0", "--state", str(state), *options)
+    listen = () if "--listen" in options else ("--listen", "127.0.0.1:0")
+    command = (sys.executable, "-m", "paceline", "serve", *listen, "--state", str(state), *options)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:

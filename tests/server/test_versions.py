@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
+from paceline.server import versions as server_versions
 from paceline.server.served_table import PartToPublish
 from paceline.server.versions import PublishedVersion, PublishedVersions, VersionGone
 from paceline.update.cuts import ShardCut
@@ -47,7 +48,7 @@ def content(number: int) -> bytes:
 
 
 class ByHand:
-    """An executor whose calls run when the test says, so that digests come at any time."""
+    """An executor whose calls run when the test says, so that versions come at any time."""
 
     def __init__(self) -> None:
         self.calls: deque[Callable[[], None]] = deque()
@@ -76,7 +77,8 @@ def there(versions: PublishedVersions, name: str = "a") -> list[int]:
 
 def intact(version: PublishedVersion) -> bool:
     digests = b"".join(digest for memory in version.memories for digest in chunk_digests(memory))
-    return digests == version.digests and digest_of(version.layout, digests) == version.head.digest
+    head, told = version.describe()
+    return digests == told and digest_of(version.layout, digests) == head.digest
 
 
 STEPS = st.lists(
@@ -126,7 +128,7 @@ def test_versions_are_whole_and_stay_as_they_are_for_as_long_as_they_should(
     versions.close()
 
 
-def test_a_version_is_not_there_before_all_its_tables_and_its_digest() -> None:
+def test_a_version_is_not_there_before_all_its_tables() -> None:
     versions, executor = by_hand()
     versions.add(request(1, "w", TABLES), part(1))
     executor.run()
@@ -138,7 +140,27 @@ def test_a_version_is_not_there_before_all_its_tables_and_its_digest() -> None:
     assert there(versions) == [1]
     versions.add(request(1, "w", TABLES), part(9))  # again, from a worker that came back
     assert not executor.calls
-    assert len(versions.lease(PublicationId("a", "s", 1)).digests) == 3 * 32
+    assert len(versions.lease(PublicationId("a", "s", 1)).describe()[1]) == 3 * 32
+
+
+def test_digests_are_computed_once_and_for_the_first_that_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = list[int]()
+
+    def counted(memory: memoryview) -> Iterator[bytes]:
+        computed.append(len(memory))
+        return chunk_digests(memory)
+
+    monkeypatch.setattr(server_versions, "chunk_digests", counted)
+    versions, executor = by_hand()
+    versions.add(request(1), part(1))
+    executor.run()
+    version = versions.lease(PublicationId("a", "s", 1))
+    assert (version.head.digest, computed) == (b"", [])
+    with ThreadPoolExecutor(8) as readers:
+        told = set(readers.map(lambda _: version.describe(), range(8)))
+    assert told == {(version.head, version.digests)}
+    assert computed == [5]
+    assert intact(version)
 
 
 def test_versions_of_which_a_table_never_comes_are_dropped() -> None:

@@ -11,7 +11,8 @@ from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
-from tests.tidy.tree import SOURCE
+from tests.examples.snippets import PAGES
+from tests.tidy.tree import ROOT, SOURCE
 
 import paceline
 from paceline.api.script import current
@@ -39,6 +40,18 @@ def test_a_public_name_is_described_by_an_example(name: str) -> None:
 def test_a_public_name_is_on_the_page_of_calls() -> None:
     page = (SOURCE.parents[1] / "docs" / "api.md").read_text()
     assert [name for name in paceline.__all__ if not re.search(rf"\bpaceline\.{name}\b", page)] == []
+
+
+def test_examples_and_pages_import_public_names_alone() -> None:
+    texts = {path: path.read_text() for path in (*PAGES, *ROOT.glob("examples/*.py"), *ROOT.glob("examples/*.ipynb"))}
+    found = {
+        f"{path.name}: {module}"
+        for path, text in texts.items()
+        for module in re.findall(r"^\W*(?:from|import) paceline\.([\w.]+)", text, re.MULTILINE)
+        if path.name != "big_mlp_plan.py"  # there is no public call for what `paceline plan` computes
+        if module != "errors" and not module.startswith("integrations.")
+    }
+    assert found == set()
 
 
 def test_the_public_names_are_the_ones_that_can_be_had() -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.api.session import Session
-from paceline.errors import UsageError
+from paceline.errors import PeerError, UsageError
 from paceline.observe.runs import read_run
 from paceline.training.strategy import Distributed
 
@@ -311,6 +311,18 @@ def test_gradients_leave_while_backward_still_runs(tmp_path: Path) -> None:
     # When backward comes to the first layer, the buckets of the last ones have been sent. In the first step torch has
     # yet to see in which order gradients come, and makes one bucket of them all.
     assert all(left[1] >= 2 for left in run_job(tmp_path, work, workers=2))
+
+
+def test_a_step_after_the_session_says_that_it_is_closed(tmp_path: Path) -> None:
+    def work(worker: Session) -> None:
+        model = nn.Linear(2, 1)
+        optimizer = attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        worker.close()
+        model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(PeerError, match=r"step of 'model': this worker has left the job, as its session is closed"):
+            optimizer.step()
+
+    run_job(tmp_path, work, workers=2)
 
 
 def test_the_connections_of_an_optimizer_that_was_dropped_end_with_the_session(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
         ({"fetch_every": 1.5}, "fetch_every is 1.5"),
         ({"name": 3}, "name is 3"),
         ({"optimizer": sgd(nn.Linear(2, 1, device="meta"))}, "is on device meta and has no values"),
+        ({"optimizer": sgd(nn.LazyLinear(1))}, "a lazy layer has no shape yet: run the model once on a batch"),
+        ({"model": nn.Linear(1, 1)}, "none of the optimizer's parameters is in model: give the model whose"),
     ],
 )
 def test_distributed_refuses_what_is_of_a_wrong_type(settings: dict[str, object], words: str, tmp_path: Path) -> None:

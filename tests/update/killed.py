@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 from unittest.mock import patch
 
@@ -18,7 +18,7 @@ from paceline.errors import UsageError
 from paceline.transport.lasting_memory import LastingMemory, MemoryHolder
 from paceline.update.kernels import Kernel, Operands
 from paceline.update.lasting import ChunkMemory, Record, SavedTensors, UpdateProgress
-from paceline.update.native_steps import NativeSteps, StepMemory
+from paceline.update.native_steps import NativeSteps, StepMemory, Undo
 from paceline.update.rows.index import RowIndex
 from paceline.update.rows.memory import RowMemory
 from paceline.update.torch_rule import TorchRule
@@ -26,6 +26,8 @@ from paceline.update.torch_rule import TorchRule
 from .own_rules import Decaying
 
 T = TypeVar("T")
+_NOTHING = Undo()
+_step = NativeSteps.step  # which is replaced while updates are killed
 
 
 class Killed(BaseException):
@@ -58,7 +60,7 @@ def killing(target: int, kill: Callable[[], None] = _raise) -> Iterator[Countdow
         def wrapped(*args: Any, **named: Any) -> Any:
             if countdown.due():
                 if spoil is not None:
-                    spoil(*args)
+                    spoil(*args, **named)
                 countdown.kill()
             result = call(*args, **named)
             if countdown.due():
@@ -89,13 +91,13 @@ def killing(target: int, kill: Callable[[], None] = _raise) -> Iterator[Countdow
             each.stop()
 
 
-def _spoil_operands(_: Kernel, at: Operands, *__: object) -> None:
+def _spoil_operands(_: Kernel, at: Operands, *__: object, **___: object) -> None:
     """Leave a kernel's step in its middle: some values and states are changed already."""
     for tensors in (at.values, *at.state.values()):
         tensors[0][: max(1, tensors[0].numel() // 2)].fill_(torch.nan)
 
 
-def _spoil_values(_: object, values: list[torch.Tensor], *__: object) -> None:
+def _spoil_values(_: object, values: list[torch.Tensor], *__: object, **___: object) -> None:
     """Leave a step over whole tensors in its middle."""
     values[0].view(-1)[:7] = torch.nan
 
@@ -107,13 +109,19 @@ def _spoil_tensors(saved: SavedTensors, number: int, tensors: dict[str, torch.Te
     memory[: size_bytes // 2] = bytes([255]) * (size_bytes // 2)
 
 
-def _spoil_place(_: NativeSteps, at: StepMemory, *__: object) -> None:
-    """Leave a step of the C library in its middle."""
+def _spoil_place(steps: NativeSteps, at: StepMemory, *operands: Any, undo: Undo = _NOTHING, **named: Any) -> None:
+    """Leave a step of the C library in its middle; where it saves what it changes, in the middle of its third block."""
+    begin, end = 0, max(1, at.length // 2)
+    if undo.memory is not None:
+        end = min(at.length, 2 * undo.block + undo.block // 2)
+        begin = (end - 1) // undo.block * undo.block
+        part = replace(at, length=end, tensors=tuple(tensor[:end] for tensor in at.tensors))
+        _step(steps, part, *operands, undo=undo, **named)
     for tensor in at.tensors:
-        tensor[: max(1, tensor.numel() // 2)].fill_(torch.nan)
+        tensor[begin:end].fill_(torch.nan)
 
 
-def _spoil_saved(progress: UpdateProgress, _: int, chunk: ChunkMemory, thread: int) -> None:
+def _spoil_saved(progress: UpdateProgress, _: int, chunk: ChunkMemory, thread: int, **__: object) -> None:
     """Leave a copy in its middle."""
     num_bytes = chunk.spans[0][1] // 2
     progress._memory[thread][:num_bytes] = bytes(num_bytes)

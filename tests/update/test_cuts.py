@@ -1,6 +1,7 @@
 """Cuts: what a shard was between two updates, whatever updates do before its reader comes to a piece."""
 
 import random
+import threading
 
 import pytest
 import torch
@@ -85,6 +86,26 @@ def test_what_its_reader_has_had_is_not_kept_again() -> None:
     assert cut.is_over
     with pytest.raises(UsageError, match="no piece 0 that was not read before"):
         cut.read(0)
+
+
+def test_all_pieces_are_read_into_memory_while_an_update_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = shard_of(SGD(lr=1.0), num_threads=1)
+    cut, out = shard.cut(values_only=True), bytearray(4 * NUM)
+    copy, updating = cut._copy, threading.Thread(target=update, args=(shard, 1))
+
+    def copied(index: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        if index == 1 and not updating.ident:
+            updating.start()
+        assert index in cut._left, "or an update would not wait for the copy"
+        return copy(index, out)
+
+    monkeypatch.setattr(cut, "_copy", copied)
+    cut.read_all(memoryview(out))
+    updating.join()
+    assert torch.equal(torch.frombuffer(out, dtype=torch.float32), torch.arange(NUM, dtype=torch.float32))
+    assert torch.equal(shard.values, torch.arange(NUM, dtype=torch.float32) - 1)
+    assert cut.is_over
+    assert cut.kept_bytes == 0
 
 
 def test_a_cut_is_given_up_where_memory_is_short_and_the_update_is_made() -> None:

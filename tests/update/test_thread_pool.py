@@ -20,7 +20,7 @@ def test_does_every_item_once_and_ends_its_threads(num_threads: int) -> None:
     assert sorted(item for item, _ in done) == list(range(100))
     assert {thread for _, thread in done} <= set(range(num_threads))
     own = set(threading.enumerate()) - before  # one that is free again is not doubled
-    assert len(own) in (range(1, num_threads + 1) if num_threads > 1 else [0])
+    assert len(own) in (range(1, num_threads) if num_threads > 1 else [0])  # the caller works as well
     threads.close()
     assert set(threading.enumerate()) == before
 

@@ -19,7 +19,9 @@ from paceline.api.session import Session
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.job.addresses import CLUSTER_NAME
 from paceline.transport.shm import ShmTransport
-from paceline.versions.link import VersionNotThere
+from paceline.versions.contents import digest_of_version
+from paceline.versions.link import ReaderLink, VersionNotThere
+from paceline.versions.places import PublishingServers
 from paceline.versions.subscription import Version
 
 PATIENCE_S = 60.0
@@ -82,6 +84,29 @@ def test_a_reader_gets_the_bytes_that_the_worker_had_at_that_clock(carrier: str,
     with readable(tmp_path, workers=2, servers=servers, carrier=carrier) as started:
         started.run(work)
         read()
+
+
+def test_what_a_reader_writes_to_mapped_memory_stays_with_it_and_is_noticed(tmp_path: Path) -> None:
+    def work(ps: Session) -> None:
+        w = ps.table("w", shape=(5000,), update=ADD)
+        w.push(torch.ones(5000))
+        ps.clock()
+        ps.models.publish(w, "w").wait()
+        with paceline.subscribe(tmp_path, name="w") as reader:
+            version = reader.wait(1, timeout_s=PATIENCE_S)
+            link = ReaderLink(PublishingServers(started.transport, started.spec.addresses), 0, PATIENCE_S)
+            assert not link.lease(version.id).digests, "as bytes that are mapped need none"
+            link.maps = False
+            digest = digest_of_version([link.lease(version.id)])
+            link.close()
+            assert (version.is_mapped, version.digest, version.verify()) == (True, digest, True)
+            version["w"][0] = 7.0
+            assert (version.digest, version.verify()) == (digest, False)
+            with paceline.subscribe(tmp_path, name="w") as another:
+                assert torch.equal(another.latest()["w"], torch.ones(5000))
+
+    with readable(tmp_path, carrier="shm") as started:
+        started.run(work)
 
 
 def test_a_reader_waits_for_the_next_version_and_takes_no_part_in_clocks(tmp_path: Path) -> None:

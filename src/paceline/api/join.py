@@ -6,7 +6,7 @@ import os
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -115,7 +115,8 @@ def start(*, transport: Transport | None = None, place: Place | None = None, ser
         spec = wait_spec(place.spec_path, SPEC_TIMEOUT_S)
         session = join(spec, place, transport or make_transport(spec, Holder("worker", place.rank)))
         undo.pop_all()
-    session.server = stay
+    if stay is not None:
+        session.server = replace(stay, was_preempted=lambda: session.notice.told_at_s is not None)
     claim_place()
     _process.has_joined = True
     return _noted(session)

@@ -13,6 +13,7 @@ from weakref import WeakSet
 
 from torch import Tensor
 
+from paceline.api.frameworks import ADAPTERS, missing_adapter
 from paceline.collective.collectives import Collectives
 from paceline.core.calls import checked_late
 from paceline.core.consistency import Consistency, bsp
@@ -491,6 +492,7 @@ class Session:
         self, optimizer: torch.optim.Optimizer, *, model: nn.Module | None, settings: Settings, strategy: Strategy
     ) -> Distributed:
         """Distribute an optimizer by a strategy; see `paceline.distributed`."""
+        self._tell_of_a_missing_adapter()
         settings = replace(settings, part=self.arrangement.part_of(model, settings.name))
         with self.tables.claiming(settings.name):
             former = [known for known in self._optimizers if known.shares_parameters(optimizer)]
@@ -504,6 +506,15 @@ class Session:
         self._optimizers.add(made)
         self._has_overlap = self._has_overlap or settings.overlap
         return made
+
+    def _tell_of_a_missing_adapter(self) -> None:
+        if self._optimizers or self.rank > 0 or self.size == 1 or (adapter := missing_adapter()) is None:
+            return
+        tell(
+            f"{adapter} is in use without its adapter, so that its training loop takes each of the {self.size} workers "
+            f"for the only one: all read all data, log and save. Import what it trains with from {ADAPTERS}.{adapter} "
+            "(docs/frameworks.md)."
+        )
 
     def sharding(self, seed: int) -> Sharding:
         """Return which shard of the data is this worker's."""

@@ -91,7 +91,7 @@ def _run_worker(
             os._exit(stop.code if isinstance(stop.code, int) else _EXIT_FAILURE)
     except BaseException as error:
         print(f"worker {place.rank} failed:", file=sys.stderr)
-        report_error(error, script.origin or "")
+        report_error(error, _path_of(script))
         os._exit(_EXIT_FAILURE)
     return 0
 
@@ -108,6 +108,11 @@ def _run_script(
         module = importlib.util.module_from_spec(script)
         module.__name__ = "__main__"  # as its loader calls it; its spec has the name under which it is found
         script.loader.exec_module(module)
+
+
+def _path_of(script: ModuleSpec) -> str:
+    """Return the script's path as frames of its code have it; its spec has the absolute one."""
+    return script.loader.path if isinstance(script.loader, SourceFileLoader) else ""
 
 
 def main() -> None:

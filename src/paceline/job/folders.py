@@ -4,10 +4,12 @@ No kernel tells of a file that another machine writes, so waiting for one means 
 """
 
 import os
+import secrets
 import stat
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -30,6 +32,29 @@ def names_in(folder: Path) -> set[str]:
         return set(os.listdir(folder))
     except FileNotFoundError:
         return set()
+
+
+def make_once(path: Path, content: bytes) -> bool:
+    """Make a file of mode 0600, whole at once, unless it is there; return whether this call has made it.
+
+    Of processes that try it at the same moment, on whichever machines, one has made it. Raises OSError.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     print(make_once(Path(folder) / "first", b"a"), make_once(Path(folder) / "first", b"b"))
+    True False
+    """
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        with suppress(OSError):  # a client of NFS may repeat what was done; the number of links tells
+            os.link(unfinished, path)
+        return unfinished.stat().st_nlink > 1
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def check_folder(run_dir: Path) -> None:
@@ -75,9 +100,9 @@ def make_private(folder: Path, advice: str) -> None:
         raise UsageError(f"others than you can write in {folder}: chmod 700 it; or {advice}")
 
 
-def check_private(folder: Path, secrets: Iterable[Path]) -> None:
-    """Raise UsageError where others than this user can change what is in a folder, or read or change its secrets."""
-    for path, forbidden in ((folder, 0o022), *((secret, 0o077) for secret in sorted(secrets))):
+def check_private(folder: Path, private: Iterable[Path]) -> None:
+    """Raise UsageError where others than this user can change what is in a folder, or read or change private files."""
+    for path, forbidden in ((folder, 0o022), *((secret, 0o077) for secret in sorted(private))):
         try:
             found = path.stat()
         except OSError as error:

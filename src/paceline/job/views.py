@@ -9,16 +9,13 @@ that asks has decided. The launcher gives all of them what counts, as files of t
 
 from __future__ import annotations
 
-import os
-import secrets
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
 from paceline.errors import DeadlineExceeded
 from paceline.job.addresses import address_path, how_server_ended, process_name
-from paceline.job.folders import names_in, wait_for
+from paceline.job.folders import make_once, names_in, wait_for
 from paceline.job.spec import write_private
 
 NO_PROCESS: Final = -1
@@ -48,6 +45,11 @@ class View:
     def alone(self) -> View:
         """Return the view after this one in which the head has no replica any more."""
         return View(self.number + 1, self.head)
+
+
+def _follows(process: int, replica: int) -> bool:
+    """Return whether a process has come in the place of this replica, or there is none; places have every second."""
+    return replica == NO_PROCESS or (process > replica and (process - replica) % 2 == 0)
 
 
 FIRST: Final = View(1, head=0, replica=1)
@@ -122,17 +124,7 @@ class Views:
         return decided == view
 
     def _make(self, view: View) -> bool:
-        unfinished = self._run_dir / f".{self._prefix}{secrets.token_hex(8)}"
-        try:
-            with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(_written(view))
-                file.flush()
-                os.fsync(file.fileno())
-            with suppress(OSError):  # a client of NFS may repeat what was done; the number of links tells
-                os.link(unfinished, self._run_dir / f"{self._prefix}{view.number}")
-            return unfinished.stat().st_nlink > 1
-        finally:
-            unfinished.unlink(missing_ok=True)
+        return make_once(self._run_dir / f"{self._prefix}{view.number}", _written(view))
 
     def promote(self, number: int) -> bool:
         """Have the replica serve from now on, unless the view of this number has ended; return whether it does."""
@@ -159,13 +151,17 @@ class Views:
         return {process for view in known for process in (view.head, view.replica)}
 
     def candidates(self) -> list[int]:
-        """Return the processes that have come to be the replica and were in no view yet, the newest first."""
-        names = names_in(self._run_dir)
+        """Return the processes that have come to be the replica and were in no view yet, the newest first.
+
+        While there is one, they are those that have come in its place.
+        """
+        names, view = names_in(self._run_dir), self.newest()
+        replaced = NO_PROCESS if view is None else view.replica
         used = self._used(names)
         stem, suffix = f"{process_name(self._rank, 0)}.", self.published(0).suffix
         come = [name.removeprefix(stem).removesuffix(suffix) for name in names if name.startswith(stem)]
         numbers = [int(number) for number in come if number.isdecimal()]
-        return sorted((number for number in numbers if number not in used), reverse=True)
+        return sorted((number for number in numbers if number not in used and _follows(number, replaced)), reverse=True)
 
     def published(self, process: int) -> Path:
         """Return where a process of this server says that it listens."""

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from errno import EPIPE
 from typing import IO, Final, NamedTuple, TextIO, final
 
 from paceline.job.environment import wants_colour
@@ -23,6 +24,7 @@ FULL_BYTES: Final = 1 << 20
 MAX_WAITING_BYTES: Final = 64 << 20
 # A pipe that is ready takes so much without blocking; a terminal or a file takes it at once.
 _CHUNK_BYTES: Final = select.PIPE_BUF
+_LOST: Final = "standard output takes nothing any more ({}): what the job prints is lost from here on; the run goes on"
 # At the end of a run, a reader that takes nothing for so long is given up.
 DRAIN_TIMEOUT_S: Final = 5.0
 COLOURS: Final = (36, 32, 33, 35, 34)  # cyan, green, yellow, magenta, blue
@@ -53,8 +55,9 @@ class Outlet(io.TextIOBase):
     leaves as the bytes that it was made of.
     """
 
-    def __init__(self, stream: TextIO | None) -> None:
-        """Write where `stream` does, after what it still holds."""
+    def __init__(self, stream: TextIO | None, tell_failure: Callable[[str], object] | None = None) -> None:
+        """Write where `stream` does, after what it still holds; a failed write is told once, and ends the writing."""
+        self._tell_failure = tell_failure
         self._descriptor: int | None = None
         self._isatty = False
         self._waiting = bytearray()
@@ -113,9 +116,11 @@ class Outlet(io.TextIOBase):
                 del self._waiting[: os.write(self._descriptor, self._waiting[:_CHUNK_BYTES])]
         except BlockingIOError:
             return
-        except OSError:  # the reader is gone; training is worth more than its output, so the run goes on
+        except OSError as error:  # training is worth more than its output, so the run goes on
             self._descriptor = None
             self._waiting.clear()
+            if error.errno != EPIPE and self._tell_failure is not None:  # a reader that has gone wants no more
+                self._tell_failure(str(error.strerror))
         finally:
             self._writing.release()
 
@@ -156,7 +161,8 @@ def unblocked_output() -> Generator[Outlets]:
     On leaving waits for readers that still take something, and says on stderr what was not taken.
     """
     before = sys.stdout, sys.stderr
-    outlets = Outlets(Outlet(sys.stdout), Outlet(sys.stderr))
+    errors = Outlet(sys.stderr)
+    outlets = Outlets(Outlet(sys.stdout, lambda why: errors.write(f"paceline: {_LOST.format(why)}\n")), errors)
     sys.stdout, sys.stderr = outlets
     try:
         yield outlets

@@ -8,7 +8,8 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -24,13 +25,16 @@ from paceline.job.machines import LOOPBACK, cores_here, server_threads
 from paceline.job.spec import ClusterSpec, wait_spec, write_private
 from paceline.job.views import FIRST, Views
 from paceline.launch.entry import read_orders, report_unknown_order, run_program
+from paceline.launch.folder_watch import FolderWatch
+from paceline.launch.rendezvous.node_places import is_to_leave
 from paceline.notices import tell
 from paceline.observe.trace import Trace, trace_path
 from paceline.server.journal import LISTENER
 from paceline.server.node import ServerNode
 from paceline.server.record import RecordFile, record_path
-from paceline.server.replica import Follower, ReplicaLink, ReplicaPlace
+from paceline.server.replica import Follower, ReplicaLink
 from paceline.server.replica_lag import ReplicaLag
+from paceline.server.replica_place import ReplicaPlace
 from paceline.transport.base import HandsOver, Listener, SocketListener, Transport
 from paceline.transport.lasting_memory import LastingMemory
 
@@ -82,8 +86,29 @@ def record_file(spec: ClusterSpec, rank: int) -> RecordFile | None:
     return RecordFile(path, spec.record_bytes, tell) if spec.record_bytes else None
 
 
-def replica_link(spec: ClusterSpec, rank: int, views: Views, transport: Transport, *, begins: bool) -> ReplicaLink:
-    """Return how a server reaches its replica, where the job has replicas; the one that `begins` has one at once."""
+@dataclass(frozen=True, slots=True)
+class ReplicaNews:
+    """What the folder of a job says to a process that serves.
+
+    Attributes:
+        has_come: whether a process has come that may be its replica.
+        leaves: whether its node is about to leave, and that of its replica is not.
+    """
+
+    has_come: bool = False
+    leaves: bool = False
+
+
+def look_for_news(spec: ClusterSpec, rank: int, views: Views, own: int) -> ReplicaNews:
+    """Look into the folder for process `own` of a server; raises OSError."""
+    leaves = not spec.launcher_decides and is_to_leave(Path(spec.run_dir), rank, own)
+    return ReplicaNews(bool(views.candidates()), leaves)
+
+
+def replica_link(
+    spec: ClusterSpec, rank: int, views: Views, transport: Transport, own: int, news: Callable[[], ReplicaNews]
+) -> ReplicaLink:
+    """Return how a server reaches its replica, where the job has replicas; its first process, 0, has one at once."""
     if not spec.has_replicas:
         return ReplicaLink(record=record_file(spec, rank))
 
@@ -91,13 +116,19 @@ def replica_link(spec: ClusterSpec, rank: int, views: Views, transport: Transpor
         return ReplicaPlace(rank, view, views, address, transport, tell, spec.generation, process)
 
     def find() -> list[ReplicaPlace]:
+        if not news().has_come:  # the folder is not asked: it may be of a file server that does not answer
+            return []
         view = views.newest()
         come = [] if view is None else views.candidates()
         return [place(view.number + 1, views.published(one).read_text, one) for one in come if view is not None]
 
     lag = ReplicaLag(spec.replica_lag) if spec.replica_lag else None
-    if not begins:
-        return ReplicaLink(find=find, lag=lag)
+
+    def leaves() -> bool:
+        return news().leaves
+
+    if own != FIRST.head:
+        return ReplicaLink(find=find, leaves=leaves, lag=lag)
 
     def address() -> str:
         path = views.published(FIRST.replica)
@@ -111,7 +142,7 @@ def replica_link(spec: ClusterSpec, rank: int, views: Views, transport: Transpor
             INTERVAL_SHARED_S,
         )
 
-    return ReplicaLink(place(FIRST.number, address, FIRST.replica), find, lag=lag)
+    return ReplicaLink(place(FIRST.number, address, FIRST.replica), find, leaves, lag=lag)
 
 
 def serve(
@@ -146,6 +177,7 @@ def serve(
     # A replica writes none: it would say the same as that of its server once more.
     trace = Trace(None if is_replica else trace_path(run_dir, "server", rank), spec.trace_bytes)
     settings = server_settings(spec, rank)
+    watch = FolderWatch(lambda: look_for_news(spec, rank, views, process), ReplicaNews())
     node = ServerNode(
         settings,
         listener,
@@ -157,12 +189,12 @@ def serve(
         num_threads=lambda consistency: spec.server_threads or threads_here(consistency, spec),
         memory=memory,
         tell=tell,
-        replica=replica_link(spec, rank, views, transport, begins=not is_replica),
+        replica=replica_link(spec, rank, views, transport, process, lambda: watch.seen),
         follows=Follower(rank, views, listener, spec.join_timeout_s, tell) if is_replica else None,
     )
     threading.Thread(target=obey, args=(node,), name="paceline-orders", daemon=True).start()
     write_private(published, listener.address.encode())
-    with watching_revoked(revoked_path(spec), node.expel):
+    with watch if spec.has_replicas else nullcontext(), watching_revoked(revoked_path(spec), node.expel):
         node.run()
 
 

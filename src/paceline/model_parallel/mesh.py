@@ -29,6 +29,7 @@ from paceline.job.mesh import MeshPosition, MeshShape
 from paceline.torch_private import PrefixStore, ProcessGroupGloo, Store
 from paceline.transport.memory import MemoryTransport
 from paceline.wire.requests import Barrier
+from paceline.worker.node import HAS_LEFT
 from paceline.worker.waits import About, OpenWait
 
 AXES: Final = ("pipeline", "data", "tensor")
@@ -101,7 +102,12 @@ class Mesh:
         return self.devices[name]
 
     def group(self, name: str) -> ProcessGroup:
-        """Return the process group of the workers that differ from this one along one axis only."""
+        """Return the process group of the workers that differ from this one along one axis only.
+
+        Raises:
+            PeerError: this worker has left.
+        """
+        self._require_open(f"the workers along '{name}'")
         return self.devices.get_group(name)
 
     def neighbours(self, size: int) -> tuple[DeviceMesh, ProcessGroup]:
@@ -115,7 +121,7 @@ class Mesh:
         if size not in self._neighbours:
             grid, patience = self.grid, timedelta(seconds=self.worker_set.timeout_s)
             ranks = torch.arange(grid.size).view(grid.pipeline, grid.replicas // size, size, grid.tensor)
-            with self.explained(f"connecting groups of {size} workers"):
+            with self.explained(f"connecting groups of {size} workers", dist.group.WORLD):
                 own, others = _groups_along([_lines(ranks, 2), _lines(ranks, 1)], patience)
             self._neighbours[size] = DeviceMesh.from_group(own, "cpu", mesh_dim_names=("shard",)), others
         return self._neighbours[size]
@@ -145,16 +151,20 @@ class Mesh:
         return calls
 
     @contextmanager
-    def explained(self, what: str) -> Generator[None]:
+    def explained(self, what: str, group: ProcessGroup | None = None) -> Generator[None]:
         """Explain failed connections in the block; errors of the script are raised unchanged.
 
+        `group`: the workers that wait for each other in it. Default: those that hold one model together.
+
         Raises:
-            PeerError: a worker is gone, or too late. Then all connections have ended.
+            PeerError: a worker is gone, or too late, and all connections have ended; or this worker has left.
         """
+        self._require_open(what)
         if self._failure:
             raise PeerError(f"worker {self.worker_set.rank}, {what}: an earlier call has failed: {self._failure}")
         waits = self.worker_set.node.waits
-        about = About(f"mesh {what}", workers=tuple(self.grid.replica_ranks(self.position.replica)), computes=True)
+        workers = dist.get_process_group_ranks(self.replica if group is None else group)
+        about = About(f"mesh {what}", workers=tuple(workers), computes=True)
         wait: OpenWait | None = None
         try:
             with waits.during(what, about, waits.limit_s, self.abort) as wait:
@@ -168,6 +178,10 @@ class Mesh:
             told = self.failure_reports.explain(what, self._missing(), late, str(found))
             self._failure = str(told)
             raise told from error
+
+    def _require_open(self, what: str) -> None:
+        if not dist.is_initialized():
+            raise PeerError(f"worker {self.worker_set.rank}, {what}: {HAS_LEFT}")
 
     def abort(self) -> None:
         """End all connections, so that workers that wait for this one fail at once."""

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import signal
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TextIO
 
 from paceline.errors import UsageError
 from paceline.notices import tell
+from paceline.observe.disk import look_at_disk
+from paceline.observe.loss_trend import LossTrend
 from paceline.observe.resources import look_at
 from paceline.observe.runs import ALL_TRACES, TraceFollower
 from paceline.observe.screen import WorkerRow, event_line, picture, screen_lines
@@ -34,7 +35,7 @@ from paceline.observe.trace import (
     ENDED as TRACES_ENDED,
 )
 from paceline.observe.verdict import SILENT_S, Surroundings, judge
-from paceline.observe.window import Window, worker_times
+from paceline.observe.window import Window, staleness_of, worker_times
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -42,12 +43,15 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from paceline.observe.disk import DiskUse
     from paceline.observe.screen import RunPicture
     from paceline.observe.trace import Record
     from paceline.observe.verdict import ProcessState, RunVerdict
 
 # A worker that finishes no clock reports every 2 s. After this time without a report it counts as hung.
 HUNG_S = SILENT_S
+# Seconds between two looks at a disk that is full.
+DISK_INTERVAL_S = 5.0
 # Seconds in one state before a line reports it.
 NOTABLE_S = 5.0
 
@@ -112,7 +116,7 @@ def _describe(worker: int, lives: Mapping[int, Life], now: float) -> str:
     if hung_s := life.hung_s(now):
         return f"hung for {hung_s:.0f} s"
     if life.leaves:
-        return "leaving"
+        return LEAVING
     for_s = now - life.since_s
     if life.waits:
         where = f"in {life.call}, " if life.call == BARRIER else ""
@@ -143,6 +147,7 @@ LATE_S = 1.0
 DEAD = "dead"
 ENDED = "ended"
 LEFT = "left"
+LEAVING = "leaving"  # the job, while its process runs
 EXIT_LEFT = 128 + signal.SIGTERM  # the exit code of a worker that was told to leave, and has
 # A plain line lists each worker up to this number, and beyond it their range.
 MAX_LISTED_WORKERS = 8
@@ -283,6 +288,9 @@ class RunView:
         self._now = 0.0
         self._began_t = self._latest_t = 0.0  # of the records
         self._latest_now = 0.0  # on the caller's clock, when the latest record was read
+        self._loss = LossTrend()
+        self._disk: DiskUse | None = None  # looked at where records end
+        self._disk_due_s = 0.0
         self.elapsed_s = 0.0
 
     @property
@@ -326,18 +334,24 @@ class RunView:
         times = worker_times(self._window)
         verdict = judge(self._window, around, times)
         elapsed_s = max(self.elapsed_s, self.recorded_s)
-        return picture(elapsed_s, verdict, self.rows(), self._window, processes, list(self._events), times)
+        loss = self._loss.verdict(staleness_of(self._window))
+        rows = self.rows()
+        if around.has_ended:
+            rows = [replace(row, state="") if row.state == LEAVING else row for row in rows]
+        return picture(elapsed_s, verdict, rows, self._window, processes, list(self._events), times, loss)
 
     def verdict(self) -> RunVerdict:
         """Return what holds up the run now; of one that has ended, what held up its last steps."""
         return judge(self._window, self._look_around(self._processes()))
 
     def has_ended(self) -> bool:
-        """Return whether no worker of the run is left on this machine, or its folder; False where that is not known."""
+        """Return whether no worker of the run is left on this machine, or its folder; False where that is not known.
+
+        Of a run whose workers ended before their first step, it is told by its servers.
+        """
         if not self._folder.exists():
             return True
-        workers = [state for (role, _), state in self._processes().items() if role == "worker"]
-        return bool(workers) and not any(state.state for state in workers)
+        return _has_ended(self._processes())
 
     def pids(self) -> dict[tuple[str, int], int]:
         """Return the numbers of its processes, by role and rank."""
@@ -352,21 +366,18 @@ class RunView:
         }
 
     def _look_around(self, processes: dict[tuple[str, int], ProcessState]) -> Surroundings:
-        is_over = bool(processes) and not any(
-            process.state for (role, _), process in processes.items() if role == "worker"
-        )
+        is_over = _has_ended(processes)
         if is_over:
             self._window.gone.clear()  # the last steps are those of workers that have left by now, too
-        free_bytes = None
         records_end = (self._folder / TRACES_ENDED).exists()
-        if records_end:
-            free_bytes = shutil.disk_usage(self._folder).free
+        if records_end and self._now >= self._disk_due_s:
+            self._disk, self._disk_due_s = look_at_disk(self._folder.parent), self._now + DISK_INTERVAL_S
         return Surroundings(
             now=0.0 if is_over else self.records_t,
             ends={worker: pace.life.end for worker, pace in self._paces.items()},
             processes={key: state for key, state in processes.items() if state.state} if is_over else processes,
             records_end=records_end,
-            free_bytes=free_bytes,
+            disk=self._disk,
             has_ended=is_over,
         )
 
@@ -418,6 +429,7 @@ class RunView:
         self._window.add(record)
         if line := event_line(record, self._began_t):
             self._events.append(line)
+        self._loss.take_in(record)
         if isinstance(record, Reported) and record.loss is None:
             self._paces.setdefault(record.worker, _Pace()).add_bad_loss(record)
         elif isinstance(record, Refusal) and record.server == NO_SERVER:
@@ -437,6 +449,12 @@ class RunView:
             pace.life.update(record, self._now)
             if isinstance(record, Step):
                 pace.add(record, self._now)
+
+
+def _has_ended(processes: Mapping[tuple[str, int], ProcessState]) -> bool:
+    """Return whether no worker is left, or no server where no worker has told its number."""
+    states = [state for (role, _), state in processes.items() if role == "worker"] or list(processes.values())
+    return bool(states) and not any(state.state for state in states)
 
 
 def _open_display(stream: TextIO) -> _Lines | _Screen:

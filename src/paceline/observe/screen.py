@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from paceline.notices import printable
+from paceline.observe.loss_trend import UNKNOWN
 from paceline.observe.trace import BoundRecord, Exit, MembershipRecord, Refusal
 from paceline.observe.verdict import HEALTHY, busy_share
 from paceline.observe.window import latest_life, percentile, worker_times
@@ -13,12 +14,14 @@ from paceline.observe.window import latest_life, percentile, worker_times
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from paceline.observe.loss_trend import LossVerdict
     from paceline.observe.trace import Record
     from paceline.observe.verdict import ProcessState, RunVerdict
     from paceline.observe.window import Window, WorkerTime
 
 LEAST_WIDTH: Final = 60
 LEAST_HEIGHT: Final = 12
+_HEIGHT_FOR_LOSS: Final = 16  # below it, workers and servers are more
 _NUM_EVENTS: Final = 5
 _NAME_LENGTH: Final = 14
 _HEADING: Final = (
@@ -93,6 +96,7 @@ class RunPicture:
         processes: what the kernel says of processes on this machine, by role and rank.
         servers: its servers by rank.
         events: the latest ones, the newest last.
+        loss: how the loss goes, and on how old values.
     """
 
     elapsed_s: float
@@ -103,6 +107,7 @@ class RunPicture:
     processes: Mapping[tuple[str, int], ProcessState] = field(default_factory=dict[tuple[str, int], "ProcessState"])
     servers: Sequence[ServerRow] = ()
     events: Sequence[str] = ()
+    loss: LossVerdict = UNKNOWN
 
 
 def picture(
@@ -113,6 +118,7 @@ def picture(
     processes: Mapping[tuple[str, int], ProcessState],
     events: Sequence[str],
     times: Mapping[int, WorkerTime] | None = None,
+    loss: LossVerdict = UNKNOWN,
 ) -> RunPicture:
     """Return the picture of a run from its latest records; `times` are those of the window, if known already."""
     staleness = {
@@ -122,7 +128,7 @@ def picture(
     }
     servers = [server_row(server, window) for server in sorted(window.serving)]
     times = worker_times(window) if times is None else times
-    return RunPicture(elapsed_s, verdict, workers, times, staleness, processes, servers, events)
+    return RunPicture(elapsed_s, verdict, workers, times, staleness, processes, servers, events, loss)
 
 
 def server_row(server: int, window: Window) -> ServerRow:
@@ -176,9 +182,11 @@ def event_text(record: Record) -> str:
 
 
 def screen_lines(shown: RunPicture, width: int = 80, height: int = 24) -> list[str]:
-    """Return at most `height` lines of `width` characters: the verdict, workers, servers and the last events."""
+    """Return at most `height` lines of `width` characters: the verdicts, workers, servers and the last events."""
     width, height = max(width, LEAST_WIDTH), max(height, LEAST_HEIGHT)
     first = _wrapped(f"{shown.elapsed_s:.0f} s  {shown.verdict.text}", width)
+    if shown.loss.text and height >= _HEIGHT_FOR_LOSS:
+        first += _wrapped(f"   {shown.loss.text}", width)
     servers = [_SERVER_HEADING, *(_server_line(shown, row) for row in shown.servers)] if shown.servers else []
     events = [f"   {line}" for line in shown.events[-_NUM_EVENTS:]]
     servers = servers[: max(2, height // 3)]
@@ -233,7 +241,7 @@ def _worker_line(shown: RunPicture, row: WorkerRow) -> str:
         f"{_seconds(time.step_s):>7} {time.own_s / step_s:>4.0%} {time.load_s / step_s:>4.0%} "
         f"{time.for_workers_s / step_s:>4.0%} {awaited:>3} {time.wire_s / step_s:>4.0%}"
     )
-    return f"{line} {shares} {stale:>5} {_bytes(process.rss_bytes) if process else '-':>5}"
+    return f"{line} {shares} {stale:>5} {_memory(process):>5}"
 
 
 def _server_line(shown: RunPicture, row: ServerRow) -> str:
@@ -244,8 +252,13 @@ def _server_line(shown: RunPicture, row: ServerRow) -> str:
         f"{'-' if row.apply_s is None else _seconds(row.apply_s):>7} {row.num_waiting:>5} "
         f"{'-' if row.num_behind is None else row.num_behind:>3} "
         f"{_bytes(row.received_per_s):>8} {_bytes(row.sent_per_s):>8} "
-        f"{_bytes(process.rss_bytes) if process else '-':>5} {row.num_lives:>5}  {row.table[:_NAME_LENGTH]}{hot}"
+        f"{_memory(process):>5} {row.num_lives:>5}  {row.table[:_NAME_LENGTH]}{hot}"
     )
+
+
+def _memory(process: ProcessState | None) -> str:
+    """Return what a process has, if it is there and on this machine."""
+    return _bytes(process.rss_bytes) if process and process.rss_bytes else "-"
 
 
 def _seconds(seconds: float) -> str:
@@ -282,6 +295,7 @@ def as_data(shown: RunPicture) -> dict[str, object]:
             "cause": verdict.cause,
             "share": round(verdict.share, 4),
         },
+        "loss": {"trend": shown.loss.trend, "text": shown.loss.text},
         "workers": [_worker_data(shown, row) for row in shown.workers],
         "servers": [_server_data(shown, row) for row in shown.servers],
         "events": [event.strip() for event in shown.events],

@@ -5,11 +5,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from paceline.notices import printable
+from paceline.observe.disk import look_at_disk
+from paceline.observe.loss_trend import LossTrend
 from paceline.observe.runs import decode_lines
 from paceline.observe.screen import event_line
-from paceline.observe.trace import OLDER, AppliedRecord, Exit, MinClock, ReadRecord, RowRead, Serving, State, Step
+from paceline.observe.trace import (
+    ENDED,
+    OLDER,
+    AppliedRecord,
+    Exit,
+    MinClock,
+    ReadRecord,
+    RowRead,
+    Serving,
+    State,
+    Step,
+)
 from paceline.observe.verdict import judge
-from paceline.observe.window import Window
+from paceline.observe.window import Window, staleness_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,15 +39,20 @@ def story_lines(folder: Path, seconds: float = 10.0) -> list[str]:
     if not records:
         return [f"{folder} has no records"]
     began_t, end_t = records[0].t, records[-1].t
-    window = Window()
+    window, trend = Window(), LossTrend()
     for record in records:
         window.add(record)
+        trend.take_in(record)
     left = window.steps.keys() <= window.gone
     window.gone.clear()  # the last steps are those of workers that have left by now, too
     exits = [record for record in records if isinstance(record, Exit)]
     ending = "all workers have left" if left else "its records end here"
     ending = f"{exits[0].name} {exits[0].happened}" if exits else ending
-    lines = [f"{folder.resolve().name}: {end_t - began_t:.1f} s; {ending}", f"its last steps: {judge(window).text}"]
+    num_clocks = max((steps[-1].clock + 1 for steps in window.steps.values() if steps), default=0)
+    first = f"{folder.resolve().name}: {end_t - began_t:.1f} s, {num_clocks} clocks; {ending}"
+    lines = [first, f"its last steps: {judge(window).text}"]
+    lines += [loss.text] if (loss := trend.verdict(staleness_of(window))).text else []
+    lines += _on_disk(folder)
     events = [event_line(record, began_t) for record in records if record.t >= end_t - seconds]
     events = [line for line in events if line]
     lines += [f"of its last {seconds:g} s:", *events[-_MOST_EVENTS:]] if events else []
@@ -50,6 +68,16 @@ def _records(path: Path) -> list[Record]:
     older = path.with_name(path.name + OLDER)
     before = decode_lines(older.read_bytes(), older) if older.exists() else []
     return [*before, *decode_lines(path.read_bytes(), path)]
+
+
+def _on_disk(folder: Path) -> list[str]:
+    """Return what took the room on the disk, if records ended early for lack of it."""
+    if not (folder / "trace" / ENDED).exists():
+        return []
+    disk = look_at_disk(folder)
+    return (
+        [f"records ended early, as the disk was full or a limit of files was reached. Now {disk.text}"] if disk else []
+    )
 
 
 def _last(name: str, records: list[Record], began_t: float, end_t: float) -> str:

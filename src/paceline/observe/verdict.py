@@ -12,11 +12,24 @@ from paceline.observe.window import Window, increase, latest_life, worker_times
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from paceline.observe.disk import DiskUse
     from paceline.observe.trace import Sampled, Serving
     from paceline.observe.window import WorkerTime
 
 Kind = Literal[
-    "starting", "healthy", "worker", "data", "server", "link", "row", "hung", "dead", "stopped", "disk", "refused"
+    "starting",
+    "healthy",
+    "worker",
+    "data",
+    "server",
+    "link",
+    "row",
+    "hung",
+    "waiting",
+    "dead",
+    "stopped",
+    "disk",
+    "refused",
 ]
 
 LEAST_STEPS: Final = 5  # of each worker; fewer say nothing
@@ -60,7 +73,7 @@ class Surroundings:
         ends: why workers have ended, from their launcher.
         processes: what the kernel says, by role and rank.
         records_end: whether a process could write its records no more.
-        free_bytes: room on the disk of the records.
+        disk: what is on the disk of the run, where records end.
         has_ended: whether the run is over.
     """
 
@@ -68,7 +81,7 @@ class Surroundings:
     ends: Mapping[int, str] = field(default_factory=dict[int, str])
     processes: Mapping[tuple[str, int], ProcessState] = field(default_factory=dict[tuple[str, int], ProcessState])
     records_end: bool = False
-    free_bytes: int | None = None
+    disk: DiskUse | None = None
     has_ended: bool = False
 
 
@@ -159,16 +172,25 @@ def _of_long_clocks(window: Window, around: Surroundings) -> RunVerdict | None:
         if state and state.doing == "computing" and state.for_s > max(_LONG_S, _LONG_RATIO * usual_s):
             text = f"{name} computes for {state.for_s:.0f} s in clock {state.clock}; its steps took {_time(usual_s)}"
             return RunVerdict("hung", text, name, "computing", 1.0)
-    return None
+    return _of_long_waits(window, max(_LONG_S, _LONG_RATIO * usual_s))
+
+
+def _of_long_waits(window: Window, long_s: float) -> RunVerdict | None:
+    """Say that no worker goes on: where all wait, the time of the last steps says nothing of why."""
+    workers = window.workers()
+    waits_s = [state.for_s for worker in workers if (state := window.states.get(worker)) and state.doing != "computing"]
+    if len(workers) < 2 or len(waits_s) < len(workers) or min(waits_s) < long_s:
+        return None
+    return RunVerdict(
+        "waiting", f"no worker goes on: all {len(workers)} wait, for {min(waits_s):.0f} s", "", "waiting", 1.0
+    )
 
 
 def _of_disk(around: Surroundings) -> RunVerdict | None:
     if not around.records_end:
         return None
-    room = "" if around.free_bytes is None else f" ({around.free_bytes / 1e6:,.0f} MB are free)"
-    return RunVerdict(
-        "disk", f"the disk of the run is full, or a limit of its files is reached{room}: records end", "", "disk"
-    )
+    text = "the disk of the run is full, or a limit of its files is reached: records end"
+    return RunVerdict("disk", text if around.disk is None else f"{text}. {around.disk.text}", "", "disk")
 
 
 def _of_refusals(window: Window) -> RunVerdict | None:

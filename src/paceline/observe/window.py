@@ -337,6 +337,12 @@ def increase(samples: Sequence[Sampled], since_t: float, of: Callable[[Sampled],
     return max(0.0, of(used[-1]) - of(used[0])) / (used[-1].t - used[0].t)
 
 
+def staleness_of(window: Window) -> tuple[int, int] | None:
+    """Return how many clocks old the latest reads of all workers were, at the median and the 99th percentile."""
+    seen = [clocks for clocks_of_worker in window.staleness.values() for clocks in clocks_of_worker]
+    return (percentile(seen, 0.5) or 0, percentile(seen, 0.99) or 0) if seen else None
+
+
 def latest_life(records: Iterable[Serving]) -> list[Serving]:
     """Return those of the latest process that was this server: in another one's place, totals began anew."""
     life: list[Serving] = []

@@ -121,7 +121,7 @@ class ClientCredentials:
             raise UsageError("connect: give either keys=..., a folder of `paceline keys`, or ca, certificate and key.")
         if any(own) and not all(own):
             raise UsageError("connect: ca, certificate and key belong together: give all three, or keys=...")
-        if self.keys is None and self.ca is None and not is_loopback(location.host):
+        if self.keys is None and self.ca is None and not all(is_loopback(host) for host, _ in location.servers):
             raise UsageError(
                 f"{location} is on another machine, which frames reach encrypted alone: give keys=FOLDER, as "
                 "`paceline keys issue` writes it, or ca=..., certificate=... and key=..."
@@ -177,17 +177,25 @@ def find_holder(keys: Path, rank: int | None, role: ClientRole = "worker") -> Ho
 
 @dataclass(frozen=True, slots=True)
 class ServeUrl:
-    """The address of a namespace.
+    """The address of a namespace: of the server, or of several of which one serves it.
 
     >>> ServeUrl.parse("paceline://node-3:7700/mnist")
-    ServeUrl(host='node-3', port=7700, namespace='mnist')
+    ServeUrl(host='node-3', port=7700, namespace='mnist', others=())
     >>> str(ServeUrl.parse("paceline://[::1]:7700"))
     'paceline://[::1]:7700/default'
+    >>> ServeUrl.parse("paceline://node-3:7700,node-4:7700/mnist").others
+    (('node-4', 7700),)
     """
 
     host: str
     port: int
     namespace: str = DEFAULT_NAMESPACE
+    others: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def servers(self) -> tuple[tuple[str, int], ...]:
+        """Host and port of each server."""
+        return (self.host, self.port), *self.others
 
     @staticmethod
     def parse(text: str) -> ServeUrl:
@@ -196,12 +204,12 @@ class ServeUrl:
         if not separator or scheme != SCHEME:
             raise UsageError(f"{text!r} is not the address of a server of its own, expected {SCHEME}://HOST:PORT/NAME")
         where, _, namespace = rest.partition("/")
-        host, port = parse_host_port(where)
-        return ServeUrl(host, port, check_name(namespace or DEFAULT_NAMESPACE))
+        (host, port), *others = map(parse_host_port, where.split(","))
+        return ServeUrl(host, port, check_name(namespace or DEFAULT_NAMESPACE), tuple(others))
 
     def __str__(self) -> str:
         """Return the address as text."""
-        return f"{SCHEME}://{format_host_port(self.host, self.port)}/{self.namespace}"
+        return f"{SCHEME}://{','.join(format_host_port(*each) for each in self.servers)}/{self.namespace}"
 
 
 def check_name(name: str) -> str:

@@ -21,6 +21,7 @@ from paceline.serve.supervise import ServeProcess, ServeSupervisor, most_regions
 from paceline.snapshots.options import interval_s
 from paceline.transport.lasting_memory import MemoryHolder
 
+_ANY_ADDRESS: Final = ("0.0.0.0", "::")
 DEFAULT_ADDRESS: Final = "127.0.0.1:7700"
 
 
@@ -35,6 +36,7 @@ def serve(
     take_over: Annotated[bool, Parameter(negative="")] = False,
     alone: Annotated[bool, Parameter(negative="")] = False,
     metrics: str | None = None,
+    views: Path | None = None,
 ) -> int:
     """Serve jobs that come and go, and keep their state on disk, until Ctrl-C or SIGTERM.
 
@@ -62,6 +64,9 @@ def serve(
         Start no second process that goes on when this one is killed: then a kill loses what was not saved.
     metrics
         Port at which Prometheus scrapes /metrics, on this machine, or HOST:PORT.
+    views
+        Folder that the servers of several machines see, best on a third one: then each namespace is served by one of
+        them, and another one has a replica, which serves once that machine is lost. Made if missing.
     """
     if alone and take_over:
         raise UsageError("--alone keeps nothing that another process could go on with: leave out one of the two")
@@ -74,12 +79,18 @@ def serve(
         allow=allow,
         or_previous=or_previous,
         metrics=metrics or "",
+        views="" if views is None else str(views.absolute()),
     )
     if metrics is not None and not take_over:
         check_free(metrics)
     if take_over:
         return _take_over(orders, listen)
     host, port = parse_host_port(listen or DEFAULT_ADDRESS)
+    if views is not None and host in _ANY_ADDRESS:
+        raise UsageError(
+            f"--listen {host} is every address of this machine, and with --views other servers have to reach it: give "
+            "the one at which they do"
+        )
     with ExitStack() as undo:
         folder = StateFolder(state.absolute())
         undo.callback(folder.close)

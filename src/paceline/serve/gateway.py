@@ -10,27 +10,44 @@ import time
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Final, final
+
+from msgspec.structs import replace
 
 from paceline.errors import DeadlineExceeded, PacelineError, PeerError, Refused, UsageError
 from paceline.serve.access import check_name
-from paceline.serve.messages import EnterAccepted, EnterRefused, EnterRequest, decode_enter_frame, encode
+from paceline.serve.admission import ClaimedRank
+from paceline.serve.messages import (
+    EnterAccepted,
+    EnterElsewhere,
+    EnterRefused,
+    EnterRequest,
+    NamespaceStanding,
+    decode_enter_frame,
+    encode,
+)
 from paceline.serve.namespace import (
     ANSWER_TIMEOUT_S,
     MEMORY_PREFIX,
-    ClaimedRank,
     Namespace,
     NamespaceConfig,
     NamespaceConnection,
     NamespaceEnded,
     NamespaceMemory,
 )
+from paceline.serve.replicas import NamespaceReplicas, ServedElsewhere
 from paceline.server.readers import ReaderService, is_reader
+from paceline.server.replica import ROLE
+from paceline.version import __version__
 from paceline.wire.malformed import describe_error
+from paceline.wire.messages import Hello, decode
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
+    from paceline.serve.messages import Answer
+    from paceline.serve.replicas import Companion, Companions
     from paceline.serve.state import StateFolder
     from paceline.transport.base import Connection, Listener, PeerIdentity, Transport
 
@@ -47,10 +64,17 @@ _MAX_ANSWERS: Final = MAX_NAMESPACES
 
 @final
 class Namespaces:
-    """The namespaces that are served, and the folder of those that were."""
+    """The namespaces that are served, and the folder of those that were.
 
-    def __init__(self, state: StateFolder, transport: Transport, config: NamespaceConfig) -> None:
+    With `companions` other servers may serve them, too: each is served by one, and another one has its replica.
+    """
+
+    def __init__(
+        self, state: StateFolder, transport: Transport, config: NamespaceConfig, companions: Companions | None = None
+    ) -> None:
         self._state = state
+        self._companions = companions
+        self._filled: dict[str, tuple[Companion, ...]] = {}  # namespaces that were given to them, or could not be
         self._transport = transport
         self._config = config
         self._lock = threading.Lock()
@@ -77,6 +101,32 @@ class Namespaces:
                 )
                 kept.clear()
 
+    def fill(self, alive: tuple[Companion, ...]) -> bool:
+        """Open a namespace that this server alone has and no client uses, until one of the others has it, too.
+
+        Does not block; returns whether there was one. Once for each that lives: some cannot have a replica.
+        """
+        with self._lock:
+            is_busy = any(namespace.fills and not namespace.is_over for namespace in self._open.values())
+            idle = [] if is_busy else [name for name in self._state.names() if not self._is_open(name)]
+            for name in idle:
+                replicas = self._replicas_of(name)
+                if replicas is None or self._filled.get(name) == alive or not replicas.is_alone:
+                    continue
+                self._filled[name] = alive
+                if not self._ending.is_set():
+                    self._begin(name, None, self._memory_of(name), fills=True)
+                    return True
+        return is_busy
+
+    def _is_open(self, name: str) -> bool:
+        """Return whether a namespace is served or followed; one that is over is put away."""
+        known = self._open.get(name)
+        if known is not None and known.is_over:
+            known.wait_end(_END_TIMEOUT_S)
+            self._forget(known)
+        return name in self._open
+
     def end_those_that_are_lost(self) -> None:
         """Save and end the namespaces with which no other process can go on; blocks."""
         with self._lock:
@@ -93,6 +143,7 @@ class Namespaces:
             UsageError: it cannot have that name.
             Refused: the client cannot take part, or there are too many namespaces.
             CheckpointError: what was saved of it cannot be used.
+            ServedElsewhere: another server serves it.
         """
         check_name(name)
         if self._is_expelled(peer_identity):
@@ -106,7 +157,9 @@ class Namespaces:
         while time.monotonic() < give_up:
             namespace = self._namespace(name, ask.workers)
             try:
-                return namespace.admit(ask, holder_rank)
+                if namespace.is_followed:
+                    self._require_own(name)
+                return self._with_servers(namespace.admit(ask, holder_rank))
             except ClaimedRank:
                 if time.monotonic() >= patient_until:
                     raise
@@ -115,14 +168,70 @@ class Namespaces:
                 namespace.wait_end(max(0.0, give_up - time.monotonic()))
         raise DeadlineExceeded(f"namespace '{name}' ended whenever it was asked for")
 
+    def _require_own(self, name: str) -> None:
+        """Raise ServedElsewhere if another server serves a namespace."""
+        replicas = self._replicas_of(name)
+        elsewhere = None if replicas is None else replicas.elsewhere()
+        if elsewhere is not None:
+            raise elsewhere
+
+    def _is_for_others(self, name: str) -> bool:
+        """Return whether another server serves a namespace, as far as that is known."""
+        try:
+            replicas = self._replicas_of(name)
+            return replicas is not None and replicas.is_for_others()
+        except (OSError, UsageError):
+            return False
+
+    def _with_servers(self, accepted: EnterAccepted) -> EnterAccepted:
+        return accepted if self._companions is None else replace(accepted, servers=self._companions.addresses)
+
+    def standing(self, name: str) -> NamespaceStanding:
+        """Return what this server has of a namespace. Raises OSError, UsageError for what cannot be a name."""
+        check_name(name)
+        with self._lock:
+            known = self._open.get(name)
+            replicas = self._replicas_of(name)
+        if replicas is None:
+            return NamespaceStanding(leads=True)
+        is_open = known is not None and not known.is_over
+        is_followed = known is not None and known.is_followed
+        return replicas.standing(is_served=is_open and not is_followed, is_followed=is_followed)
+
+    def take_head(self, name: str, connection: NamespaceConnection, ask: EnterRequest) -> None:
+        """Have the replica of a namespace for the server that serves it, unless this one has something else of it."""
+        try:
+            hello = decode(connection.identity)
+            check_name(name)
+        except (PeerError, UsageError):
+            hello = None
+        is_head = isinstance(hello, Hello) and hello.role == ROLE and connection.peer_identity.permit("server", 0)
+        if not isinstance(hello, Hello) or not is_head or not self._begin_following(name, connection, ask, hello):
+            connection.close()
+
+    def _begin_following(self, name: str, head: NamespaceConnection, ask: EnterRequest, hello: Hello) -> bool:
+        with self._lock:
+            known, replicas = self._open.get(name), self._replicas_of(name)
+            is_able = ask.version == __version__ and hello.generation > 0 and not self._ending.is_set()
+            if replicas is None or not is_able or (known is not None and not known.is_over):
+                return False
+            if known is not None:
+                known.wait_end(_END_TIMEOUT_S)
+                self._forget(known)
+            self._begin(name, ask.workers, None, hello.generation).follow(head)
+            return True
+
     def hand_over(self, name: str, admitted: NamespaceConnection) -> None:
         """Have a client served that was admitted; one that comes too late is told so."""
         with self._lock:
             namespace = self._open.get(name)
-        if self._is_expelled(admitted.peer_identity):
+        if self._is_expelled(admitted.peer_identity) or (namespace is not None and namespace.is_followed):
             admitted.close()
         elif namespace is None or namespace.is_over:
-            admitted.turn_away(f"namespace '{name}' has ended since it joined: connect again")
+            if self._is_for_others(name):
+                admitted.close()  # the client looks for the server that serves it
+            else:
+                admitted.turn_away(f"namespace '{name}' has ended since it joined: connect again")
         else:
             namespace.hand_over(admitted)
 
@@ -209,12 +318,24 @@ class Namespaces:
                 self._forget(known)
             return self._begin(name, workers, self._memory_of(name))
 
-    def _begin(self, name: str, workers: int | None, memory: NamespaceMemory | None) -> Namespace:
-        published = self._readers_of(name).published
-        begun = Namespace(name, self._state.folder(name), self._transport, self._config, workers, memory, published)
+    def _begin(
+        self, name: str, workers: int | None, memory: NamespaceMemory | None, followed: int = 0, *, fills: bool = False
+    ) -> Namespace:
+        begun = Namespace(
+            *(name, self._state.folder(name), self._transport, self._config, workers, memory),
+            published=self._readers_of(name).published,
+            replicas=self._replicas_of(name),
+            followed=followed,
+            fills=fills,
+        )
         begun.expel(self._expelled)
         self._open[name] = begun
         return begun
+
+    def _replicas_of(self, name: str) -> NamespaceReplicas | None:
+        """Return what this server has to do with a namespace that others may serve; None if there are none."""
+        companions = self._companions
+        return None if companions is None else NamespaceReplicas(name, self._state, companions, self._config.tell)
 
     def _memory_of(self, name: str) -> NamespaceMemory | None:
         """Return memory for a namespace that outlives this process, if there is any."""
@@ -264,30 +385,42 @@ class Gateway:
         except PeerError:
             connection.close()
             return
-        if frame.hello:
+        if frame.hello and frame.ask is not None:
+            self.namespaces.take_head(frame.namespace, NamespaceConnection(connection, frame), frame.ask)
+        elif frame.hello:
             entering = NamespaceConnection(connection, frame)
             if not self.namespaces.take_reader(frame.namespace, entering):
                 self.namespaces.hand_over(frame.namespace, entering)
         elif frame.ask is not None:
-            answering = answers.submit(self._answer, connection, frame.namespace, frame.ask)
-            answering.add_done_callback(_show_fault)
+            ask = partial(self._place, frame.namespace, frame.ask, connection.peer_identity)
+            answers.submit(self._answer, connection, ask).add_done_callback(_show_fault)
+        elif frame.seeks:
+            seek = partial(self._standing, frame.namespace)
+            answers.submit(self._answer, connection, seek).add_done_callback(_show_fault)
         else:
             connection.close()
 
-    def _answer(self, connection: Connection, namespace: str, ask: EnterRequest) -> None:
-        """Answer a client that asks for a rank; the rank expires if the answer is not received."""
+    def _answer(self, connection: Connection, find: Callable[[], Answer]) -> None:
+        """Answer a client that asks something; a rank that it asks for expires if the answer is not received."""
         try:
-            answer = self._place(namespace, ask, connection.peer_identity)
-            connection.send(encode(answer), timeout_s=_SEND_TIMEOUT_S)
+            connection.send(encode(find()), timeout_s=_SEND_TIMEOUT_S)
         except PeerError:
             return
         finally:
             connection.close()
 
-    def _place(self, namespace: str, ask: EnterRequest, peer_identity: PeerIdentity) -> EnterAccepted | EnterRefused:
+    def _place(self, namespace: str, ask: EnterRequest, peer_identity: PeerIdentity) -> Answer:
         try:
             return self.namespaces.admit(namespace, ask, peer_identity)
-        except PacelineError as error:
+        except ServedElsewhere as error:
+            return EnterElsewhere(describe_error(error), error.address)
+        except (PacelineError, OSError) as error:
+            return EnterRefused(describe_error(error))
+
+    def _standing(self, namespace: str) -> Answer:
+        try:
+            return self.namespaces.standing(namespace)
+        except (PacelineError, OSError) as error:
             return EnterRefused(describe_error(error))
 
 

@@ -25,22 +25,28 @@ class EnterRequest(msgspec.Struct, frozen=True):
 class EnterFrame(msgspec.Struct, frozen=True):
     """What a client says of itself in the handshake: for which namespace it comes, and what for.
 
-    `hello` is what an admitted worker says of itself to a server; without it, `ask` asks which worker it is. Neither
-    waits for a further word of the client.
+    `hello` is what an admitted worker says of itself to a server; without it, `ask` asks which worker it is, and
+    `seeks` whether this server serves the namespace. One that does, and looks for a replica, says both `hello` and
+    `ask`, that of its clients. None of them waits for a further word of the client.
     """
 
     namespace: str
     hello: bytes = b""
     ask: EnterRequest | None = None
+    seeks: bool = False
 
 
 class EnterAccepted(msgspec.Struct, frozen=True, tag="admitted"):
-    """Take part as this life of this worker, soon. `size`: of so many, as far as is known now."""
+    """Take part as this life of this worker, soon. `size`: of so many, as far as is known now.
+
+    `servers`: addresses of all that may come to serve the namespace; empty for this server alone.
+    """
 
     rank: Rank
     incarnation: int
     generation: int
     size: int
+    servers: tuple[str, ...] = ()
 
 
 class EnterRefused(msgspec.Struct, frozen=True, tag="turned-away"):
@@ -49,7 +55,30 @@ class EnterRefused(msgspec.Struct, frozen=True, tag="turned-away"):
     reason: str
 
 
-Answer = EnterAccepted | EnterRefused
+class EnterElsewhere(msgspec.Struct, frozen=True, tag="elsewhere"):
+    """Another server serves the namespace, or has what is newest of it; `address`: where it listens, if known."""
+
+    reason: str
+    address: str
+
+
+class NamespaceStanding(msgspec.Struct, frozen=True, tag="standing"):
+    """What a server has of a namespace.
+
+    Args:
+        leads: it serves the namespace, or would; else another server does.
+        follows: it has the replica.
+        saved: number of the view in which it has saved all that was acknowledged; 0 for none.
+        head: address of the server that leads, if that is known.
+    """
+
+    leads: bool
+    follows: bool = False
+    saved: int = 0
+    head: str = ""
+
+
+Answer = EnterAccepted | EnterRefused | EnterElsewhere | NamespaceStanding
 
 _VISIT = msgspec.msgpack.Decoder(EnterFrame)
 _ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar, final
 
-import msgspec
-
 from paceline.core.messages import Sender, WorkerRefused
 from paceline.core.settings import ServerSettings
 from paceline.errors import (
@@ -25,24 +23,26 @@ from paceline.errors import (
     DeadlineExceeded,
     PacelineError,
     PeerError,
-    Refused,
     UsageError,
 )
 from paceline.job.environment import checks_memory
 from paceline.job.machines import cores_here, server_threads
 from paceline.observe.export.run_metrics import RunMetrics
 from paceline.observe.trace import Trace
+from paceline.serve.admission import Admission, OpenNamespace
 from paceline.serve.messages import MAX_WORKERS, EnterAccepted, EnterRequest
+from paceline.serve.replicas import ServedElsewhere
 from paceline.serve.saving import NamespaceCut, Read, TableVersions, restore_tables
 from paceline.server.journal import COLD, COLD_BYTES
 from paceline.server.node import ServerNode
 from paceline.server.recovery import CannotGoOn
+from paceline.server.replica import Diverged, Follower, ReplicaLink, Superseded
+from paceline.server.tables import ServerState
 from paceline.snapshots.increments import Increments
 from paceline.snapshots.options import LEAST_AUTO_S, auto_interval_s
-from paceline.transport.base import EMPTY, Connection, Frame, PeerIdentity, Place
+from paceline.transport.base import EMPTY, Connection, Frame, MeasuresSilence, PeerIdentity, Place
 from paceline.transport.deadline import seconds
 from paceline.update.lasting import Record
-from paceline.version import __version__
 from paceline.wire.malformed import REQUEST_ERRORS, describe_error
 from paceline.wire.messages import Hello, decode, encode
 
@@ -50,11 +50,12 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from paceline.core.consistency import Consistency
-    from paceline.core.membership import Incarnation
+    from paceline.core.server import ServerCore
     from paceline.serve.messages import EnterFrame
+    from paceline.serve.replicas import NamespaceReplicas
     from paceline.serve.state import NamespaceFolder
     from paceline.server.readers import Published
-    from paceline.server.tables import ServerState
+    from paceline.server.tables import ServedTables
     from paceline.snapshots.folder import Snapshot
     from paceline.transport.base import Transport
     from paceline.transport.lasting_memory import LastingMemory
@@ -68,12 +69,11 @@ JOIN_TIMEOUT_S: Final = 300.0
 ANSWER_TIMEOUT_S: Final = 50.0  # shorter than the deadline of clients
 SAVE_TIMEOUT_S: Final = 600.0  # for the memory of a large machine
 _END_TIMEOUT_S: Final = 10.0
+_FILL_TIMEOUT_S: Final = 5.0  # to find another server that takes what this one has
 _RETRY_S: Final = 10.0  # until a snapshot that failed is made again, at most
 MEMORY_PREFIX: Final = "namespace/"  # and the name, of the memory of a namespace
 _OPENED: Final = "opened"
 _OPENED_BYTES: Final = 32 * MAX_WORKERS
-# Time in which an admitted client has to connect with its rank.
-RESERVED_S: Final = 10.0
 
 
 @final
@@ -117,6 +117,10 @@ class NamespaceConnection:
     def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
         """Wait for the next frame; see `Connection.receive`."""
         return self._connection.receive(timeout_s=timeout_s, place=place)
+
+    def silent_s(self) -> float:
+        """Return for how long the other machine has confirmed nothing; see `MeasuresSilence`."""
+        return self._connection.silent_s() if isinstance(self._connection, MeasuresSilence) else 0.0
 
     def close(self) -> None:
         """End the connection; see `Connection.close`."""
@@ -200,25 +204,6 @@ class NamespaceConfig:
         return Trace(None, each=self.metrics.setdefault(name, RunMetrics()).add)
 
 
-class OpenNamespace(msgspec.Struct, frozen=True):
-    """What another process has to know of a namespace to go on with it, besides its server.
-
-    Args:
-        generation: of the namespace.
-        workers: see `EnterRequest`.
-        incarnations: the newest that was assigned, by rank.
-        reserved: end of the reservation of ranks that have not joined yet (monotonic seconds).
-    """
-
-    generation: int
-    workers: int | None
-    incarnations: dict[int, int]
-    reserved: dict[int, float]
-
-
-_OPENED_DECODER: Final = msgspec.msgpack.Decoder(OpenNamespace)
-
-
 @final
 class NamespaceMemory:
     """The memory of one namespace that outlives its process."""
@@ -232,7 +217,7 @@ class NamespaceMemory:
         if self.reason or not self.memory.has(_OPENED):
             return None
         settings = self._record().settings
-        return _OPENED_DECODER.decode(settings) if settings else None
+        return OpenNamespace.decode(settings) if settings else None
 
     @property
     def reason(self) -> str:
@@ -243,7 +228,7 @@ class NamespaceMemory:
 
     def note(self, opened: OpenNamespace) -> None:
         """Have another process go on from here. Raises OSError: there is no memory for it."""
-        self._record().commit(msgspec.msgpack.encode(opened))
+        self._record().commit(opened.encode())
 
     def clear(self) -> None:
         """Have no process go on, and let the memory go; raises OSError when the process that keeps it has ended."""
@@ -272,6 +257,9 @@ class Namespace:
 
     Its thread restores the newest snapshot, serves, makes others at intervals, and ends when no worker takes part any
     more, at `close`, or by an error; then `failure` says why.
+
+    Where several servers stand in for each other, it first has the replica of another one that serves the namespace, or
+    serves it and has a replica on another one.
     """
 
     def __init__(
@@ -283,10 +271,16 @@ class Namespace:
         workers: int | None,
         memory: NamespaceMemory | None = None,
         published: Published | None = None,
+        replicas: NamespaceReplicas | None = None,
+        followed: int = 0,
+        *,
+        fills: bool = False,
     ) -> None:
         """Start its thread; see `EnterRequest` for `workers`. What was opened in `memory` goes on, and is not read.
 
-        What is published goes to `published`, which lasts longer than the namespace is served.
+        What is published goes to `published`, which lasts longer than the namespace is served. `followed`: generation
+        in which another server serves, whose connection comes first; 0 if this one does. `fills`: it admits no client,
+        and ends when another server has it, too.
         """
         self.name: Final = name
         self.failure = ""
@@ -296,6 +290,12 @@ class Namespace:
         self._config = config
         self._memory = memory
         self._published = published
+        self._replicas = replicas
+        self._followed = followed
+        self.fills: Final = fills
+        self._elsewhere: ServedElsewhere | None = None
+        self._head: NamespaceConnection | None = None
+        self._beside = b""  # what the server that serves has said of its admission
         self._workers = workers
         self._handoffs = HandoffQueue(f"namespace '{name}'")
         self._changed = threading.Condition()
@@ -332,6 +332,16 @@ class Namespace:
         """Serve an admitted client."""
         self._handoffs.hand_over(admitted)
 
+    def follow(self, head: NamespaceConnection) -> None:
+        """Do what the server says that serves; called once, where this one has the replica."""
+        self._head = head
+        self._handoffs.hand_over(head)
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether another server serves, of which this one has the replica; for any thread."""
+        return self._followed > 0 and not self._over
+
     def expel(self, names: Collection[str]) -> None:
         """End the clients whose certificate has such a holder or serial number, and refuse them from now on."""
         with self._changed:
@@ -342,7 +352,7 @@ class Namespace:
     def run_due_work(self) -> None:
         """Save if that is due, and end without workers. Does not block."""
         with self._changed:
-            if self._node is not None and not self._over and not self._looking:
+            if self._node is not None and not self._over and not self._followed and not self._looking:
                 self._looking = True
                 self._node.do(self._look)
 
@@ -358,6 +368,9 @@ class Namespace:
 
     def close(self) -> None:
         """Save changes and end; blocks until then. A failure is reported, and in `unsaved`."""
+        if self._followed:
+            self._stop_following()
+            return
         try:
             saving = self._ask(self._begin_to_end, SAVE_TIMEOUT_S)
             if saving is not None:
@@ -367,12 +380,25 @@ class Namespace:
             pass
         except CheckpointError as error:  # it could not be restored, which was reported
             self.unsaved = str(error)
+        except ServedElsewhere:
+            pass
         except DeadlineExceeded as error:
             self._note_unsaved(error)
             with self._changed:
                 if self._node is not None:
                     self._node.do(self._save_and_end)  # it may come to it yet
         self.wait_end(_END_TIMEOUT_S)
+
+    def _stop_following(self) -> None:
+        """Save what the other server has said, and end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._node is not None or self._over, ANSWER_TIMEOUT_S)
+            if self._node is not None and not self._over:
+                self._node.do(self._save_and_end)  # comes to it only if this server has come to serve meanwhile
+                self._node.stop()
+        if self._head is not None:
+            self._head.close()
+        self.wait_end(SAVE_TIMEOUT_S)
 
     def wait_end(self, timeout_s: float) -> None:
         """Block until its thread has ended, or the time is over."""
@@ -399,6 +425,9 @@ class Namespace:
             self._owed.discard(future)  # pyright: ignore[reportArgumentType]
         try:
             future.set_result(call(held))
+        except Superseded:
+            future.set_exception(NamespaceEnded(f"namespace '{self.name}' is served elsewhere"))
+            raise
         except PacelineError as error:
             future.set_exception(error)
         except BaseException:
@@ -406,6 +435,8 @@ class Namespace:
             raise
 
     def _end_error(self) -> PacelineError:
+        if self._elsewhere is not None:
+            return self._elsewhere
         if self.failure:
             return CheckpointError(self.failure)
         return NamespaceEnded(f"namespace '{self.name}' has ended")
@@ -423,6 +454,11 @@ class Namespace:
             with suppress(_Stopped):
                 node.run()
             problem = ""
+        except ServedElsewhere as error:
+            problem, self._elsewhere = "", error
+        except (Superseded, Diverged, PeerError) as error:  # nothing is lost: another server has it
+            problem = ""
+            self._config.tell(f"namespace '{self.name}' is not served here any more: {error}")
         except CannotGoOn as error:
             problem = f"namespace '{self.name}' goes on from its newest snapshot when it is next asked for: {error}"
         except (CheckpointError, OSError) as error:
@@ -449,7 +485,11 @@ class Namespace:
 
     def _open(self) -> ServerNode:
         """Return a server node that goes on from memory, or first restores the newest snapshot."""
+        if self._followed:
+            return self._follow(self._followed)
         opened = self._memory.opened if self._memory is not None else None
+        if self._replicas is not None:
+            (self._replicas.take if opened is None else self._replicas.go_on)()
         if opened is not None:
             node = self._make_node(opened.generation, 0)
             node.do(lambda held: self._go_on(held, opened))
@@ -474,6 +514,51 @@ class Namespace:
         admission.take_over(opened)
         self._begin(held, admission, TableVersions(-1, ()))  # it is not known what was saved
 
+    def _follow(self, generation: int) -> ServerNode:
+        """Return a server node that has the replica of another one, and serves once that is gone."""
+        assert self._replicas is not None
+        self._replicas.forget_saved()
+        follower = Follower(
+            0,
+            self._replicas.views,
+            self._handoffs,
+            ANSWER_TIMEOUT_S,
+            self._config.tell,
+            name=f"namespace '{self.name}'",
+            noted=self._note_beside,
+            ended=self._save_followed,
+        )
+        node = self._make_node(generation, 0, follower)
+        node.do(self._take_over)  # comes to it when it serves
+        return node
+
+    def _note_beside(self, content: bytes) -> None:
+        self._beside = content
+
+    def _take_over(self, held: ServerState) -> None:
+        """Serve from now on, in the place of the server whose replica this has been."""
+        self._followed = 0
+        self._go_on(held, OpenNamespace.decode(self._beside).reserved_anew(time.monotonic()))
+
+    def _save_followed(self, core: ServerCore, tables: ServedTables, view: int) -> None:
+        """Save what was acknowledged by the server whose replica this has been until it ended, in this view."""
+        assert self._replicas is not None
+        held = ServerState(core, tables, lambda: False, tables.declare)
+        try:
+            if any(table.has_values for table in tables.values()):
+                self._folder.start_generation(core.settings.generation - 1)
+                cut = NamespaceCut.make(held, _read_here, self._increments)
+                try:
+                    cut.write(self._folder.path)
+                finally:
+                    cut.opened.close()
+            self._replicas.note_saved(view)
+        except REQUEST_ERRORS as error:
+            self._config.tell(
+                f"namespace '{self.name}' could not be saved here, the server that serves it has to be there when it "
+                f"is next asked for: {describe_error(error)}"
+            )
+
     def _begin(self, held: ServerState, admission: Admission, saved: TableVersions) -> None:
         held.tables.host.may_spill = False
         self._admission = admission
@@ -482,6 +567,9 @@ class Namespace:
 
     def _admission_changed(self) -> None:
         """Have another process know it, before a client is told."""
+        if self._node is not None and self._replicas is not None:
+            self._node.replica.note_beside(self._opened())
+            self._node.replica.wait_received()
         if self._memory is None or self._admission is None:
             return
         try:
@@ -493,7 +581,10 @@ class Namespace:
             with suppress(OSError):
                 self._memory.forget_opened()
 
-    def _make_node(self, generation: int, clock: int) -> ServerNode:
+    def _opened(self) -> bytes:
+        return b"" if self._admission is None else self._admission.opened().encode()
+
+    def _make_node(self, generation: int, clock: int, follows: Follower | None = None) -> ServerNode:
         settings = ServerSettings(
             0,
             1,
@@ -504,6 +595,8 @@ class Namespace:
             clock=clock,
         )
         without = f"namespace '{self.name}' goes on from its newest snapshot if this process is killed"
+        replicas = self._replicas
+        link = ReplicaLink() if replicas is None else replicas.link(generation, self._workers, self._opened)
         return ServerNode(
             settings,
             self._handoffs,
@@ -513,9 +606,11 @@ class Namespace:
             allowed_paths=self._config.allowed_paths,
             num_threads=_num_threads,
             checks_memory=checks_memory(),
-            memory=None if self._memory is None else self._memory.memory,
+            memory=None if self._memory is None or follows is not None else self._memory.memory,
             tell=self._config.tell,
             without=without,
+            replica=link,
+            follows=follows,
             published=self._published,
         )
 
@@ -525,7 +620,7 @@ class Namespace:
         return accepted
 
     def _open_admission(self, held: ServerState) -> Admission:
-        if self._admission is None:
+        if self._admission is None or self.fills:  # a client that waits opens it anew
             raise NamespaceEnded(f"namespace '{self.name}' has ended")
         return self._admission
 
@@ -534,6 +629,10 @@ class Namespace:
         if self._is_closing or not self._has_written():
             return
         now = time.monotonic()
+        if self.fills and self._node is not None:
+            if self._node.replica.is_connected or now >= self._due_s - self._interval_s + _FILL_TIMEOUT_S:
+                self._end()
+            return
         is_idle = self._admission is not None and self._admission.is_idle(held)
         if now >= self._due_s or (is_idle and not self.unsaved):
             self._due_s = now + self._interval_s
@@ -544,9 +643,15 @@ class Namespace:
     def _end(self) -> None:
         """Stop serving: the next client starts the namespace again, from disk."""
         self._admission = None
+        self._note_all_saved()
         assert self._node is not None
         self._node.stop()
         self._folder.drop_if_empty()
+
+    def _note_all_saved(self) -> None:
+        """Note that this server has saved all that it has acknowledged, for the other ones to know."""
+        if self._replicas is not None and not self.unsaved:
+            self._replicas.note_saved_as_head()
 
     def _save(self, held: ServerState, *, waits: bool) -> None:
         """Write a snapshot if something has changed, in a thread of its own unless workers are to wait for it."""
@@ -601,6 +706,7 @@ class Namespace:
         """Save what has changed, and end; raises `_Stopped`, so that nothing which waits is acknowledged and lost."""
         if self._has_written():
             self._save(held, waits=True)
+            self._note_all_saved()
         else:
             self._note_unsaved(DeadlineExceeded(f"the snapshot before was not on disk after {SAVE_TIMEOUT_S:g} s"))
         raise _Stopped
@@ -621,124 +727,3 @@ def _read_here(read: Read) -> memoryview:
 def _num_threads(consistency: Consistency) -> int:
     """Return the number of threads of an update; workers run on other machines."""
     return server_threads(consistency, len(cores_here()), num_servers=1, num_workers=0)
-
-
-class ClaimedRank(Refused):
-    """Another client has the requested rank; after a kill, until its connection has ended."""
-
-
-@final
-class Admission:
-    """Assigns ranks, with a new incarnation for each life of a rank; for the thread that serves.
-
-    Args:
-        namespace: name, for messages.
-        generation: of the namespace.
-        workers: number of workers; None for any number.
-        now: monotonic seconds.
-    """
-
-    def __init__(
-        self,
-        namespace: str,
-        generation: int,
-        workers: int | None,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._namespace = namespace
-        self._generation = generation
-        self._workers = workers
-        self._now = now
-        self._opened_at = now()
-        self._incarnations: dict[int, int] = {}  # the newest assigned one, by rank
-        self._reserved: dict[int, float] = {}  # end of the reservation of ranks that have not joined yet
-
-    def admit(self, held: ServerState, ask: EnterRequest, holder_rank: int | None) -> EnterAccepted:
-        """Assign a rank to a client, and reserve it for a while until the client has joined.
-
-        `holder_rank` is the worker of its certificate, if that is for one worker.
-
-        Raises:
-            Refused: the rank is not free, or other clients have another number of workers; the message says which.
-        """
-        self._forget_reserved(held)
-        self._check(ask)
-        wanted = ask.rank if holder_rank is None else holder_rank
-        if ask.rank is not None and ask.rank != wanted:
-            raise Refused(f"its certificate is for worker {wanted}, and it asks to be worker {ask.rank}")
-        rank = self._first_free(held) if wanted is None else self._checked(held, wanted)
-        incarnation = self._incarnations.get(rank, -1) + 1
-        self._incarnations[rank] = incarnation
-        self._reserved[rank] = self._now() + RESERVED_S
-        size = self._workers or max([*held.core.members, *self._reserved]) + 1
-        return EnterAccepted(rank, incarnation, self._generation, size)
-
-    def opened(self) -> OpenNamespace:
-        """Return what another process has to know to go on."""
-        return OpenNamespace(self._generation, self._workers, dict(self._incarnations), dict(self._reserved))
-
-    def take_over(self, opened: OpenNamespace) -> None:
-        """Go on where another process ended."""
-        self._incarnations, self._reserved = dict(opened.incarnations), dict(opened.reserved)
-
-    def is_idle(self, held: ServerState) -> bool:
-        """Return whether no worker has joined, is expected, or was just admitted."""
-        self._forget_reserved(held)
-        waited = bool(self._incarnations) or self._now() > self._opened_at + RESERVED_S
-        return waited and not held.core.members and not self._reserved
-
-    def _check(self, ask: EnterRequest) -> None:
-        if ask.version.split(".")[:2] != __version__.split(".")[:2]:
-            raise Refused(f"it runs paceline {ask.version}, and the server {__version__}: install the same on both")
-        if ask.workers != self._workers:
-            raise Refused(
-                f"it wants {_amount(ask.workers)} in namespace '{self._namespace}', where others are with "
-                f"{_amount(self._workers)}: give every client the same workers=..., or name another namespace"
-            )
-
-    def _checked(self, held: ServerState, rank: int) -> int:
-        if self._workers is not None and rank >= self._workers:
-            raise Refused(f"there is no worker {rank} in namespace '{self._namespace}', which has {self._workers}")
-        if rank in self._reserved or _is_here(held, rank):
-            raise ClaimedRank(
-                f"worker {rank} of namespace '{self._namespace}' is there already: leave rank out, or end that one"
-            )
-        return rank
-
-    def _first_free(self, held: ServerState) -> int:
-        """Return the lowest free rank; if all are taken, the lowest whose worker is disconnected."""
-        ranks = range(self._workers or MAX_WORKERS)
-        never_came = (rank for rank in ranks if rank not in self._reserved and _joined(held, rank) is None)
-        rank = next(never_came, None)
-        if rank is None:
-            rank = next((rank for rank in ranks if rank not in self._reserved and not _is_here(held, rank)), None)
-        if rank is None:
-            raise ClaimedRank(f"all {len(ranks)} workers of namespace '{self._namespace}' are there already")
-        return rank
-
-    def _forget_reserved(self, held: ServerState) -> None:
-        now = self._now()
-        self._reserved = {
-            rank: until
-            for rank, until in self._reserved.items()
-            if now < until and not self._has_come(held, Sender(self._generation, rank, self._incarnations[rank]))
-        }
-
-    def _has_come(self, held: ServerState, sender: Sender) -> bool:
-        life = _joined(held, sender.worker)
-        return held.core.lives.has_ended(sender) or (life is not None and life.incarnation == sender.incarnation)
-
-
-def _joined(held: ServerState, rank: int) -> Incarnation | None:
-    life = held.core.lives.current(rank)
-    return life if life is not None and life.joined_at is not None else None
-
-
-def _is_here(held: ServerState, rank: int) -> bool:
-    """Return whether a worker has joined and is connected."""
-    life = _joined(held, rank)
-    return life is not None and life.lease_until is None
-
-
-def _amount(workers: int | None) -> str:
-    return "as many workers as come" if workers is None else f"workers={workers}"

@@ -39,6 +39,7 @@ class ServeOrders(msgspec.Struct, frozen=True, kw_only=True):
         greets: say what is served where.
         checks: read all that was saved before clients are let in, and say what is damaged.
         metrics: port, or HOST:PORT, at which Prometheus scrapes; empty for none.
+        views: absolute path of the folder that servers see which stand in for each other; empty for none.
         ends: save and end at once, as the process before was told to.
     """
 
@@ -52,6 +53,7 @@ class ServeOrders(msgspec.Struct, frozen=True, kw_only=True):
     checks: bool = True
     ends: bool = False
     metrics: str = ""
+    views: str = ""
 
     def encode(self) -> bytes:
         """Return a message."""

@@ -33,6 +33,7 @@ from paceline.serve.access import SCHEME, server_access
 from paceline.serve.gateway import Gateway, Namespaces
 from paceline.serve.namespace import NamespaceConfig
 from paceline.serve.orders import HAND_OVER, LISTENER, LOCK, ORDER_BYTES, SERVES, ServeOrders, ready
+from paceline.serve.replicas import Companions
 from paceline.serve.state import StateFolder
 from paceline.transport.lasting_memory import LastingMemory
 
@@ -80,11 +81,17 @@ def serve_state(
             memory=memory,
             metrics=metrics,
         )
-        namespaces = Namespaces(folder, transport, hosting)
+        companions = None
+        if orders.views:
+            companions = Companions(Path(orders.views), folder, orders.address, transport)
+        namespaces = Namespaces(folder, transport, hosting, companions)
         undo.enter_context(watching_revoked(keys / REVOKED_NAME if keys else None, namespaces.expel))
         gateway = Gateway(accepting, namespaces)
         undo.enter_context(_until_told(gateway.stop))
         namespaces.resume()
+        if companions is not None:
+            undo.callback(companions.close)
+            companions.start(namespaces.fill)
         if orders.ends:
             gateway.stop()
         if orders.greets:

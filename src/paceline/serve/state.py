@@ -4,6 +4,7 @@
     STATE/token                          token of clients, without --keys
     STATE/namespaces/NAME/generation     number of starts of this namespace
     STATE/namespaces/NAME/snapshot-12/   as `paceline.snapshots.folder` writes it
+    STATE/saved-in-view/NAME             with --views: number of the view in which all that was acknowledged is saved
 
 Names of namespaces are encoded as names of files.
 """
@@ -27,6 +28,7 @@ from paceline.snapshots.folder import Snapshot, has_any, set_aside, snapshots_in
 NAMESPACES_NAME: Final = "namespaces"
 LOCK_NAME: Final = "lock"
 GENERATION_NAME: Final = "generation"
+VIEWS_NAME: Final = "saved-in-view"
 _MAX_DIGITS: Final = 18  # of a generation; messages have no larger ones
 _LOST_GENERATION: Final = 1 << 40
 _PLAIN: Final = frozenset("abcdefghijklmnopqrstuvwxyz0123456789-_")
@@ -159,6 +161,23 @@ class StateFolder:
     def names(self) -> list[str]:
         """Return the names of all namespaces, sorted."""
         return sorted(name_of(path.name) for path in (self.path / NAMESPACES_NAME).glob("*") if path.is_dir())
+
+    def saved_view(self, name: str) -> int:
+        """Return in which view of a namespace all that was acknowledged was saved here; 0 for none. Raises OSError."""
+        try:
+            text = (self.path / VIEWS_NAME / folder_name(name)).read_bytes().strip()
+        except FileNotFoundError:
+            return 0
+        return int(text) if text.isdigit() and len(text) <= _MAX_DIGITS else 0
+
+    def forget_saved_view(self, name: str) -> None:
+        """Note that something may be acknowledged from now on that is not saved here. Raises OSError."""
+        (self.path / VIEWS_NAME / folder_name(name)).unlink(missing_ok=True)
+
+    def note_saved_view(self, name: str, number: int) -> None:
+        """Note that all which was acknowledged in this view and before is saved here. Raises OSError."""
+        (self.path / VIEWS_NAME).mkdir(mode=0o700, exist_ok=True)
+        write_durably(self.path / VIEWS_NAME / folder_name(name), str(number).encode())
 
     def folder(self, name: str) -> NamespaceFolder:
         """Return the folder of a namespace, which may not exist yet."""

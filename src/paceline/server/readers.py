@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NoReturn, final
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
@@ -33,6 +33,7 @@ from paceline.wire.versions import (
     PublicationId,
     ReaderRefused,
     ServerChosen,
+    VersionHead,
     VersionLeased,
     VersionsFound,
     decode,
@@ -207,8 +208,8 @@ class _Reading:
                     version = self._leased.get(message.id)
                     if version is None:
                         version = self._leased[message.id] = self._versions.lease(message.id)
-                    described = memoryview(version.layout + version.digests)
-                    _say(self._connection, VersionLeased(number, version.head), described)
+                    head, digests = _described(version, with_digests=message.with_digests)
+                    _say(self._connection, VersionLeased(number, head), memoryview(version.layout + digests))
                 case FetchBytes():
                     number = message.number
                     _say(self._connection, BytesFetched(number), self._bytes_of(message))
@@ -259,6 +260,11 @@ class _Reading:
             )
         self.end()
         self._begin(self._parts[server])
+
+
+def _described(version: PublishedVersion, *, with_digests: bool) -> tuple[VersionHead, bytes]:
+    """Return what a reader is told of a version; blocks while the digests that it wants are computed."""
+    return version.describe() if with_digests else (replace(version.head, digest=b""), b"")
 
 
 def _delta_between(new: memoryview, base: PublishedVersion | None, wanted: FetchDelta) -> tuple[int | None, memoryview]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, final
 from paceline.errors import PeerError
 from paceline.server.journal import Written, decode_written
 from paceline.server.record import UnreadableRecord, read_frames
-from paceline.server.replica import Ended, Happened, Proved, Replay, decode_told
+from paceline.server.replica import Replay
+from paceline.server.replica_messages import Ended, Happened, Proved, decode_told
 from paceline.transport.base import Frame
 
 if TYPE_CHECKING:

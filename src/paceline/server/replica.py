@@ -15,11 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final, Protocol, cast, final
+from typing import Final, cast, final
 
 from paceline.core.events import Changed, ClippedPush, Declared, Measured, NotFinite, Unapplied
 from paceline.core.messages import Push, PushId, WholeStep
-from paceline.core.server import ServerEvent
+from paceline.core.server import ServerCore, ServerEvent
 from paceline.core.work_queue import Life
 from paceline.errors import DeadlineExceeded, PacelineError, PeerError
 from paceline.server.buffers import BodyLimits, ReceiveBuffers
@@ -30,16 +30,32 @@ from paceline.server.memory_check import require_memory
 from paceline.server.record import RecordFile
 from paceline.server.recovery import ServerParts
 from paceline.server.replica_lag import ReplicaLag
+from paceline.server.replica_messages import (
+    ANSWERS,
+    CODEC,
+    Attached,
+    Checked,
+    Ended,
+    Happened,
+    Idled,
+    Leaving,
+    Looked,
+    Noted,
+    Proved,
+    Pushed,
+    Received,
+    Restored,
+    Told,
+)
+from paceline.server.replica_place import Promotion, ReplicaPlace
 from paceline.server.served_table import SavedFile
 from paceline.server.tables import ServedTables
 from paceline.stopwatch import Stopwatch
-from paceline.transport.base import EMPTY, Connection, Frame, Listener, Transport
+from paceline.transport.base import EMPTY, Connection, Frame, Listener
 from paceline.transport.buffer_pool import Buffer
-from paceline.update.rules import Hyper
 from paceline.wire.malformed import REQUEST_ERRORS, describe_error
 from paceline.wire.messages import (
     Hello,
-    MessageCodec,
     PushFrame,
     RowPullFrame,
     RowPushFrame,
@@ -60,6 +76,7 @@ _END_TIMEOUT_S: Final = 10.0
 _ANSWER_TIMEOUT_S: Final = 30.0  # the connection itself says sooner that a machine is gone
 _LEAST_BYTES_PER_S: Final = 1e6
 _RECORD_BEHIND: Final = 4096  # frames at the end of a record, among which are those of a journal
+_LEAVES: Final = "its machine is about to leave"
 _SILENT: Final = f"its machine has confirmed nothing for {SILENCE_S:g} s"
 
 
@@ -71,127 +88,6 @@ class Diverged(PacelineError):
     """A replica has found something else than its head."""
 
 
-class Promotion(Protocol):
-    """Decides which process of a server goes on: see `job.views.Views`."""
-
-    def promote(self, number: int) -> bool:
-        """Have the replica serve from now on, unless the view of this number has ended; return whether it does."""
-        ...
-
-    def dismiss(self, number: int) -> bool:
-        """Have the head go on without a replica, unless the view of this number has ended; return whether it does."""
-        ...
-
-    def enlist(self, number: int, process: int) -> bool:
-        """Have a process be the replica from now on, unless the view of this number has ended; return whether it is."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Attached:
-    """I serve, in this view; beside this is the state of my core and of what is kept beside it."""
-
-    view: int
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """Beside this are values and state of a table, as `ServedTable.save` writes them at this clock and version."""
-
-    table: str
-    clock: int
-    version: int
-    hyper: tuple[Hyper, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Pushed:
-    """The tensor beside this came with this push (a frame's header) and waits for its event."""
-
-    push: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Looked:
-    """A worker has said this of rows that it reads (a frame's header), which counts as their use; ids are beside it."""
-
-    frame: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Happened:
-    """This was written down at this time; the body of a request is beside it."""
-
-    now: float
-    written: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Idled:
-    """I have looked for requests about tables without pushes whose clock has come."""
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """I am about to give an answer that rests on nothing new: it leaves if you still follow me."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """I end as I was told to, or go on without you: serve no longer."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Proved:
-    """My tables have these digests at the end; in a record only."""
-
-    digests: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    """I have so many of your frames, and do what they say."""
-
-    num_frames: int
-
-
-Told = Attached | Restored | Pushed | Happened | Idled | Checked | Ended | Proved | Looked
-_CODEC: Final = MessageCodec[Told](Attached, Restored, Pushed, Happened, Idled, Checked, Ended, Proved, Looked)
-_ANSWERS: Final = MessageCodec[Received](Received)
-
-
-def decode_told(header: bytes) -> Told:
-    """Return what a frame says to a replica, or in a record; raises PeerError for other bytes."""
-    return _CODEC.decode(header)
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaPlace:
-    """What it takes to reach the replica of a server, and to go on without it.
-
-    Args:
-        rank: of the server.
-        view: its number.
-        promotion: asked when the replica does not answer.
-        address: returns where the replica listens, once it does.
-        transport: makes the connection.
-        tell: called with a line for the user when there is no replica any more.
-        generation: of the job.
-        process: of the replica, if it is not in the view yet.
-    """
-
-    rank: int
-    view: int
-    promotion: Promotion
-    address: Callable[[], str]
-    transport: Transport
-    tell: Callable[[str], None]
-    generation: int = 1
-    process: int = -1
-
-
 @final
 @dataclass(slots=True)
 class ReplicaLink:
@@ -201,17 +97,25 @@ class ReplicaLink:
 
     Args:
         place: of the replica that there is from the start.
-        find: returns the places of processes that have come to be the replica, while there is none.
+        find: returns the places of processes that have come to be the replica.
+        leaves: returns whether this process is to leave, and have its replica serve.
         record: gets all that a replica is told, or would be.
         lag: how far the replica may be behind answers to workers; by default not at all.
+        beside: returns what is kept of the server beside its node, for a process that comes to be the replica.
+        replaces: whether such a process also takes the place of the replica that there is.
     """
 
     place: ReplicaPlace | None = None
     find: Callable[[], list[ReplicaPlace]] | None = None
+    leaves: Callable[[], bool] | None = None
     record: RecordFile | None = None
     lag: ReplicaLag | None = None
-    _look_s: float = 0.0  # when to look next, for one or at the one that there is
+    beside: Callable[[], bytes] | None = None
+    replaces: bool = True
+    _look_s: float = 0.0  # when to look next at the one that there is
+    _find_s: float = 0.0  # when to look next for another
     _tried: set[str] = field(default_factory=set[str])  # addresses of those that were not to be reached
+    _told: str = ""  # the last reason why there is none yet
     _connection: Connection | None = None
     _queue: SendQueue | None = None  # of a replica that lags
     _num_sent: int = 0
@@ -222,7 +126,7 @@ class ReplicaLink:
     def open(self, state: bytes) -> None:
         """Connect, and give the replica the state to begin with; raises as `Transport.connect` does."""
         if self.record is not None and self.record.open():
-            self.record.append(_CODEC.encode(Attached(0)), memoryview(state))
+            self.record.append(CODEC.encode(Attached(0)), memoryview(state))
         if self.place is not None:
             self._connection = self._connect(self.place)
             self._send(Attached(self.place.view), memoryview(state))
@@ -238,7 +142,7 @@ class ReplicaLink:
     def look(self) -> None:
         """Notice that the replica is gone, also while nothing is told to it; called between two items.
 
-        It looks once a second, and does not wait.
+        It looks once a second, and does not wait, unless this process is to leave.
 
         Raises:
             Superseded: the replica serves in the place of this process.
@@ -246,8 +150,16 @@ class ReplicaLink:
         if not self.is_connected or time.monotonic() < self._look_s:
             return
         self._look_s = time.monotonic() + _IDLE_LOOK_S
+        if self.leaves is not None and self.leaves():
+            self._hand_over()
         self.check()  # what is sent is what shows that a machine confirms nothing
         self._hear_all()
+
+    def _hand_over(self) -> None:
+        """Have the replica serve; raises Superseded once it does, and goes on where it is gone."""
+        self.wait_received()  # first: the rest of a frame may be on its way
+        self._send(Leaving())
+        self.wait_received()  # which does not come: the replica closes the connection once it serves
 
     def take_replicated(self) -> dict[Life, list[int]]:
         """Return by worker the pushes that the replica has received since the last call; all, where there is none.
@@ -273,42 +185,69 @@ class ReplicaLink:
     def repair(self, parts: ServerParts, tables: ServedTables) -> None:
         """Give all that there is to a process that has come to be the replica; called between two items.
 
-        That is possible while no push waits. Blocks until it has all of it, which counts from then on.
+        That is possible while no push waits. Blocks until it has all of it, which counts from then on; until then the
+        replica that there may be is the one that counts.
+
+        Raises:
+            Superseded: that replica serves in the place of this process, or this process cannot tell.
         """
-        if self.find is None or self._connection is not None or time.monotonic() < self._look_s:
+        if self.find is None or (self.is_connected and not self.replaces) or time.monotonic() < self._find_s:
             return
         is_quiet = not any(table.num_waiting or not table.has_values for table in tables.values())
         if not is_quiet or parts.calls.has_waiting:
             return
-        self._look_s = time.monotonic() + _IDLE_LOOK_S
-        try:
-            place = next((place for place in self.find() if place.address() not in self._tried), None)
-            if place is None:
-                return
-            self._tried.add(place.address())
-        except (PeerError, OSError):  # it does not listen yet
+        self._find_s = time.monotonic() + _IDLE_LOOK_S
+        if self._untried() is None:
             return
-        self._num_sent = self._num_received = 0
-        connection = None
+        self.wait_received()  # by the one that there may be: nothing is on its way to it then, or it is gone
+        place, connection = self._untried(), None
+        if place is None:
+            return
+        if not place.is_tried_again:
+            self._tried.add(place.address())
         try:
             connection = self._connect(place)
-            self._give_all(connection, place, parts, tables)
+            num_told = self._give_all(connection, place, parts, tables)
         except (PacelineError, OSError) as error:
             if connection is not None:
                 connection.close()
-            place.tell(f"server {place.rank} has no replica yet: {error}")
+            if str(error) != self._told:
+                place.tell(f"{place.served} has no replica yet: {error}")
+            self._told = str(error)
             return
-        self.place, self._connection = place, connection
+        self._told = ""
+        self._enlist(place, connection, num_told)
+
+    def _untried(self) -> ReplicaPlace | None:
+        """Return the place of the newest process that has come to be the replica, and was not tried before."""
+        assert self.find is not None
+        try:
+            return next((place for place in self.find() if place.address() not in self._tried), None)
+        except (PeerError, OSError):  # it does not listen yet
+            return None
+
+    def _enlist(self, place: ReplicaPlace, connection: Connection, num_told: int) -> None:
+        """Have a process that has been told all, in so many frames, be the replica, in the place of one before it."""
+        replaced, queue = self._connection, self._queue
+        self.place, self._connection, self._queue = place, connection, None
+        self._num_sent = self._num_received = num_told
         self._let_lag()
         try:
             is_replica = place.promotion.enlist(place.view - 1, place.process)
         except OSError as error:  # it may be in the view, and serve once this process is silent
-            self._superseded = f"server {place.rank} cannot tell whether it has a replica: {error}"
+            self._superseded = f"{place.served} cannot tell whether it has a replica: {error}"
             raise Superseded(self._superseded) from error
+        if replaced is not None:
+            _let_go(replaced, queue, is_over=is_replica)
         if is_replica:
-            place.tell(f"server {place.rank} has a replica again")
-        else:
-            self.close()
+            again = f"{place.served} has a replica" if place.name else f"{place.served} has a replica again"
+            place.tell(again if replaced is None else f"{place.served} has another replica")
+            self.check()  # by which the replica knows that it is one
+            return
+        self.close()
+        if replaced is not None:
+            self._superseded = f"{place.served} is served by the replica that was to be replaced"
+            raise Superseded(self._superseded)
 
     def _connect(self, place: ReplicaPlace) -> Connection:
         hello = encode(Hello(ROLE, place.rank, 0, place.generation))
@@ -316,9 +255,11 @@ class ReplicaLink:
         check_server(connection, place.rank)
         return connection
 
-    def _give_all(self, connection: Connection, place: ReplicaPlace, parts: ServerParts, tables: ServedTables) -> None:
-        """Send the state of the server, and wait until it has come."""
+    def _give_all(self, connection: Connection, place: ReplicaPlace, parts: ServerParts, tables: ServedTables) -> int:
+        """Send the state of the server, and wait until it has come; return the number of frames."""
         told: list[tuple[Told, bytes]] = [(Attached(place.view), parts.dump())]
+        if self.beside is not None:
+            told.append((Noted(self.beside()), b""))
         with TemporaryDirectory(prefix=_FOLDER) as folder:
             for name, table in tables.items():
                 clock = parts.core.clock_of(name)
@@ -327,14 +268,15 @@ class ReplicaLink:
                 told.append((Restored(name, clock, table.version, table.hyper), state))
         for message, body in told:
             timeout_s = _ANSWER_TIMEOUT_S + len(body) / _LEAST_BYTES_PER_S
-            connection.send(_CODEC.encode(message), memoryview(body), timeout_s=timeout_s)
-        self._num_sent, watch = len(told), Stopwatch(2 * LOOK_S)
-        while self._num_received < self._num_sent:
+            connection.send(CODEC.encode(message), memoryview(body), timeout_s=timeout_s)
+        num_received, watch = 0, Stopwatch(2 * LOOK_S)
+        while num_received < len(told):
             try:
-                self._num_received = _ANSWERS.decode(connection.receive(timeout_s=LOOK_S).header).num_frames
+                num_received = ANSWERS.decode(connection.receive(timeout_s=LOOK_S).header).num_frames
             except DeadlineExceeded:
                 if watch.elapsed_s() > _ANSWER_TIMEOUT_S:
                     raise
+        return len(told)
 
     def _let_lag(self) -> None:
         """Send from now on without waiting for the replica to receive, if it may lag."""
@@ -386,6 +328,11 @@ class ReplicaLink:
         if self.is_there:
             self._send(Happened(now, encode_written(Asked(*life, encode(request)))), body)
 
+    def note_beside(self, content: bytes) -> None:
+        """Tell what is kept of the server beside its node from now on."""
+        if self.is_there:
+            self._send(Noted(content))
+
     def note_idle(self) -> None:
         """Tell that requests about tables without pushes are about to be looked for."""
         if self.is_there:
@@ -400,7 +347,7 @@ class ReplicaLink:
         """Have the record go on after the process before, which may not have written the last of its entries there."""
         if self.record is None or self.record.open():
             return
-        told = [_CODEC.encode(Happened(entry.now, encode_written(entry.written))) for entry in entries]
+        told = [CODEC.encode(Happened(entry.now, encode_written(entry.written))) for entry in entries]
         known = set(self.record.last_headers(_RECORD_BEHIND + 4 * len(told)))
         for header in told[max((at + 1 for at, header in enumerate(told) if header in known), default=0) :]:
             self.record.append(header)
@@ -408,7 +355,7 @@ class ReplicaLink:
     def prove(self, digests: Callable[[], dict[str, str]]) -> None:
         """Have the record end with digests of all tables."""
         if self.record is not None:
-            self.record.append(_CODEC.encode(Proved(digests())))
+            self.record.append(CODEC.encode(Proved(digests())))
 
     def wait_received(self, *, may_lag: bool = False) -> bool:
         """Block until the replica has all that it was told; called before an answer leaves, and returns True.
@@ -445,7 +392,7 @@ class ReplicaLink:
     def _hear(self, timeout_s: float) -> None:
         """Note what the replica, which is there, has by now; raises as `Connection.receive`."""
         assert self._connection is not None
-        answer = _ANSWERS.decode(self._connection.receive(timeout_s=timeout_s).header)
+        answer = ANSWERS.decode(self._connection.receive(timeout_s=timeout_s).header)
         self._num_received = max(self._num_received, min(answer.num_frames, self._num_sent))
 
     def end(self, reason: str) -> None:
@@ -478,13 +425,13 @@ class ReplicaLink:
             self._connection = None
 
     def _send(self, message: Told, body: memoryview = EMPTY) -> None:
-        header, connection = _CODEC.encode(message), self._connection
+        header, connection = CODEC.encode(message), self._connection
         if self.record is not None and not isinstance(message, Attached):
             self.record.append(header, body)
         if connection is None:
             return
         self._num_sent += 1
-        if self._queue is not None and not isinstance(message, Ended):
+        if self._queue is not None and not isinstance(message, Ended | Leaving):
             # By number: what is told twice, in the same words, counts twice.
             self._queue.send(header, body, last_of=b"%d" % self._num_sent)
             return
@@ -503,18 +450,28 @@ class ReplicaLink:
         try:
             is_head = place.promotion.dismiss(place.view)
         except OSError as error:
-            self._superseded = f"server {place.rank} has lost its replica, and cannot tell whether that serves: {error}"
+            self._superseded = f"{place.served} has lost its replica, and cannot tell whether that serves: {error}"
             raise Superseded(self._superseded) from error
         if not is_head:
-            self._superseded = f"the replica of server {place.rank} serves in its place: {reason}"
+            self._superseded = f"the replica of {place.served} serves in its place: {reason}"
             raise Superseded(self._superseded)
-        place.tell(f"the run ends if server {place.rank} is lost, as it has no replica any more: {reason}")
+        place.tell(f"{place.without}: {reason}")
+
+
+def _let_go(connection: Connection, queue: SendQueue | None, *, is_over: bool) -> None:
+    """Close the connection to a process that is the replica no longer; it ends, if what it could do is over."""
+    if is_over:
+        with suppress(PeerError):  # it has ended by itself
+            connection.send(CODEC.encode(Ended("another process is the replica")), timeout_s=_ANSWER_TIMEOUT_S)
+    if queue is not None:
+        queue.close()
+    connection.close()
 
 
 def _answer(connection: Connection, num_frames: int) -> None:
     """Tell the head what has come; what is here already counts, be it that the head has ended."""
     with suppress(PeerError):
-        connection.send(_ANSWERS.encode(Received(num_frames)), timeout_s=_ANSWER_TIMEOUT_S)
+        connection.send(ANSWERS.encode(Received(num_frames)), timeout_s=_ANSWER_TIMEOUT_S)
 
 
 @final
@@ -545,7 +502,7 @@ class Replay:
 
     def place(self, header: bytes, size_bytes: int) -> Buffer | memoryview | None:
         """Return memory for a body; raises PeerError for an impossible size."""
-        said = _CODEC.decode(header)
+        said = CODEC.decode(header)
         match said:
             case Pushed(push):
                 return self._limits.place(push, size_bytes)
@@ -577,7 +534,7 @@ class Replay:
                 self._repeat(decode_written(written), now, frame.body)
             case Idled():
                 self.parts.calls.advance_idle()
-            case Checked() | Ended() | Proved():
+            case Checked() | Ended() | Leaving() | Proved() | Noted():
                 pass
 
     def _compare_broken(self) -> None:
@@ -683,6 +640,9 @@ class Follower:
         listener: where the head connects, and workers once this process serves.
         patience_s: for the head to connect.
         tell: called with a line for the user when this process begins to serve.
+        name: of what is served, for messages; by default the server with its rank.
+        noted: called with what is kept of the server beside its node, each time the head says it.
+        ended: called when this process is not to serve, with what it has of the view in which it was the replica.
     """
 
     rank: int
@@ -690,7 +650,15 @@ class Follower:
     listener: Listener
     patience_s: float
     tell: Callable[[str], None]
+    name: str = ""
+    noted: Callable[[bytes], None] = lambda _: None
+    ended: Callable[[ServerCore, ServedTables, int], None] | None = None
     _view: int = 0
+    _counts: bool = False  # as the replica: what it was given is whole, and in a view
+
+    @property
+    def _served(self) -> str:
+        return self.name or f"server {self.rank}"
 
     def follow(self, replay: Replay, next_item: Callable[[float], object | None]) -> list[object] | None:
         """Block while the head serves; return the items that have come meanwhile, or None if told to stop.
@@ -713,13 +681,24 @@ class Follower:
             return None
         try:
             lost = self._take_all(connection, replay, is_stopped)
+            if lost is not None:
+                self._take_over(lost)
+        except Superseded:
+            self._leave(replay)
+            raise
         finally:
-            connection.close()
+            connection.close()  # last: a head that leaves goes on where its replica is gone before it serves
         if lost is None:
+            self._leave(replay)
             return None
-        self._take_over(lost)
         replay.drop_fresh()
         return items
+
+    def _leave(self, replay: Replay) -> None:
+        """Tell with what this process ends, if it was the replica: that has all which was acknowledged in its view."""
+        if self.ended is not None and self._counts:
+            replay.drop_fresh()
+            self.ended(replay.parts.core, replay.tables, self._view)
 
     def _accept_head(self, is_stopped: Callable[[], bool]) -> Connection | None:
         watch = Stopwatch(2 * LOOK_S)
@@ -729,7 +708,7 @@ class Follower:
             except DeadlineExceeded:
                 if watch.elapsed_s() > self.patience_s:
                     raise DeadlineExceeded(
-                        f"server {self.rank} did not connect to its replica within {self.patience_s:g} s"
+                        f"{self._served} did not connect to its replica within {self.patience_s:g} s"
                     ) from None
                 continue
             if self._is_head(connection):
@@ -751,7 +730,7 @@ class Follower:
         while since_stop is None or since_stop.elapsed_s() < _END_TIMEOUT_S:
             try:
                 frame = connection.receive(timeout_s=LOOK_S, place=replay.place)
-                message = _CODEC.decode(frame.header)
+                message = CODEC.decode(frame.header)
             except DeadlineExceeded:
                 if since_stop is None and is_stopped():
                     since_stop = Stopwatch(2 * LOOK_S)  # the head is told the same, and says that it ends
@@ -764,8 +743,14 @@ class Follower:
                 return None if since_stop is not None or is_stopped() else str(error)
             if isinstance(message, Ended):
                 return None
+            if isinstance(message, Leaving):
+                return _LEAVES
             if isinstance(message, Attached):
                 self._view = message.view
+            elif isinstance(message, Noted):
+                self.noted(message.content)
+            elif not isinstance(message, Restored):  # what comes behind all tables comes to the replica
+                self._counts = True
             line.note_heard()
             num_frames += 1
             if not isinstance(message, Pushed):  # its event follows
@@ -777,7 +762,7 @@ class Follower:
         try:
             serves = self._view > 0 and self.promotion.promote(self._view)
         except OSError as error:
-            raise Superseded(f"the replica of server {self.rank} cannot tell whether it serves: {error}") from error
+            raise Superseded(f"the replica of {self._served} cannot tell whether it serves: {error}") from error
         if not serves:
-            raise Superseded(f"server {self.rank} goes on without its replica, or had not begun: {lost}")
-        self.tell(f"server {self.rank} is served by its replica from now on: {lost}")
+            raise Superseded(f"{self._served} goes on without its replica, or had not begun: {lost}")
+        self.tell(f"{self._served} is served by its replica from now on: {lost}")

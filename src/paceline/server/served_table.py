@@ -33,7 +33,7 @@ from paceline.transport.base import Connection, Frame, Transport
 from paceline.transport.buffer_pool import Buffer
 from paceline.transport.buffers import LentBody
 from paceline.transport.lasting_memory import LastingMemory
-from paceline.update.cuts import TableCut
+from paceline.update.cuts import ShardCut, TableCut
 from paceline.update.rows.changes import ChangeLog
 from paceline.update.rows.cuts import RowsCut
 from paceline.update.rows.export import load_rows
@@ -154,13 +154,12 @@ TO_CLIP = Acceptance(clips=True)
 class PartToPublish:
     """The values of a server's range of a table as they are at one moment, from element `start` on: `size_bytes`.
 
-    `cut` has them in pieces, one after the other; any thread may read it, once. `allocate` returns memory that readers
-    can map.
+    Any thread may read the `cut`, once. `allocate` returns memory that readers can map.
     """
 
     start: int
     size_bytes: int
-    cut: TableCut
+    cut: ShardCut
     allocate: Callable[[int], memoryview]
 
 

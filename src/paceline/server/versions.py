@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, final
 
 from paceline.errors import UsageError
@@ -37,15 +37,25 @@ _MAX_UNFINISHED: Final = 4  # versions of one name of which not all tables are h
 class PublishedVersion:
     """A server's part of one version. Invariant: bytes that are here do not change, and have their digests.
 
+    `digests`: of all chunks, in the order of the parts; empty, as the digest in the head, until `describe` is called.
     `coming`: of one that a relay still fetches, how many bytes of each part are here; None: all of all.
     """
 
     head: VersionHead
     layout: bytes
     memories: tuple[memoryview, ...]  # by part
-    digests: bytes  # of all chunks, in the order of the parts
+    digests: bytes = b""
     num_leases: int = 0
     coming: Mapping[int, int] | None = None
+    _describing: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def describe(self) -> tuple[VersionHead, bytes]:
+        """Return the head with its digest, and the digests of all chunks; blocks while they are computed, once."""
+        with self._describing:
+            if not self.head.digest:
+                self.digests = b"".join(digest for memory in self.memories for digest in chunk_digests(memory))
+                self.head = replace(self.head, digest=digest_of(self.layout, self.digests))
+            return self.head, self.digests
 
     def has(self, part: int, stop: int) -> bool:
         """Return whether the bytes of a part are here up to `stop`."""
@@ -101,9 +111,9 @@ class VersionGone(UsageError):
 
 @final
 class PublishedVersions:
-    """The published versions of one server by name. Thread-safe; a thread of its own copies values and makes digests.
+    """The published versions of one server by name. Thread-safe; a thread of its own copies values.
 
-    A version is there for readers when all its tables are here and its digest is known; until then it is not seen.
+    A version is there for readers when all its tables are here; until then it is not seen.
 
     Args:
         max_leased: versions of a name that may be leased at once.
@@ -255,11 +265,8 @@ class PublishedVersions:
     def _copy(self, made: PublicationId, unfinished: _Unfinished, table: str, part: PartToPublish) -> None:
         """Copy the values of a table into memory that nothing writes to any more."""
         try:
-            memory, at = part.allocate(part.size_bytes), 0
-            for index in range(part.cut.num_pieces):
-                piece = part.cut.read(index)
-                memory[at : at + piece.nbytes] = piece
-                at += piece.nbytes
+            memory = part.allocate(part.size_bytes)
+            part.cut.read_all(memory)
             unfinished.parts[table] = part.start, memory
         except (
             REQUEST_ERRORS
@@ -269,22 +276,21 @@ class PublishedVersions:
             part.cut.close()
 
     def _seal(self, made: PublicationId, unfinished: _Unfinished) -> None:
-        """Compute the digests of a version whose tables are copied, and show it to readers."""
+        """Show readers a version whose tables are copied."""
         request = unfinished.request
-        parts, memories, digests = list[PublishedPart](), list[memoryview](), b""
+        parts, memories = list[PublishedPart](), list[memoryview]()
         for table in request.tables:
             start, memory = unfinished.parts[table]
             if memory is None:  # which was told
                 break
             parts.append(PublishedPart(table, start, memory.nbytes))
             memories.append(memory)
-            digests += b"".join(chunk_digests(memory))
-        head = VersionHead(made, digest_of(request.layout, digests), tuple(parts), len(request.layout))
+        head = VersionHead(made, b"", tuple(parts), len(request.layout))
         with self._changed:
             published = self._names.get(made.name)
             is_wanted = published is not None and published.unfinished.pop(made, None) is not None
             if published is not None and is_wanted and len(parts) == len(request.tables):
-                published.show(PublishedVersion(head, request.layout, tuple(memories), digests), request.keep)
+                published.show(PublishedVersion(head, request.layout, tuple(memories)), request.keep)
                 self._changed.notify_all()
 
 

@@ -59,6 +59,8 @@ def top(
             display.refresh(now)
     finally:
         display.close()
+    if not sys.stdout.isatty():
+        _print(display.view, as_json=False)  # how it has ended, where lines so far were short
     return 0
 
 

@@ -344,7 +344,7 @@ class CombinedOptimizer(CollectiveOptimizer):
         numbers = [self._num_steps, self._num_combined, what == "gradients", weight, digest]
         own = torch.tensor(numbers, dtype=torch.float64)
         mesh, told = self._mesh, [torch.zeros_like(own) for _ in range(self._num_replicas)]
-        with mesh.explained(f"step of '{self._settings.name}'"):
+        with mesh.explained(f"step of '{self._settings.name}'", mesh.group("data")):
             dist.all_gather(told, own, group=mesh.group("data"))
         if any(not torch.equal(one[:3], own[:3]) for one in told):
             done = "; ".join(
@@ -395,7 +395,7 @@ class CombinedOptimizer(CollectiveOptimizer):
         gradients = [torch.zeros_like(one) if one.grad is None else one.grad.contiguous() for one in tensors]
         mesh, position = self._mesh, self._mesh.position
         first = next(replica for replica, weight in enumerate(self._weights) if weight)
-        with mesh.explained(f"step of '{self._settings.name}'"):
+        with mesh.explained(f"step of '{self._settings.name}'", mesh.group("data")):
             for tensor in (present, *gradients):
                 source = mesh.grid.rank(replace(position, replica=first))
                 dist.broadcast(tensor, src=source, group=mesh.group("data"))
@@ -429,7 +429,7 @@ class CombinedOptimizer(CollectiveOptimizer):
         dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors[:-1]) else torch.float32
         flat = torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors])
         mesh = self._mesh
-        with mesh.explained(f"step of '{self._settings.name}'"):
+        with mesh.explained(f"step of '{self._settings.name}'", mesh.group("data")):
             dist.all_reduce(flat, group=mesh.group("data"))
         sizes = [tensor.numel() for tensor in tensors]
         return [sum_.view(tensor.shape) for sum_, tensor in zip(flat.split(sizes), tensors, strict=True)]
@@ -437,6 +437,6 @@ class CombinedOptimizer(CollectiveOptimizer):
     def _copy_from_first(self) -> None:
         """Set parameters and buffers to those of replica 0; blocks until all replicas call it."""
         mesh = self._mesh
-        with mesh.explained(f"first values of '{self._settings.name}'"), torch.no_grad():
+        with mesh.explained(f"first values of '{self._settings.name}'", mesh.group("data")), torch.no_grad():
             for tensor in (*self._flat.tensors, *self._buffers.values()):
                 dist.broadcast(tensor.data, src=self._settings.first, group=mesh.group("data"))

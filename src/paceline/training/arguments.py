@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
@@ -51,11 +52,17 @@ def check_distributed(
     if isinstance(fetch_every, bool) or not isinstance(fetch_every, int | None):
         raise UsageError(f"{here}: fetch_every is {brief(fetch_every)}, expected 1 or more steps, or None.")
     _check_parameters(optimizer, here)
+    _check_model(optimizer, model, here)
 
 
 def _check_parameters(optimizer: torch.optim.Optimizer, here: str) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            if is_lazy(parameter):
+                raise UsageError(
+                    f"{here}: a parameter of a lazy layer has no shape yet: run the model once on a batch, then make "
+                    "the optimizer."
+                )
             if parameter.device.type == "meta":
                 raise UsageError(
                     f"{here}: a parameter of shape {tuple(parameter.shape)} is on device meta and has no values: "
@@ -63,6 +70,16 @@ def _check_parameters(optimizer: torch.optim.Optimizer, here: str) -> None:
                 )
             if parameter.layout != torch.strided:
                 raise UsageError(f"{here}: a parameter of shape {tuple(parameter.shape)} is sparse: make it dense.")
+
+
+def _check_model(optimizer: torch.optim.Optimizer, model: nn.Module | None, here: str) -> None:
+    """Refuse another model than that of the optimizer: it would give the names, and the buffers that are averaged."""
+    known = set(model.parameters()) if model is not None else set[nn.Parameter]()
+    if known and not any(parameter in known for group in optimizer.param_groups for parameter in group["params"]):
+        raise UsageError(
+            f"{here}: none of the optimizer's parameters is in model: give the model whose parameters it steps (a copy "
+            "has others)."
+        )
 
 
 Policy: TypeAlias = Strategy | str

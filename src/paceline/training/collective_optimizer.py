@@ -124,7 +124,7 @@ def numbers_of_first(
     """
     group, rank = group or mesh.group("data"), mesh.worker_set.rank
     told = agree_on(mesh, "step", digest_of(own), values, len(own), int(has_batch), group=group)
-    with mesh.explained("hyperparameters of a step"):
+    with mesh.explained("hyperparameters of a step", group):
         require_equal_values(rank, [dist.get_global_rank(group, i) for i, one in enumerate(told) if one[1] != values])
         if len({one[0] for one in told}) == 1:
             return None
@@ -153,7 +153,7 @@ def agree_on(mesh: Mesh, what: Together, *numbers: int, group: dist.ProcessGroup
     group, kinds = group or mesh.group("data"), get_args(Together)
     words = torch.tensor([kinds.index(what), *numbers, *[0] * (_MOST_NUMBERS - len(numbers))])
     found = [torch.empty_like(words) for _ in range(group.size())]
-    with mesh.explained(what):
+    with mesh.explained(what, group):
         dist.all_gather(found, words, group=group)
     told = [one.tolist() for one in found]
     for index, (kind, *_) in enumerate(told):

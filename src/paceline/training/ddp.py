@@ -45,6 +45,7 @@ from paceline.training.same_batches import SameBatches, digest_of_batch
 from paceline.training.strategy import TrainingJob
 from paceline.update.summing import num_nonfinite
 from paceline.update.table import NonFinite, Scale
+from paceline.worker.node import HAS_LEFT
 
 T = TypeVar("T")
 
@@ -127,9 +128,12 @@ class DDPReplica:
 
         Raises:
             UsageError: there are none, or they were weighted by another number of samples.
+            PeerError: this worker has left.
         """
         done, self._done = self._done, None
         where = f"worker {self._job.rank}, step of '{self._settings.name}'"
+        if not self._handles:
+            raise PeerError(f"{where}: {HAS_LEFT}")
         if done is None:
             raise UsageError(
                 f"{where}: no backward has combined the gradients since the last step; "

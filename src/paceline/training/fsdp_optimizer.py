@@ -166,7 +166,7 @@ class Passes:
             return
         group, first = self._group, self._with_batch.index(True)
         source = dist.get_global_rank(group, first)
-        with self._mesh.explained(f"gradients of '{self._settings.name}'"), torch.no_grad():
+        with self._mesh.explained(f"gradients of '{self._settings.name}'", group), torch.no_grad():
             for parameter in self._model.parameters():
                 if parameter.grad is not None:
                     gradient = torch.zeros(parameter.shape, dtype=parameter.dtype)
@@ -206,7 +206,7 @@ class Passes:
         """Set floating-point buffers to the mean over the workers that had a batch."""
         buffers = list(floating_buffers(self._model).values()) if self._settings.average_buffers else []
         own, count = float(self.has_batch), max(1, sum(self._with_batch))
-        with self._mesh.explained(f"the buffers of '{self._settings.name}'"), torch.no_grad():
+        with self._mesh.explained(f"the buffers of '{self._settings.name}'", self._group), torch.no_grad():
             for buffer in buffers:
                 total = buffer * own
                 dist.all_reduce(total, group=self._group)
@@ -281,7 +281,7 @@ class Passes:
         parameters = list(self._model.parameters())
         own = [float(parameter.grad is not None) for parameter in parameters]
         holders = self._summed(own, self._group)
-        with self._mesh.explained(f"backward of '{self._settings.name}'"), torch.no_grad():
+        with self._mesh.explained(f"backward of '{self._settings.name}'", self._group), torch.no_grad():
             for parameter, count in zip(parameters, holders, strict=True):
                 if count:
                     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -293,7 +293,7 @@ class Passes:
     def _summed(self, numbers: list[float], group: dist.ProcessGroup | None) -> list[float]:
         """Return the sums of numbers over a group; blocks until all of it call this."""
         sums = torch.tensor(numbers, dtype=torch.float64)
-        with self._mesh.explained(f"backward of '{self._settings.name}'"):
+        with self._mesh.explained(f"backward of '{self._settings.name}'", group):
             dist.all_reduce(sums, group=group)
         return sums.tolist()
 
@@ -390,7 +390,7 @@ class ShardedOptimizer(CollectiveOptimizer):
             held.enter_context(torch.no_grad())
             held.enter_context(self._job.lookups.exactly())
             agree_on(self._mesh, "snapshot")
-            with self._mesh.explained(f"snapshot of '{self._settings.name}'"):
+            with self._mesh.explained(f"snapshot of '{self._settings.name}'", self._mesh.group("data")):
                 held.enter_context(gathered(self._model))
             yield
 
@@ -398,7 +398,7 @@ class ShardedOptimizer(CollectiveOptimizer):
         """Return the state of the whole optimizer, which a plain one can load; blocks until all workers call it."""
         agree_on(self._mesh, "state_dict")
         sliced = self._optimizer.state_dict()
-        with self._mesh.explained(f"state of '{self._settings.name}'"), torch.no_grad():
+        with self._mesh.explained(f"state of '{self._settings.name}'", self._mesh.group("data")), torch.no_grad():
             state = {
                 index: {key: whole(one) if isinstance(one, Tensor) else one for key, one in of.items()}
                 for index, of in sliced["state"].items()
@@ -451,8 +451,8 @@ def shard_model(optimizer: torch.optim.Optimizer, model: nn.Module, name: str, g
     mesh = group.mesh
     root = model.held if isinstance(model, Parallel) else model
     names = {parameter: own for own, parameter in root.named_parameters()}
-    with mesh.explained(f"sharding the model of '{name}'"):
-        guard = partial(mesh.explained, f"forward and backward of '{name}'")
+    with mesh.explained(f"sharding the model of '{name}'", group.batches):
+        guard = partial(mesh.explained, f"forward and backward of '{name}'", group.batches)
         shard_fully(root, group.slices, guard, group.peers)
     for given in optimizer.param_groups:
         whole_ones, given["params"] = given["params"], [root.get_parameter(names[one]) for one in given["params"]]

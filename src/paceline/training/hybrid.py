@@ -161,7 +161,7 @@ class HybridOptimizer(Distributed):
             agree_on(self._group.mesh, "snapshot", group=self._group.batches)
             held.enter_context(self._inner.snapshot())
             self._take_values()
-            with self._group.mesh.explained(f"snapshot of '{self._settings.name}'"):
+            with self._group.mesh.explained(f"snapshot of '{self._settings.name}'", self._group.batches):
                 held.enter_context(gathered(self._model))
             yield
         self._take_values()
@@ -176,7 +176,7 @@ class HybridOptimizer(Distributed):
         sliced: StateOf = self._inner.state_dict()["state"]
         parameters, state = self._parameters(), StateOf()
         first = self._state_of_first(sliced, parameters)
-        with self._group.mesh.explained(f"state of '{self._settings.name}'"), torch.no_grad():
+        with self._group.mesh.explained(f"state of '{self._settings.name}'", self._group.batches), torch.no_grad():
             for name, value in sorted(first.items()):  # in the same order on all workers
                 number, _, key = name.partition(".")
                 index, is_sliced = int(number), value.numel() == 0
@@ -253,7 +253,7 @@ class HybridOptimizer(Distributed):
         }
         content, group = save(found), self._group
         told = agree_on(group.mesh, "state_dict", len(content), group=group.batches)
-        with group.mesh.explained(f"state of '{self._settings.name}'"):
+        with group.mesh.explained(f"state of '{self._settings.name}'", group.batches):
             return load(broadcast_content(group.batches, 0, content, told[0][0]))
 
     def _refuse(self, problem: str) -> None:

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from paceline.errors import UsageError
 from paceline.update.kernels import Kernel, Numbers, Operands
 from paceline.update.lasting import ChunkMemory, ShardMemory, ShardSettings
-from paceline.update.native_steps import LANES, Addends, NativeSteps, StepMemory, steps_of
+from paceline.update.native_steps import LANES, Addends, NativeSteps, StepMemory, Undo, steps_of
 from paceline.update.rules import Hyper
 from paceline.update.summing import (
     CHUNK,
@@ -471,8 +471,8 @@ class Chunked:
             done = progress.num_zeroed(number, chunk.memory)
             if done is not None:
                 return done
-            progress.save(number, chunk.memory, thread)
-            num_zeroed = self._do(chunk, update, thread)
+            undo = progress.save(number, chunk.memory, thread, in_blocks=not chunk.calls)
+            num_zeroed = self._do(chunk, update, thread, undo)
             progress.finish(number, chunk.memory, num_zeroed)
             return num_zeroed
 
@@ -496,11 +496,15 @@ class Chunked:
         part.apply(contributions, hyper)
         return part._values
 
-    def saving(self) -> Callable[[], object] | None:
-        """Return what has the chunks of the last update saved for the next one, which mostly has the same."""
-        if self._lasting is None or self._plan is None:
+    def saving(self, *, is_tried: bool) -> Callable[[], object] | None:
+        """Return what has the chunks of the last update saved for the next one, which mostly has the same.
+
+        The C library saves what it changes as it goes, so then only an update that is tried needs more.
+        """
+        plan = self._plan
+        if self._lasting is None or plan is None or not (is_tried or any(chunk.calls for chunk in plan.chunks)):
             return None
-        return self._lasting.saving([chunk.memory for chunk in self._plan.chunks])
+        return self._lasting.saving([chunk.memory for chunk in plan.chunks])
 
     def _take_over(self, lasting: ShardMemory) -> None:
         """Go on with what a predecessor has committed, if there was one."""
@@ -573,18 +577,28 @@ class Chunked:
         exact = divisor == torch.tensor(divisor).item()  # torch passes the divisor as a float32
         return divisor if exact else 1.0
 
-    def _do(self, chunk: Chunk, update: _Update, thread: int) -> int:
+    def _do(self, chunk: Chunk, update: _Update, thread: int, undo: Undo | None = None) -> int:
         """Update one chunk; return the number of gradient elements that were zeroed."""
         for cut in self._cuts:
             cut.keep(chunk.start, chunk.stop)
         if self._native is not None and update.gradients is not None:
-            for call in chunk.native:
-                numbers, step, fresh = self._numbers[call.age.group], update.steps[call.piece], call.age.fresh
-                for place in call.places:
-                    is_finite = self._native.step(place, update.gradients, call.having, numbers, step=step, fresh=fresh)
-                    if update.checks and not is_finite:
-                        update.is_suspect = True
+            self._do_natively(self._native, update.gradients, chunk, update, undo or Undo())
         return self._do_in_torch(chunk, update, thread) if chunk.calls else 0
+
+    def _do_natively(self, native: NativeSteps, gradients: Addends, chunk: Chunk, update: _Update, undo: Undo) -> None:
+        """Take the steps of the C library, but for the elements that a predecessor has changed for good."""
+        reached, passed = undo.num_changed, 0
+        for call in chunk.native:
+            numbers, step, fresh = self._numbers[call.age.group], update.steps[call.piece], call.age.fresh
+            for whole in call.places:
+                place = whole.after(min(reached - passed, whole.length)) if passed < reached else whole
+                passed += whole.length
+                if not place.length:
+                    continue
+                kept = Undo(undo.memory, passed - place.length, place.start - chunk.start, undo.block)
+                is_finite = native.step(place, gradients, call.having, numbers, step=step, fresh=fresh, undo=kept)
+                if update.checks and not is_finite:
+                    update.is_suspect = True
 
     def _do_in_torch(self, chunk: Chunk, update: _Update, thread: int) -> int:
         scratch, num_zeroed, divide = self._scratch[thread], 0, update.divisor == 1.0

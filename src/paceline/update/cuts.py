@@ -127,25 +127,50 @@ class ShardCut:
     def read(self, index: int) -> memoryview:
         """See `TableCut.read`."""
         with self._lock:
-            if self.problem:
-                raise UsageError(f"a cut was given up: {self.problem}")
-            if index in self._kept:
-                found = self._kept.pop(index)
-                self.kept_bytes -= found.numel()
-            elif index in self._left:
-                found = self._copy(index)
-                self._left.discard(index)
-            else:
-                raise UsageError(f"a cut has no piece {index} that was not read before, of {self.num_pieces}")
+            found = self._take_kept(index)
+            if found is None:
+                found = self._read(index)
         return found.numpy().data
+
+    def read_all(self, out: memoryview) -> None:
+        """Read all pieces, one after the other, into memory for just as many bytes; raises as `read` does."""
+        at = 0
+        for index in range(self.num_pieces):
+            size_bytes = self._size_bytes(index)
+            into = torch.frombuffer(out, dtype=torch.uint8, count=size_bytes, offset=at)
+            with self._lock:
+                kept = self._take_kept(index)
+                if kept is None:
+                    self._read(index, into)
+            if kept is not None:
+                into.copy_(kept)
+            at += size_bytes
 
     def close(self) -> None:
         """See `TableCut.close`."""
         with self._lock:
             self._give_up("it was closed")
 
+    def _take_kept(self, index: int) -> Tensor | None:
+        """Return a piece that was kept, which counts as read now, or None for one that is as it was."""
+        if self.problem:
+            raise UsageError(f"a cut was given up: {self.problem}")
+        if index in self._kept:
+            found = self._kept.pop(index)
+            self.kept_bytes -= found.numel()
+            return found
+        if index not in self._left:
+            raise UsageError(f"a cut has no piece {index} that was not read before, of {self.num_pieces}")
+        return None
+
+    def _read(self, index: int, out: Tensor | None = None) -> Tensor:
+        """Copy a piece that is as it was. It is left until then: updates look at that without the lock."""
+        found = self._copy(index, out)
+        self._left.discard(index)
+        return found
+
     def _keep(self, index: int) -> None:
-        size_bytes = sum(stop - start for _, start, stop in self._spans(index))
+        size_bytes = self._size_bytes(index)
         if not self._has_room(self.kept_bytes + size_bytes):
             self._give_up(NO_ROOM)
             return
@@ -164,11 +189,14 @@ class ShardCut:
         self._kept.clear()
         self.kept_bytes = 0
 
-    def _copy(self, index: int) -> Tensor:
-        spans = list(self._spans(index))
-        out = torch.empty(sum(stop - start for _, start, stop in spans), dtype=torch.uint8)
+    def _size_bytes(self, index: int) -> int:
+        return sum(stop - start for _, start, stop in self._spans(index))
+
+    def _copy(self, index: int, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            out = torch.empty(self._size_bytes(index), dtype=torch.uint8)
         at = 0
-        for part, start, stop in spans:
+        for part, start, stop in self._spans(index):
             out[at : at + stop - start] = part[start:stop]
             at += stop - start
         return out

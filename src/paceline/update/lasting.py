@@ -22,6 +22,7 @@ import msgspec
 import torch
 
 from paceline.errors import ProtocolBug, UsageError
+from paceline.update.native_steps import ITEM_BYTES, Undo
 from paceline.update.placement import as_tensor, torch_dtype
 from paceline.update.rows.layout import IDS, layouts, use_columns
 from paceline.update.rows.memory import PIECE_ROWS
@@ -126,6 +127,10 @@ _HEAD_BYTES: Final = 64  # the first byte says which numbers are valid
 _NUMBER_BYTES: Final = 8
 _LEAST_AHEAD_BYTES: Final = 1 << 20  # less is copied faster than a thread is woken
 _BLOCK_BYTES: Final = 256 * 1024  # copied at once, as longer copies go past the cache
+UNDO_BLOCK: Final = 1024  # elements of a copy that the C library makes: two copies stay in the cache
+_UNDO_HEAD_BYTES: Final = 64  # of what `steps.c` keeps, and of each copy in it
+_NUM_WAYS, _WHOLE, _AHEAD, _IN_BLOCKS = 3, 0, 1, 2  # how a chunk is saved
+_REACHED_BITS: Final = 32
 
 
 @final
@@ -209,15 +214,32 @@ class ChunkMemory:
             ctypes.memmove(address, source, num_bytes)
             source += num_bytes
 
+    def restore_block(self, source: int) -> int:
+        """Restore the block that steps of the C library have kept last; return how many elements they changed before.
+
+        `source` is their memory, as `steps.c` lays it out.
+        """
+        begin = _NUMBER_BYTES * ctypes.c_int64.from_address(source).value
+        if not begin:  # nothing has changed yet
+            return 0
+        num_changed, first, num, kept = (ctypes.c_int64 * 4).from_address(source + begin)
+        source += begin + _UNDO_HEAD_BYTES
+        for number, (address, _) in enumerate(self.spans):
+            if kept >> number & 1:
+                ctypes.memmove(address + first * ITEM_BYTES, source, num * ITEM_BYTES)
+            source += UNDO_BLOCK * ITEM_BYTES
+        return int(num_changed)
+
 
 @final
 class UpdateProgress:
     """Which chunks of one update are done, and what those under way looked like before.
 
     Updates are numbered from 1. The threads of an update call it at once, each with its own chunks. What a chunk looks
-    like is saved as it is about to be changed, in memory of the thread; or ahead, between two updates, while workers
-    compute, as an update takes half as long again otherwise. A copy that was made ahead counts if nothing has changed
-    the shard since then.
+    like is saved as it is about to be changed, in memory of the thread: block by block while the C library goes through
+    it, as a block stays in the cache; else all of it. Or it is saved ahead, between two updates, while workers compute,
+    as an update takes half as long again if it saves whole chunks. A copy that was made ahead counts if nothing has
+    changed the shard since then.
 
     Where all chunks were saved ahead, an update may be *tried*: it looks for gradients that are not finite as it adds
     them, and what it has changed by then can be undone, by this process or by a successor of it.
@@ -233,8 +255,10 @@ class UpdateProgress:
         words = memory.cast("q")
         self._done = words[:num_chunks]  # by chunk, the last update that has changed it
         self._zeroed = words[num_chunks : 2 * num_chunks]  # by chunk, how many elements that update replaced by 0
-        self._tried = words[2 * num_chunks : 2 * num_chunks + 1]  # the last update that was begun as a trial
-        self._notes = words[2 * num_chunks + 1 :]  # by thread: update, chunk, and whether it was saved ahead
+        # By chunk, the last update that was undone in its middle, and how many elements it has changed for good.
+        self._reached = words[2 * num_chunks : 3 * num_chunks]
+        self._tried = words[3 * num_chunks : 3 * num_chunks + 1]  # the last update that was begun as a trial
+        self._notes = words[3 * num_chunks + 1 :]  # by thread: update, chunk, and how that was saved
         self._num_chunks = num_chunks
         self._memory = (*saved, whole)
         self._saved = [_address(each) for each in saved]
@@ -245,7 +269,7 @@ class UpdateProgress:
     @staticmethod
     def size_bytes(num_chunks: int, num_threads: int) -> int:
         """Return how much memory it takes, besides what chunks are saved in."""
-        return _NUMBER_BYTES * (2 * num_chunks + 1 + num_threads)
+        return _NUMBER_BYTES * (3 * num_chunks + 1 + num_threads)
 
     def note_change(self) -> None:
         """Note that the shard is about to change: what was saved ahead counts for this change alone."""
@@ -282,23 +306,43 @@ class UpdateProgress:
         """Restore the chunks that an update has begun and not done; called before the update goes on."""
         self.end_trial(update, chunks)
         for thread, note in enumerate(self._notes):
-            number, rest = divmod(note, 2 * self._num_chunks)
-            index, is_ahead = divmod(rest, 2)
+            number, rest = divmod(note, _NUM_WAYS * self._num_chunks)
+            index, way = divmod(rest, _NUM_WAYS)
             if number == update and self._done[index] != update:
                 chunk = chunks[index]
-                chunk.copy_from(self._at(chunk) if is_ahead else self._saved[thread])
+                if way == _IN_BLOCKS:
+                    reached = max(chunk.restore_block(self._saved[thread]), self._num_reached(update, chunk))
+                    self._reached[index] = (update << _REACHED_BITS) + reached
+                else:
+                    chunk.copy_from(self._at(chunk) if way == _AHEAD else self._saved[thread])
             self._notes[thread] = 0  # only now may the thread save another chunk
+
+    def _num_reached(self, update: int, chunk: ChunkMemory) -> int:
+        """Return how many elements of a chunk an update has changed for good that was undone in its middle."""
+        number, num_changed = divmod(self._reached[chunk.index], 1 << _REACHED_BITS)
+        return num_changed if number == update else 0
 
     def num_zeroed(self, update: int, chunk: ChunkMemory) -> int | None:
         """Return what `finish` was told if the update has done this chunk, else None."""
         return self._zeroed[chunk.index] if self._done[chunk.index] == update else None
 
-    def save(self, update: int, chunk: ChunkMemory, thread: int) -> None:
-        """Save what a chunk looks like, unless it was saved ahead; called before it is changed."""
-        is_ahead = self._ahead.get(chunk.index) == (self._epoch - 1, chunk)
-        if not is_ahead:
+    def save(self, update: int, chunk: ChunkMemory, thread: int, *, in_blocks: bool = False) -> Undo:
+        """Save what a chunk looks like, unless it was saved ahead; called before it is changed.
+
+        With `in_blocks`, its steps save it, where the result says, and go on behind what is changed for good.
+        """
+        way, undo = _WHOLE, Undo()
+        if self._ahead.get(chunk.index) == (self._epoch - 1, chunk):
+            way = _AHEAD
+        elif in_blocks:
+            way, undo = _IN_BLOCKS, Undo(self._saved[thread], self._num_reached(update, chunk), block=UNDO_BLOCK)
+            ctypes.c_int64.from_address(self._saved[thread]).value = 0  # no copy counts yet
+        elif self._num_reached(update, chunk):
+            raise ProtocolBug(f"a part of chunk {chunk.index} was changed for good by another library than this one")
+        else:
             chunk.copy_to(self._saved[thread])
-        self._notes[thread] = 2 * (update * self._num_chunks + chunk.index) + is_ahead
+        self._notes[thread] = _NUM_WAYS * (update * self._num_chunks + chunk.index) + way
+        return undo
 
     def finish(self, update: int, chunk: ChunkMemory, num_zeroed: int) -> None:
         """Note that an update has changed a chunk."""
@@ -324,6 +368,11 @@ class UpdateProgress:
 
     def _at(self, chunk: ChunkMemory) -> int:
         return self._whole + chunk.offset
+
+
+def _undo_bytes(num_arrays: int) -> int:
+    """Return how much memory the C library takes for its two copies of a block, of values and all states of a rule."""
+    return _UNDO_HEAD_BYTES + 2 * (_UNDO_HEAD_BYTES + num_arrays * UNDO_BLOCK * ITEM_BYTES)
 
 
 def _address(memory: memoryview) -> int:
@@ -395,7 +444,7 @@ class ShardMemory:
         self.record: Final = Record(record, _SHARD_NUMBERS)
         self._steps: Final = as_tensor(steps, torch.float32).view(2, -1)[:, :num_pieces]
         # One update at a time: the tables of a server may share it, and it stays in the cache.
-        saved_bytes = (1 + num_states) * CHUNK * item_bytes
+        saved_bytes = max((1 + num_states) * CHUNK * item_bytes, _undo_bytes(1 + num_states))
         saved = [
             lasting.region(name, saved_bytes, sparse=True)
             for thread in range(most_threads)

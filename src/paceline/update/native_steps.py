@@ -28,15 +28,16 @@ from paceline.update.summing import add_up
 LIBRARY: Final = Path(__file__).with_name("steps.c.so")
 
 _SUM: Final = (c_void_p, c_void_p, c_int64, c_float)  # gradients, their weights, how many, divisor
+_UNDO: Final = (c_void_p, c_int64, c_int64, c_int64)  # memory, elements changed before, first element, most at once
 FUNCTIONS: Final = {
-    "paceline_sgd": (c_int, (*(c_void_p,) * 2, c_int64, *_SUM, *(c_float,) * 4, c_int)),
-    "paceline_adam": (c_int, (*(c_void_p,) * 4, c_int64, *_SUM, *(c_float,) * 8, c_int)),
+    "paceline_sgd": (c_int, (*(c_void_p,) * 2, c_int64, *_SUM, *_UNDO, *(c_float,) * 4, c_int)),
+    "paceline_adam": (c_int, (*(c_void_p,) * 4, c_int64, *_SUM, *_UNDO, *(c_float,) * 8, c_int)),
     "paceline_can_step": (c_int, ()),
     "paceline_source": (c_uint32, ()),
 }
 _NESTEROV, _MAXIMIZE, _FRESH, _FUSED = 1, 2, 4, 8
 _MOST_GRADIENTS: Final = 1 << 16
-_ITEM_BYTES: Final = 4
+ITEM_BYTES: Final = 4
 _STEP, _DIVISOR = 7.0, 3.0  # of trials
 LANES: Final = 64  # a multiple of torch's vector length on every machine: its fused operations treat the rest otherwise
 _ENDS: Final = 15  # elements after these in trials: a vector of eight, and seven single ones
@@ -83,6 +84,34 @@ class StepMemory:
         addresses = tuple(None if tensor is None else tensor.data_ptr() for tensor in state)
         return cls(start, values.numel(), values.data_ptr(), addresses, tensors)
 
+    def after(self, num: int) -> StepMemory:
+        """Return the place without its first elements."""
+        skipped = num * ITEM_BYTES
+        state = tuple(None if address is None else address + skipped for address in self.state)
+        tensors = tuple(tensor[num:] for tensor in self.tensors)
+        return StepMemory(self.start + num, self.length - num, self.values + skipped, state, tensors)
+
+
+@final
+@value_class
+class Undo:
+    """Where steps of a chunk keep what their elements look like before they change, for a successor of this process.
+
+    Args:
+        memory: address of that memory, which outlives this process; None to keep nothing.
+        num_changed: elements of the chunk that were changed before the next step.
+        start: first element of the next step, counted from the start of the chunk.
+        block: most elements that are kept at once, a multiple of eight.
+    """
+
+    memory: int | None = None
+    num_changed: int = 0
+    start: int = 0
+    block: int = 0
+
+
+_NO_UNDO: Final = Undo()
+
 
 @final
 @value_class
@@ -117,7 +146,7 @@ class Addends:
         """Return addresses and weights of some gradients at a place, and how many there are."""
         if not (having and 0 <= place.start <= self.length - place.length):
             raise ProtocolBug(f"a step of elements {place.start} and {place.length} more, of {self.length}")
-        offset, num = place.start * _ITEM_BYTES, len(having)
+        offset, num = place.start * ITEM_BYTES, len(having)
         addresses = (c_void_p * num)(*(self.addresses[index] + offset for index in having))
         weights = (c_float * num)(*(self.weights[index] for index in having)) if self.weights else None
         return addresses, weights, num
@@ -151,6 +180,7 @@ class NativeSteps:
         *,
         step: float = 1.0,
         fresh: bool = False,
+        undo: Undo = _NO_UNDO,
     ) -> bool:
         """Take one step; return whether the gradients that it adds, and their sums, are finite.
 
@@ -161,16 +191,16 @@ class NativeSteps:
             numbers: hyperparameters.
             step: number of this step, from 1.
             fresh: whether the state has never been written.
+            undo: where to keep what changes.
         """
+        self._require_states(place, numbers)
+        kept = undo.memory, undo.num_changed, undo.start, undo.block
+        operands = *gradients.at(place, having), gradients.divisor, *kept
         if isinstance(self._kernel, SGDKernel):
-            return self._step_sgd(place, gradients, having, numbers, fresh=fresh)
-        return self._step_adam(place, gradients, having, numbers, step)
+            return self._step_sgd(place, operands, numbers, fresh=fresh)
+        return self._step_adam(place, operands, numbers, step)
 
-    def _step_sgd(
-        self, place: StepMemory, gradients: Addends, having: Sequence[int], numbers: Numbers, *, fresh: bool
-    ) -> bool:
-        if numbers["momentum"]:
-            self._require_states(place, numbers)
+    def _step_sgd(self, place: StepMemory, operands: tuple[object, ...], numbers: Numbers, *, fresh: bool) -> bool:
         how = (
             _NESTEROV * bool(numbers["nesterov"])
             + _MAXIMIZE * bool(numbers["maximize"])
@@ -178,20 +208,17 @@ class NativeSteps:
             + _FUSED * bool(numbers.get("fused"))
         )
         is_suspect: int = self._library.paceline_sgd(
-            *(place.values, *place.state, place.length, *gradients.at(place, having), gradients.divisor),
+            *(place.values, *place.state, place.length, *operands),
             *(numbers["lr"], numbers["momentum"], 1 - numbers["dampening"], numbers["weight_decay"], how),
         )
         return not is_suspect
 
-    def _step_adam(
-        self, place: StepMemory, gradients: Addends, having: Sequence[int], numbers: Numbers, step: float
-    ) -> bool:
-        self._require_states(place, numbers)
+    def _step_adam(self, place: StepMemory, operands: tuple[object, ...], numbers: Numbers, step: float) -> bool:
         decay, (beta1, beta2), lr = numbers["weight_decay"], numbers["betas"], numbers["lr"]
         is_decoupled = self._kernel.name.endswith("AdamW") or bool(numbers.get("decoupled_weight_decay"))
         size, root = lr / (1 - beta1**step), math.sqrt(1 - beta2**step)
         is_suspect: int = self._library.paceline_adam(
-            *(place.values, *place.state, place.length, *gradients.at(place, having), gradients.divisor),
+            *(place.values, *place.state, place.length, *operands),
             *((0.0, 1 - lr * decay) if is_decoupled else (decay, 1.0)),
             *(1 - beta1, beta2, 1 - beta2, size, root, numbers["eps"], _MAXIMIZE * bool(numbers["maximize"])),
         )

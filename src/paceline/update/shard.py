@@ -271,7 +271,7 @@ class Shard:
         self.hyper = hyper  # the limit is of this update alone
         self.version += 1
         self._commit(is_update=True)
-        save = updates.saving() if isinstance(updates, Chunked) else None
+        save = updates.saving(is_tried=unchecked) if isinstance(updates, Chunked) else None
         if save is not None:
             self._when_idle(save)
         return {}

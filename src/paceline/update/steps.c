@@ -3,11 +3,13 @@
  * each element read and written once. steps.py calls it where its results are those of torch's operations bit for bit.
  *
  * Nothing here allocates, keeps state or takes a lock: all memory is the caller's, and calls that share no memory may
- * run at once. What is multiplied and added is rounded once where it says fma, and twice elsewhere: the options of the
+ * run at once. A process that is killed in the middle of a step leaves, in memory that outlives it, what the elements at
+ * hand looked like before. What is multiplied and added is rounded once where it says fma, and twice elsewhere: the options of the
  * build forbid the compiler to join the two by itself.
  */
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 #ifndef SOURCE_CRC
 #define SOURCE_CRC 0 /* of this file, as hatch_build.py gives it */
@@ -39,6 +41,25 @@ typedef struct {
 typedef struct {
     float divisor, decay, kept, rest1, beta2, rest2, size, root, eps;
 } adam_t;
+
+/*
+ * Two copies of what elements look like before they change, in memory that outlives the process. The first word says
+ * after how many words the one that counts begins, 0 for none; a copy has how many elements were changed before these,
+ * where these begin in the chunk, how many they are and which arrays they are of, as bits; then a block of each array.
+ */
+typedef struct {
+    int64_t *memory; /* NULL to keep nothing */
+    int64_t num_changed, start; /* before the first element of the step; where that lies in the chunk */
+    int64_t block; /* most elements in a copy, a multiple of WIDTH */
+    int64_t *copy; /* that counts */
+    int64_t from; /* its first element in the step */
+} undo_t;
+
+enum { HEAD_WORDS = 8, SGD_ARRAYS = 2, ADAM_ARRAYS = 4 };
+enum { STRIDE = 64 }; /* elements that are kept at once: little, so that memory is read once and in parallel */
+
+/* A kill lets all writes before this happen that come first in the program, and none behind it without them. */
+#define IN_ORDER __asm__ volatile("" ::: "memory")
 
 /* FUSED: as torch's fused operation, which rounds another product in the last elements of a tensor. */
 enum { NESTEROV = 1, MAXIMIZE = 2, FRESH = 4, FUSED = 8 };
@@ -158,6 +179,43 @@ INLINE int has_nan(__m256 bad)
     return _mm256_movemask_ps(_mm256_cmp_ps(bad, bad, _CMP_UNORD_Q)) != 0;
 }
 
+/* Begins a copy of elements from `at` on; the one before it counts until then. */
+static void begin_copy(undo_t *undo, const float *const *arrays, int num_arrays, int64_t at)
+{
+    int64_t second = 2 * HEAD_WORDS + num_arrays * undo->block / 2, kept = 0;
+    int64_t begin = undo->memory[0] == HEAD_WORDS ? second : HEAD_WORDS, *copy = undo->memory + begin;
+    for (int number = 0; number < num_arrays; number++)
+        kept |= (int64_t)(arrays[number] != NULL) << number;
+    copy[0] = undo->num_changed + at, copy[1] = undo->start + at, copy[2] = 0, copy[3] = kept;
+    IN_ORDER;
+    undo->memory[0] = begin;
+    undo->copy = copy, undo->from = at;
+}
+
+/* Keeps the next elements of a step, which are about to change; returns where they end. */
+INLINE int64_t keep_next(undo_t *undo, const float *const *arrays, int num_arrays, int64_t at, int64_t length)
+{
+    if (!undo->memory)
+        return length;
+    if (!undo->copy || at == undo->from + undo->block)
+        begin_copy(undo, arrays, num_arrays, at);
+    int64_t end = at + STRIDE, place = at - undo->from;
+    end = end < undo->from + undo->block ? end : undo->from + undo->block;
+    end = end < length ? end : length;
+    float *kept = (float *)(undo->copy + HEAD_WORDS) + place;
+    for (int number = 0; number < num_arrays; number++, kept += undo->block) {
+        const float *array = arrays[number];
+        if (array && end - at == STRIDE)
+            memcpy(kept, array + at, STRIDE * sizeof(float)); /* of a size that the compiler knows */
+        else if (array)
+            memcpy(kept, array + at, (size_t)(end - at) * sizeof(float));
+    }
+    IN_ORDER;
+    undo->copy[2] = end - undo->from;
+    IN_ORDER;
+    return end;
+}
+
 int paceline_can_step(void)
 {
     __builtin_cpu_init();
@@ -166,21 +224,27 @@ int paceline_can_step(void)
 
 /*
  * One step of torch.optim.SGD; returns whether some sum of gradients is not finite. `buffer` is NULL without momentum,
- * `weights` where every gradient counts once. The processor must be one that can step.
+ * `weights` where every gradient counts once; `undo_memory` and what follows it are an undo_t. The processor must be one
+ * that can step.
  */
 FAST int paceline_sgd(float *values, float *buffer, int64_t length, const float *const *gradients, const float *weights,
-                      int64_t num_gradients, float divisor, float lr, float momentum, float undamped, float decay,
-                      int how)
+                      int64_t num_gradients, float divisor, int64_t *undo_memory, int64_t num_changed, int64_t start,
+                      int64_t block, float lr, float momentum, float undamped, float decay, int how)
 {
     sum_t of = {gradients, weights, num_gradients};
     sgd_t by = {lr, momentum, undamped, decay, divisor};
+    undo_t undo = {undo_memory, num_changed, start, block, NULL, 0};
+    const float *const arrays[SGD_ARRAYS] = {values, buffer};
     __m256 bad = _mm256_setzero_ps();
-    int64_t at = 0;
-    for (; at + WIDTH <= length; at += WIDTH)
-        sgd_step(values, buffer, of, at, NULL, &by, how, &bad);
-    if (at < length) {
-        __m256i lanes = first_lanes(length - at);
-        sgd_step(values, buffer, of, at, &lanes, &by, how, &bad);
+    for (int64_t at = 0; at < length;) {
+        int64_t end = keep_next(&undo, arrays, SGD_ARRAYS, at, length);
+        for (; at + WIDTH <= end; at += WIDTH)
+            sgd_step(values, buffer, of, at, NULL, &by, how, &bad);
+        if (at < end) {
+            __m256i lanes = first_lanes(end - at);
+            sgd_step(values, buffer, of, at, &lanes, &by, how, &bad);
+            at = end;
+        }
     }
     return has_nan(bad);
 }
@@ -192,18 +256,23 @@ FAST int paceline_sgd(float *values, float *buffer, int64_t length, const float 
  */
 FAST int paceline_adam(float *values, float *averages, float *squares, float *most, int64_t length,
                        const float *const *gradients, const float *weights, int64_t num_gradients, float divisor,
-                       float decay, float kept, float rest1, float beta2, float rest2, float size, float root, float eps,
-                       int how)
+                       int64_t *undo_memory, int64_t num_changed, int64_t start, int64_t block, float decay, float kept,
+                       float rest1, float beta2, float rest2, float size, float root, float eps, int how)
 {
     sum_t of = {gradients, weights, num_gradients};
     adam_t by = {divisor, decay, kept, rest1, beta2, rest2, size, root, eps};
+    undo_t undo = {undo_memory, num_changed, start, block, NULL, 0};
+    const float *const arrays[ADAM_ARRAYS] = {values, averages, squares, most};
     __m256 bad = _mm256_setzero_ps();
-    int64_t at = 0;
-    for (; at + WIDTH <= length; at += WIDTH)
-        adam_step(values, averages, squares, most, of, at, NULL, &by, how, &bad);
-    if (at < length) {
-        __m256i lanes = first_lanes(length - at);
-        adam_step(values, averages, squares, most, of, at, &lanes, &by, how, &bad);
+    for (int64_t at = 0; at < length;) {
+        int64_t end = keep_next(&undo, arrays, ADAM_ARRAYS, at, length);
+        for (; at + WIDTH <= end; at += WIDTH)
+            adam_step(values, averages, squares, most, of, at, NULL, &by, how, &bad);
+        if (at < end) {
+            __m256i lanes = first_lanes(end - at);
+            adam_step(values, averages, squares, most, of, at, &lanes, &by, how, &bad);
+            at = end;
+        }
     }
     return has_nan(bad);
 }
@@ -214,18 +283,22 @@ int paceline_can_step(void)
 }
 
 int paceline_sgd(float *values, float *buffer, int64_t length, const float *const *gradients, const float *weights,
-                 int64_t num_gradients, float divisor, float lr, float momentum, float undamped, float decay, int how)
+                 int64_t num_gradients, float divisor, int64_t *undo_memory, int64_t num_changed, int64_t start,
+                 int64_t block, float lr, float momentum, float undamped, float decay, int how)
 {
     (void)values, (void)buffer, (void)length, (void)gradients, (void)weights, (void)num_gradients;
+    (void)undo_memory, (void)num_changed, (void)start, (void)block;
     (void)lr, (void)momentum, (void)undamped, (void)decay, (void)divisor, (void)how;
     return 1;
 }
 
 int paceline_adam(float *values, float *averages, float *squares, float *most, int64_t length,
-                  const float *const *gradients, const float *weights, int64_t num_gradients, float divisor, float decay,
-                  float kept, float rest1, float beta2, float rest2, float size, float root, float eps, int how)
+                  const float *const *gradients, const float *weights, int64_t num_gradients, float divisor,
+                  int64_t *undo_memory, int64_t num_changed, int64_t start, int64_t block, float decay, float kept,
+                  float rest1, float beta2, float rest2, float size, float root, float eps, int how)
 {
     (void)values, (void)averages, (void)squares, (void)most, (void)length, (void)gradients, (void)weights;
+    (void)undo_memory, (void)num_changed, (void)start, (void)block;
     (void)num_gradients, (void)divisor, (void)decay, (void)kept, (void)rest1, (void)beta2, (void)rest2;
     (void)size, (void)root, (void)eps, (void)how;
     return 1;

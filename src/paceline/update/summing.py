@@ -19,7 +19,7 @@ from paceline.update.table import NonFinite, Scale, SegmentPiece
 if TYPE_CHECKING:
     from torch import Tensor
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar, final
 
 T = TypeVar("T")
@@ -27,11 +27,11 @@ T = TypeVar("T")
 
 @final
 class ThreadPool:
-    """Runs pieces of work on several threads; used by one thread at a time.
+    """Runs pieces of work on several threads, of which the caller is one; used by one thread at a time.
 
     Args:
         num_threads: how many threads work; with 1, the caller works alone. Each of several makes torch run its own
-            operations on one thread, a setting that also holds for every thread that the process starts later.
+            operations on one thread meanwhile, a setting that also holds for every thread that the process starts then.
 
     Example:
         >>> pool = ThreadPool(2)
@@ -42,29 +42,37 @@ class ThreadPool:
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
-        self._threads: ThreadPoolExecutor | None = None
+        self._others: ThreadPoolExecutor | None = None
         if num_threads > 1:
-            self._threads = ThreadPoolExecutor(num_threads, "paceline-update", torch.set_num_threads, (1,))
+            self._others = ThreadPoolExecutor(num_threads - 1, "paceline-update", torch.set_num_threads, (1,))
 
     def total(self, items: Sequence[T], work: Callable[[T, int], int]) -> int:
         """Return the sum of `work(item, index of the thread)` over all items; a free thread takes the next one.
 
         Blocks until all items are done; raises what `work` raises.
         """
-        alone = len(items) < 2 and torch.get_num_threads() == 1  # else torch would split every small operation
-        if self._threads is None or alone:
+        if self._others is None:
             return sum(work(item, 0) for item in items)
         waiting = iter(items)
 
         def take(thread: int) -> int:
             return sum(work(item, thread) for item in waiting)
 
-        return sum(self._threads.map(take, range(self.num_threads)))
+        num_others = min(self.num_threads, len(items)) - 1  # the caller begins at once, while these wake up
+        others = [self._others.submit(take, thread) for thread in range(1, num_others + 1)]
+        num_before = torch.get_num_threads()
+        torch.set_num_threads(1)  # else torch would split every small operation
+        try:
+            own = take(0)
+        finally:
+            torch.set_num_threads(num_before)
+            wait(others)
+        return own + sum(each.result() for each in others)
 
     def close(self) -> None:
         """End the threads; there is no work afterwards."""
-        if self._threads is not None:
-            self._threads.shutdown()
+        if self._others is not None:
+            self._others.shutdown()
 
 
 def stretches(length: int, size: int) -> Iterator[tuple[int, int]]:

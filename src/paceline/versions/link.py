@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar, final
 
 import msgspec
@@ -15,6 +15,7 @@ from paceline.errors import PeerError, Refused, UsageError
 from paceline.transport.base import EMPTY, Connection
 from paceline.transport.buffers import fresh_buffer
 from paceline.transport.deadline import Deadline
+from paceline.transport.segments import PeerMemory
 from paceline.update.placement import torch_dtype
 from paceline.update.rows.changes import LogEntry
 from paceline.update.rows.spec import RowTableSpec
@@ -50,6 +51,7 @@ from paceline.wire.versions import (
     VersionHead,
     VersionLeased,
     VersionsFound,
+    chunk_digests,
     decode,
     digest_of,
     encode,
@@ -81,7 +83,10 @@ class DamagedVersion(PeerError):
 
 @dataclass(frozen=True, slots=True)
 class LeasedPart:
-    """One server's part of a version, kept for this reader. `digests`: those of all chunks, in the order of parts."""
+    """One server's part of a version, kept for this reader.
+
+    `digests`: those of all chunks, in the order of parts; empty, as the digest in the head, where bytes are mapped.
+    """
 
     head: VersionHead
     layout: memoryview
@@ -103,6 +108,11 @@ class PartMemory:
     have: dict[int, int] = field(default_factory=dict[int, int])  # by part: bytes from its beginning on
     is_mapped: bool = False
     received_bytes: int = 0  # over the network
+
+    def was_written(self) -> bool:
+        """Return whether this process has written to memory that it maps; True where that cannot be found out."""
+        mapped = (memory.obj for memory in self.memories.values())
+        return any(isinstance(each, PeerMemory) and each.was_written_anywhere() for each in mapped)
 
     def make_room(self, leased: LeasedPart) -> None:
         """Have memory for all bytes of a server's part, before they come."""
@@ -178,15 +188,16 @@ class ReaderLink:
             VersionNotThere: it does not have it.
             Refused: it keeps too many already.
         """
-        number = self._ask(LeaseVersion(self._next(), wanted))
+        number = self._ask(LeaseVersion(self._next(), wanted, with_digests=not self.maps))
         leased, body = self._answer(number, VersionLeased)
         head = leased.head
-        chunks = sum(num_chunks(part.size_bytes) for part in head.parts)
+        chunks = 0 if self.maps else sum(num_chunks(part.size_bytes) for part in head.parts)
         size_bytes = sum(part.size_bytes for part in head.parts)
         if len(body) != head.num_layout_bytes + chunks * DIGEST_BYTES or size_bytes > MAX_VERSION_BYTES:
             raise PeerError(f"server {self._server} describes a version of {size_bytes} bytes with {len(body)} bytes")
         layout, digests = body[: head.num_layout_bytes], body[head.num_layout_bytes :]
-        if head.id != wanted or digest_of(layout, digests) != head.digest:
+        digest = b"" if self.maps else digest_of(layout, digests)
+        if head.id != wanted or digest != head.digest:
             raise DamagedVersion(f"server {self._server} describes a version that does not have its digest")
         return LeasedPart(head, layout, digests)
 
@@ -259,7 +270,9 @@ class ReaderLink:
         size_bytes = leased.head.parts[index].size_bytes
         number = self._ask(FetchBytes(self._next(), leased.head.id, index, 0, size_bytes))
         body = self._answer(number, BytesFetched, size_bytes)[1]
-        into.memories[index], into.have[index], into.is_mapped = body, size_bytes, True
+        # Without shared memory there is nothing to map, and the bytes come through the socket.
+        into.is_mapped = isinstance(body.obj, PeerMemory)
+        into.memories[index], into.have[index] = body, size_bytes
 
     def _copy(
         self, leased: LeasedPart, index: int, first_chunk: int, into: PartMemory, base: Base | None
@@ -380,8 +393,20 @@ class ReaderLink:
         return message, frame.body
 
 
-def has_digests(leased: LeasedPart, memory: PartMemory) -> bool:
-    """Return whether all bytes of a server's part have their digests."""
+def described(leased: LeasedPart, memory: PartMemory) -> LeasedPart:
+    """Return a server's part with its digests, which are computed where it was leased without."""
+    if leased.head.digest:
+        return leased
+    memories = (memory.memories[index] for index, part in enumerate(leased.head.parts) if part.size_bytes)
+    digests = b"".join(digest for each in memories for digest in chunk_digests(each))
+    head = replace(leased.head, digest=digest_of(leased.layout, digests))
+    return LeasedPart(head, leased.layout, memoryview(digests))
+
+
+def is_intact(leased: LeasedPart, memory: PartMemory) -> bool:
+    """Return whether all bytes of a server's part have their digests; of mapped ones, whether none was written here."""
+    if memory.is_mapped:
+        return not memory.was_written()
     chunk = 0
     for index, part in enumerate(leased.head.parts):
         if part.size_bytes and _damaged(leased, chunk, memory.memories[index]):

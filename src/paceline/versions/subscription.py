@@ -16,7 +16,7 @@ from paceline.errors import PeerError, Refused
 from paceline.serve.access import ClientCredentials, PathLike
 from paceline.transport.deadline import Deadline
 from paceline.versions.contents import digest_of_version, shared_layout, tensors_of, word_bytes_of
-from paceline.versions.link import Base, LeasedPart, PartMemory, ReaderLink, VersionNotThere, has_digests
+from paceline.versions.link import Base, LeasedPart, PartMemory, ReaderLink, VersionNotThere, described, is_intact
 from paceline.versions.links import NothingYet, ServerLinks
 from paceline.versions.places import VersionPlaces, find_places
 from paceline.versions.rows import SubscribedRows
@@ -50,7 +50,6 @@ class Version(Mapping[str, Tensor]):
     Attributes:
         name: under which it is published.
         number: the clock of the worker that published it.
-        digest: SHA-256 of all its bytes, in hexadecimal.
         series: which publisher it is from: two versions of one number and series are one. Those of a publisher that
             began later, by the clock of its machine, come later.
         absent: names of parameters that were published without their values, as no server holds them: frozen ones.
@@ -68,9 +67,9 @@ class Version(Mapping[str, Tensor]):
         self.name: Final = published.name
         self.number: Final = published.number
         self.series: Final = published.series
-        self.digest: Final = digest_of_version(parts)
         self._parts = parts
         self._memories = memories
+        self._digest = ""
         layout = shared_layout(parts)
         self.absent: Final = frozenset(layout.absent)
         self._tensors = tensors_of(layout, parts, memories)
@@ -79,7 +78,7 @@ class Version(Mapping[str, Tensor]):
         self._dropped.atexit = False
 
     def __repr__(self) -> str:
-        return f"Version('{self.name}', {self.number}, {len(self)} tensors, digest {self.digest[:12]})"
+        return f"Version('{self.name}', {self.number}, {len(self)} tensors)"
 
     def __getitem__(self, name: str) -> Tensor:
         """Return the tensor of this name."""
@@ -102,6 +101,17 @@ class Version(Mapping[str, Tensor]):
         self.close()
 
     @property
+    def digest(self) -> str:
+        """SHA-256 of all its bytes, in hexadecimal, equal for all readers.
+
+        Of mapped bytes it is computed here, when it is first asked for: ask before you write to them.
+        """
+        if not self._digest:
+            parts = [described(*each) for each in zip(self._parts, self._memories, strict=True)]
+            self._digest = digest_of_version(parts)
+        return self._digest
+
+    @property
     def is_mapped(self) -> bool:
         """Whether the tensors are memory of the servers, which was not copied."""
         return all(memory.is_mapped for memory in self._memories)
@@ -121,8 +131,12 @@ class Version(Mapping[str, Tensor]):
         return list(zip(self._parts, self._memories, strict=True))
 
     def verify(self) -> bool:
-        """Return whether all its bytes have their digests; reads all of them. What came by a network was checked."""
-        return all(has_digests(part, memory) for part, memory in zip(self._parts, self._memories, strict=True))
+        """Return whether all its bytes are those that were published.
+
+        What came by a network was compared with its digests then, and is once more. Of what is mapped, which nothing
+        else can change, this looks whether this process has written to it.
+        """
+        return all(is_intact(part, memory) for part, memory in zip(self._parts, self._memories, strict=True))
 
     def close(self) -> None:
         """End the lease: the servers need not keep the version. Its tensors stay. Idempotent."""
@@ -285,9 +299,11 @@ class VersionSubscription:
         """Return the newest version that is wanted; waits for it."""
 
         def once(deadline: Deadline) -> Version:
+            links, lists = list[ReaderLink](), list[tuple[PublicationId, ...]]()
             while True:
-                links = self._connected(deadline)
-                lists = [link.find(self.name, (), 0.0) for link in links]
+                if self._connected(deadline) is not links:
+                    links = self._servers.links
+                    lists = [link.find(self.name, (), 0.0) for link in links]
                 problem = next((link.problem for link in links if link.problem), "")
                 not_older = self._not_older(lists[0])
                 if lists[0] and not not_older:
@@ -298,14 +314,15 @@ class VersionSubscription:
                     try:
                         return self._fetch(whole[-1])
                     except VersionNotThere:
-                        continue  # it was dropped meanwhile, so a newer one is there
+                        links = []  # it was dropped meanwhile, so a newer one is there: ask anew
+                        continue
                 self._servers.problem = problem
                 if problem and self._servers.has_others:
                     raise PeerError(problem)
                 if self._servers.is_closed or not deadline.remaining_s():
                     there = [each.number for each in lists[0]]
                     raise NothingYet(f"there is none yet; there are {there}{problem and f'. {problem}'}")
-                self._wait_change(lists, wanted, deadline)
+                lists = self._wait_change(lists, wanted, deadline)
 
         return self._servers.repeat(once, deadline, what)
 
@@ -324,10 +341,15 @@ class VersionSubscription:
 
     def _wait_change(
         self, lists: list[tuple[PublicationId, ...]], wanted: list[PublicationId], deadline: Deadline
-    ) -> None:
-        """Wait for a server to have what it lacks: the first server a version that is wanted, another one that one."""
+    ) -> list[tuple[PublicationId, ...]]:
+        """Wait for a server to have what it lacks: the first server a version that is wanted, another one that one.
+
+        Return what all of them have then.
+        """
         late = next((rank for rank, found in enumerate(lists) if wanted and wanted[-1] not in found), 0)
-        self._servers.links[late].find(self.name, lists[late], deadline.remaining_s())
+        links = self._servers.links
+        found = links[late].find(self.name, lists[late], deadline.remaining_s())
+        return [found if rank == late else link.find(self.name, (), 0.0) for rank, link in enumerate(links)]
 
     def _everywhere(self, deadline: Deadline) -> list[PublicationId]:
         """Return the versions that all servers have, the newest last."""
@@ -345,13 +367,17 @@ class VersionSubscription:
             for link, _ in zip(links, parts, strict=False):
                 link.end_lease(wanted)
             raise
-        digest = digest_of_version(parts)
+        digest = "" if any(link.maps for link in links) else digest_of_version(parts)
         unfinished = self._unfinished.get(wanted)
-        if unfinished is None or unfinished.digest != digest:
+        if unfinished is None or not digest or unfinished.digest != digest:
             unfinished = _Unfinished(digest, [PartMemory() for _ in parts])
             self._unfinished = {wanted: unfinished}
         self._servers.problem = ""  # as all servers have answered
         self._transfer(links, parts, unfinished.memories)
+        parts = [
+            part if memory.is_mapped else described(part, memory)
+            for part, memory in zip(parts, unfinished.memories, strict=True)
+        ]
         self._unfinished.clear()
         self._newest = wanted
         if not all(memory.is_mapped for memory in unfinished.memories):

@@ -62,7 +62,8 @@ class PublishedPart:
 class VersionHead:
     """What a server says of its part of a version.
 
-    `digest` is the SHA-256 of the layout and of the digests of all chunks, in the order of `parts`.
+    `digest` is the SHA-256 of the layout and of the digests of all chunks, in the order of `parts`; empty for a reader
+    that does without.
     """
 
     id: PublicationId
@@ -124,11 +125,13 @@ class FindVersions:
 class LeaseVersion:
     """From a reader: keep this version until I end the lease, or my connection ends; reply with its head.
 
-    The body of the answer has the layout, then the digests of all chunks.
+    The body of the answer has the layout, then the digests of all chunks. A reader that maps the bytes does without
+    digests: nothing happens to them on the way.
     """
 
     number: int
     id: PublicationId
+    with_digests: bool = True
 
 
 @value_class
@@ -198,7 +201,7 @@ class VersionsFound:
 
 @value_class
 class VersionLeased:
-    """From a server: this version is kept for you; layout and digests travel beside this."""
+    """From a server: this version is kept for you; its layout, and the digests that you want, travel beside this."""
 
     number: int
     head: VersionHead

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Final
 
 from paceline.core.consistency import Consistency
 from paceline.core.effects import (
@@ -51,6 +52,11 @@ from paceline.worker.rows.throttle import Throttle
 from paceline.worker.rpc import Rpc
 from paceline.worker.table_client import ClientContext, ClockedTable, TableClient
 from paceline.worker.waits import PERIOD_S, About, Waits, WorkerLock, WorkerOptions
+
+HAS_LEFT: Final = (
+    "this worker has left the job, as its session is closed: use its tables and optimizers before close(), inside the "
+    "`with` block"
+)
 
 
 def _refuse(reason: str) -> None:
@@ -378,10 +384,7 @@ class WorkerNode:
     def close(self) -> None:
         """Close all connections and threads and release all memory, without waiting for pushes in flight."""
         self._periodic.stop()
-        self._fail(
-            "this worker has left the job, as its session is closed: use its tables before close(), inside the "
-            "`with` block"
-        )
+        self._fail(HAS_LEFT)
         for connection in self._connections:
             connection.close()
         self._lock.turns.close()

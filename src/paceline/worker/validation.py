@@ -36,6 +36,8 @@ def brief(value: object) -> str:
     >>> brief(torch.zeros(3, 2)), brief("x" * 100), brief(torch.nn.Linear)
     ('a tensor (3, 2) of float32', "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...", 'the class Linear')
     """
+    if isinstance(value, Tensor) and value.is_nested:
+        return f"a nested tensor of {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, Tensor):
         return f"a tensor {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, np.ndarray):
@@ -57,7 +59,7 @@ def as_values(given: object, dtype: torch.dtype, where: str, what: str) -> Tenso
         what: the name that messages give it.
 
     Raises:
-        UsageError: complex, sparse or meta tensors, or objects that are not numbers.
+        UsageError: complex, sparse, nested or meta tensors, arrays with a mask, or objects that are not numbers.
     """
     expected = f"expected a tensor, an array or a list of real numbers ({str(dtype).removeprefix('torch.')})"
     if isinstance(given, Tensor):
@@ -65,6 +67,11 @@ def as_values(given: object, dtype: torch.dtype, where: str, what: str) -> Tenso
             raise UsageError(
                 f"{where}: {what} is {brief(given)}, {expected}: give the real and the "
                 "imaginary parts, torch.view_as_real(tensor)."
+            )
+        if given.is_nested:
+            raise UsageError(
+                f"{where}: {what} is {brief(given)}, {expected}: give rows of one length, "
+                "torch.nested.to_padded_tensor(tensor, 0.0)."
             )
         if given.layout != torch.strided or given.is_quantized:
             raise UsageError(f"{where}: {what} is {brief(given)} that is {_kind(given)}, {expected}: make it dense.")
@@ -74,6 +81,8 @@ def as_values(given: object, dtype: torch.dtype, where: str, what: str) -> Tenso
     if isinstance(given, np.ndarray):
         if given.dtype.kind not in "fiub":
             raise UsageError(f"{where}: {what} is {brief(given)}, {expected}.")  # pyright: ignore[reportUnknownArgumentType]
+        if np.ma.is_masked(given):  # pyright: ignore[reportUnknownMemberType]
+            raise UsageError(f"{where}: {what} is an array with a mask, {expected}: give array.filled(0), for example.")
         given = np.require(given, requirements=["C", "W"])  # what torch takes without a warning
     elif isinstance(given, str | bytes) or not isinstance(given, Sequence | int | float | np.generic):
         raise UsageError(f"{where}: {what} is {brief(given)}, {expected}.")

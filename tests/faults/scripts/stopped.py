@@ -1,4 +1,4 @@
-"""Trains in lockstep, calling the others each time, until a file appears; once under way, waits may take 3 seconds."""
+"""Trains in lockstep, calling the others each time, until a file appears; once under way, waits may take 5 seconds."""
 
 import sys
 from pathlib import Path
@@ -16,6 +16,6 @@ while goes_on:
     assert table.pull().tolist() == [2.0 * clocks] * 2
     goes_on = bool(paceline.all_reduce(torch.tensor([float(not Path(sys.argv[1]).exists())]), op="min"))
     if clocks == 20:
-        paceline.init(timeout_s=3.0)
+        paceline.init(timeout_s=5.0)
         print("under way", flush=True)
 print("went on", flush=True)

@@ -6,8 +6,10 @@ import pytest
 
 from paceline.errors import PeerError
 from paceline.job.addresses import how_server_ended
+from paceline.job.folders import wait_for
 from paceline.job.views import FIRST, Views
 from paceline.launch.rendezvous import sidecar
+from paceline.launch.rendezvous.node_places import NodePlaces, PlaceClaims
 from paceline.launch.rendezvous.sidecar import SidecarServers
 from paceline.launch.replicas import MAX_FAILURES
 
@@ -63,6 +65,41 @@ def test_a_process_that_was_killed_after_it_had_been_the_replica_is_no_failure(
         watch.join(PATIENCE_S)
     servers.kill()
     assert max(process for _, process in servers._processes) == 13 + 2 * MAX_FAILURES
+
+
+def test_a_place_that_has_moved_to_another_node_has_no_other_process_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sidecar, "ENTRY", "no_such_program")
+    Views(tmp_path, 0).change(FIRST)
+    nodes = [NodePlaces(tmp_path, node, num_nodes=3, num_servers=1) for node in (1, 2)]
+    assert nodes[1].claim(0, 5)
+    servers = SidecarServers(tmp_path, range(0), "", range(1), nodes[0])
+    for watch in servers._watches[:1]:
+        watch.join(PATIENCE_S)
+    servers.kill()
+    nodes[1].close()
+    assert [process for _, process in servers._processes] == [1, 3]
+
+
+def test_a_process_is_started_in_the_place_of_a_node_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sidecar, "ENTRY", "no_such_program")
+    monkeypatch.setattr(sidecar, "_LOOK_S", 0.01)
+    views, gone = Views(tmp_path, 0), NodePlaces(tmp_path, 1, num_nodes=3, num_servers=1)
+    views.change(FIRST)
+    assert PlaceClaims(tmp_path, 0).claim(0, node=0)
+    assert gone.claim(0, 1)
+    servers = SidecarServers(tmp_path, range(0), "", range(0), NodePlaces(tmp_path, 2, num_nodes=3, num_servers=1))
+    assert not servers.pids
+    gone.close()
+    assert views.dismiss(FIRST.number)
+    said = "paceline: a machine with a process of server 0 is gone, or leaves; this one has another, its replica"
+    wait_for(lambda: len(servers._processes) == MAX_FAILURES or None, PATIENCE_S, lambda: f"{servers._processes}")
+    servers.kill()
+    assert [process for _, process in servers._processes] == [3, 5, 7, 9, 11]
+    assert capfd.readouterr().err.count(said) == 1
 
 
 def test_servers_that_end_with_their_worker_are_not_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

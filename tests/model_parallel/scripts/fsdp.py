@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import signal
+from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline.errors import PeerError, UsageError
 from paceline.training.fsdp_optimizer import ShardedOptimizer
+from paceline.worker.waits import About, OpenWait, Waits
 
 ps = paceline.init()
 RANK, SIZE = paceline.rank(), paceline.size()
@@ -314,6 +317,24 @@ def the_common_face_takes_slices_in_single_precision() -> None:
         torch.testing.assert_close(state[name], expected, rtol=1e-5, atol=1e-5)
 
 
+def a_wait_is_for_all_other_workers() -> None:
+    """What a worker reports while it waits names all that it waits for, so that a deadlock is seen as one."""
+    model, during, found = small(), Waits.during, set[tuple[int, ...]]()
+    optimizer = distributed(model, "waits")
+
+    def noted(waits: Waits, what: str, about: About, *rest: Any) -> AbstractContextManager[OpenWait]:
+        found.add(about.workers)
+        return during(waits, what, about, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Waits, "during", noted)
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        optimizer.state_dict()
+        whole_values(optimizer, model)
+    assert found == {tuple(range(SIZE))}
+
+
 def a_worker_that_dies_is_named() -> None:
     model = small()
     distributed(model, "death")
@@ -334,6 +355,7 @@ for check in (
     optimizers_that_look_at_whole_tensors_are_refused,
     state_that_is_there_before_the_first_step_is_cut,
     a_worker_that_runs_the_model_more_often_is_told,
+    a_wait_is_for_all_other_workers,
     a_worker_that_dies_is_named,
 ):
     torch.manual_seed(0)

@@ -3,6 +3,7 @@
 import copy
 from itertools import chain
 
+import pytest
 import torch
 from models import batch, mlp, same_part
 from torch import nn
@@ -10,6 +11,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
+from paceline.errors import PeerError
 
 NUM_EPOCHS = 2
 
@@ -87,3 +89,9 @@ for strategy in ("ssp:3", "local-sgd:2"):
     assert end < expected[0] - 0.05, (strategy, expected[0], end)
     assert len({float(one) for one in paceline.all_gather(torch.tensor(end, dtype=torch.float64))}) == 1
     print(f"learned by {type(optimizer).__name__} under {strategy}")
+
+paceline.barrier()
+paceline.init().close()
+with pytest.raises(PeerError, match="this worker has left the job, as its session is closed"):
+    model.forward_backward(inputs[own], targets[own])
+print("closed")

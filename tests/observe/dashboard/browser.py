@@ -31,6 +31,9 @@ OPTIONS = (
     "--disable-dev-shm-usage",
     "--disable-extensions",
     "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-quic",
+    "--disable-sync",
     "--no-first-run",
     "--hide-scrollbars",
 )
@@ -98,9 +101,13 @@ class Tab:
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
 
-    def picture(self, path: Path) -> None:
-        """Write the whole page as a PNG."""
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True)
+    def picture(self, path: Path, selector: str = "html") -> None:
+        """Write the whole page, or an element of it, as a PNG."""
+        box = self.evaluate(
+            f"(box => ({{x: box.x + scrollX, y: box.y + scrollY, width: box.width, height: box.height, scale: 1}}))"
+            f"(document.querySelector({selector!r}).getBoundingClientRect())"
+        )
+        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=box)
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def _read(self) -> dict[str, Any]:

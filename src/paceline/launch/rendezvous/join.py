@@ -10,6 +10,7 @@ whose servers or folder others need stays until then.
 import secrets
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,15 @@ from paceline.job.views import FIRST, Views
 from paceline.launch.guard import PREFIX, Guard
 from paceline.launch.local import GUARD_TIMEOUT_S, TRACE_NAME, make_temporary
 from paceline.launch.rendezvous.detect import Detected, detect
-from paceline.launch.rendezvous.liveness_lock import VERSION, LivenessLock, ProcessInfo, announcing_wait, wait_all_ended
+from paceline.launch.rendezvous.liveness_lock import (
+    VERSION,
+    LifeWatch,
+    LivenessLock,
+    ProcessInfo,
+    announcing_wait,
+    wait_all_ended,
+)
+from paceline.launch.rendezvous.node_places import NodePlaces
 from paceline.launch.rendezvous.roles import RoleAssignment, Servers, assign_nodes, assign_role, requested_servers
 from paceline.launch.rendezvous.roster import (
     START_TIMEOUT_S,
@@ -281,17 +290,33 @@ class JoinedJob:
     spec: ClusterSpec
     liveness_lock: LivenessLock
     sidecars: SidecarServers
-    is_needed: bool  # others need what this process has: its servers, or the folder that it made
+    is_founder: bool  # others need the folder that this process has made
+    has_servers: bool  # others need these
     undo: ExitStack
+    was_preempted: Callable[[], bool] = lambda: False
 
     def close(self, *, politely: bool) -> None:
-        """Take part no longer. Politely: block for as long as others need what this process has."""
+        """Take part no longer. Politely: block for as long as others need what this process has.
+
+        Where its machine is about to be taken away, its servers move to others first, if these can have them.
+        """
         with self.undo:
             self.liveness_lock.release()
-            if politely and self.is_needed:
-                with announcing_wait(self.spec, self.place.rank):
-                    wait_all_ended(self.spec)
-                self.sidecars.wait(self.spec.grace_s)
+            if not politely or not (self.is_founder or self.has_servers):
+                return
+            with announcing_wait(self.spec, self.place.rank):
+                have_moved = self.has_servers and self.was_preempted() and self._move_servers()
+                if have_moved and not self.is_founder:
+                    return
+                wait_all_ended(self.spec)
+            self.sidecars.wait(self.spec.grace_s)
+
+    def _move_servers(self) -> bool:
+        workers = [LifeWatch(Path(self.spec.run_dir), "worker", rank) for rank in range(self.spec.num_workers)]
+        have_moved = self.sidecars.leave(lambda: not any(worker.look() == "there" for worker in workers))
+        if have_moved:
+            tell(f"worker {self.place.rank} leaves, and servers of its machine have moved to others")
+        return have_moved
 
 
 def join_started_job(servers: str | None) -> JoinedJob | None:
@@ -333,6 +358,9 @@ def _work(started: BootstrapResult, liveness_lock: LivenessLock, undo: ExitStack
         assignment.sidecars,
         listening_host(spec, started.founder) if assignment.sidecars else "",
         assignment.replicas,
+        NodePlaces(run_dir, assignment.node, assignment.num_nodes, assignment.num_servers)
+        if assignment.replicas
+        else None,
     )
     undo.callback(sidecars.kill)
     if started.guard is not None:
@@ -349,7 +377,7 @@ def _work(started: BootstrapResult, liveness_lock: LivenessLock, undo: ExitStack
     local_rank = liveness_lock.index if started.local_rank is None else started.local_rank
     place = Place(run_dir / CLUSTER_NAME, liveness_lock.index, local_rank)
     return JoinedJob(
-        place, spec, liveness_lock, sidecars, assignment.is_founder or bool(assignment.sidecars), undo.pop_all()
+        place, spec, liveness_lock, sidecars, assignment.is_founder, bool(assignment.sidecars), undo.pop_all()
     )
 
 

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Final, final
+from typing import Final, Literal, final
 
 import msgspec
 
@@ -112,6 +112,8 @@ class SilenceTimer:
         return ran_s - self._since_s
 
 
+Member = Role | Literal["node"]  # what takes part: a process of a role, or the node that another one stands for
+Presence = Literal["there", "ended", "silent"]
 SUFFIX: Final = ".life"
 POLL_INTERVAL_S: Final = 0.25
 
@@ -127,7 +129,7 @@ class LivenessLock:
         self._heartbeat: Heartbeat | None = None
 
     @staticmethod
-    def acquire(run_dir: Path, role: Role, index: int | None, count: int) -> "LivenessLock":
+    def acquire(run_dir: Path, role: Member, index: int | None, count: int) -> "LivenessLock":
         """Take part as process `index` of `count`, or as the lowest free one.
 
         Raises UsageError when another process has that index.
@@ -198,26 +200,40 @@ def wait_end(run_dir: Path, role: Role, index: int) -> None:
         os.close(descriptor)
 
 
-def wait_end_elsewhere(run_dir: Path, role: Role, index: int, silence_s: float = SILENCE_S) -> bool:
-    """Block as `wait_end` does, for one that may be on another machine and shows that it lives.
+@final
+class LifeWatch:
+    """Looks, now and then, whether one that may be on another machine takes part, and shows that it lives."""
 
-    Returns False when it has not for `silence_s`, though it holds its lock still: its machine is gone, and the file
-    server has not noticed; or it is stopped.
-    """
-    watch, pause = SilenceTimer(), threading.Event()
-    while True:
+    def __init__(self, run_dir: Path, role: Member, index: int, silence_s: float = SILENCE_S) -> None:
+        self._path = run_dir / _name(role, index)
+        self._silence_s = silence_s
+        self._timer = SilenceTimer()
+
+    def look(self) -> Presence:
+        """Return whether it is there, has ended, or has been silent for too long; call it every few seconds.
+
+        One that is silent holds its lock still: its machine is gone, and the file server has not noticed; or it is
+        stopped. One that has never come has ended.
+        """
         try:
-            descriptor = os.open(run_dir / _name(role, index), os.O_RDWR)
+            descriptor = os.open(self._path, os.O_RDWR)
         except FileNotFoundError:
-            return True
+            return "ended"
         try:
             if not is_held(descriptor):
-                return True
-            if watch.silent_s(os.fstat(descriptor).st_mtime_ns) >= silence_s:
-                return False
+                return "ended"
+            silent_s = self._timer.silent_s(os.fstat(descriptor).st_mtime_ns)
+            return "silent" if silent_s >= self._silence_s else "there"
         finally:
             os.close(descriptor)
+
+
+def wait_end_elsewhere(run_dir: Path, role: Role, index: int, silence_s: float = SILENCE_S) -> bool:
+    """Block as `wait_end` does, for one that may be on another machine; returns False when it is silent."""
+    watch, pause = LifeWatch(run_dir, role, index, silence_s), threading.Event()
+    while (presence := watch.look()) == "there":
         pause.wait(POLL_INTERVAL_S)  # to block could take longer: a client of NFS asks for a lock ever less often
+    return presence == "ended"
 
 
 def takes_part(run_dir: Path, role: Role, index: int) -> bool:
@@ -244,7 +260,7 @@ def is_held(descriptor: int) -> bool:
     return False
 
 
-def _name(role: Role, index: int) -> str:
+def _name(role: Member, index: int) -> str:
     return f"{role}-{index}{SUFFIX}"
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, final
 
@@ -21,6 +22,7 @@ from paceline.job.views import FIRST, Views
 from paceline.launch.entry import run_program
 from paceline.launch.policy import describe_exit
 from paceline.launch.rendezvous.liveness_lock import wait_worker_ended
+from paceline.launch.rendezvous.node_places import NodePlaces
 from paceline.launch.rendezvous.roster import wait_complete
 from paceline.launch.replicas import ServerPlace
 from paceline.launch.signals import ignore_preemption_signals
@@ -28,34 +30,63 @@ from paceline.notices import tell
 from paceline.server.node import ServerNode
 
 ENTRY: Final = "paceline.launch.rendezvous.sidecar"
+_LOOK_S: Final = 1.0  # between two looks for places that nodes which are gone have left
 
 
 @final
 class SidecarServers:
     """Server processes, children of this one, that end with it."""
 
-    def __init__(self, run_dir: Path, ranks: range, host: str, replicas: range = range(0)) -> None:
-        """Start them, and `replicas` of others; where they listen by TCP, at an address of this machine, `host`."""
+    def __init__(
+        self, run_dir: Path, ranks: range, host: str, replicas: range = range(0), node: NodePlaces | None = None
+    ) -> None:
+        """Start them, and `replicas` of others; where they listen by TCP, at an address of this machine, `host`.
+
+        `node`: what other nodes know of the places here, where servers have replicas; closed with this.
+        """
         # What lies beside the script, an update rule of the user's own for example, is there for a server too.
         self._environment = with_import_path(inherited(), Path(sys.path[0]).absolute())
         self._run_dir, self._host = run_dir, host
-        self._is_ending = False
+        self._node = node
+        self._ending = threading.Event()
         self._lock = threading.Lock()  # of what runs, and of whether it is to end
         self._processes: dict[tuple[int, int], subprocess.Popen[bytes]] = {}
-        places = [(rank, FIRST.head) for rank in ranks] + [(rank, FIRST.replica) for rank in replicas]
-        for place in places:
-            self._start(*place)
-        self._watches = [
-            threading.Thread(target=self._watch, args=place, name=f"paceline-server-{place[0]}", daemon=True)
-            for place in places
-        ]
-        for watch in self._watches:
-            watch.start()
+        self._watches: list[threading.Thread] = []
+        first = [(rank, FIRST.head) for rank in ranks] + [(rank, FIRST.replica) for rank in replicas]
+        for place in first:
+            if self._may_start(*place):
+                self._start(*place)
+        for place in first:
+            self._begin_watch(f"paceline-server-{place[0]}", self._watch, place)
+        if node is not None:
+            self._begin_watch("paceline-places", self._take_over, (node,))
+
+    def _begin_watch(self, name: str, watch: Callable[..., None], arguments: tuple[object, ...]) -> None:
+        thread = threading.Thread(target=watch, args=arguments, name=name, daemon=True)
+        with self._lock:
+            self._watches.append(thread)
+        thread.start()
+
+    def _may_start(self, rank: int, process: int) -> bool:
+        """Return whether no other node has come to start a process of a server in the place that this node had."""
+        return self._node is None or self._node.claim(rank, process)
+
+    def _take_over(self, node: NodePlaces) -> None:
+        """Start replicas of servers whose nodes are gone."""
+        while not self._ending.wait(_LOOK_S):
+            try:
+                taken = node.take_over()
+            except OSError:  # the job is over and its folder cleared, or the file server is away for a while
+                continue
+            for rank, process in taken:
+                tell(f"a machine with a process of server {rank} is gone, or leaves; this one has another, its replica")
+                self._start(rank, process)
+                self._begin_watch(f"paceline-server-{rank}", self._watch, (rank, process))
 
     def _start(self, rank: int, process: int) -> None:
         """Start a process of a server, unless all are to end."""
         with self._lock:
-            if not self._is_ending:
+            if not self._ending.is_set():
                 self._processes[rank, process] = subprocess.Popen(
                     [sys.executable, "-m", ENTRY, str(self._run_dir), str(rank), self._host, str(process)],
                     stdin=subprocess.PIPE,
@@ -70,7 +101,7 @@ class SidecarServers:
         while True:
             child = self._processes.get((rank, life))
             code = 0 if child is None else child.wait()
-            if not code or self._is_ending:
+            if not code or self._ending.is_set():
                 return
             record_server_ended(self._run_dir, rank, describe_exit(code), life)
             if views.how_ended():
@@ -78,7 +109,7 @@ class SidecarServers:
                 return
             tell(f"a process of server {rank} {describe_exit(code)}; the run goes on with another")
             successor = place.next_process(code)
-            if successor is None:
+            if successor is None or not self._may_start(rank, successor):
                 return
             life = successor
             self._start(rank, life)
@@ -110,17 +141,37 @@ class SidecarServers:
             except subprocess.TimeoutExpired:
                 return
 
+    def leave(self, is_over: Callable[[], bool]) -> bool:
+        """Have what runs here move to other nodes; return whether nothing is needed here any more.
+
+        Blocks until it has moved or the job is over. Where servers have no replicas nothing moves.
+        """
+        if self._node is None:
+            return False
+        try:
+            self._node.leave()
+            while self._node.is_needed():
+                if is_over():
+                    return False
+                self._ending.wait(_LOOK_S)
+        except OSError as error:
+            tell(f"servers cannot move from here: {error}")
+            return False
+        return True
+
     def kill(self) -> None:
         """End those that still run, at once."""
         with self._lock:
-            self._is_ending = True
+            self._ending.set()
         for process in self._running():
             process.kill()
             assert process.stdin is not None
             process.stdin.close()
             process.wait()
-        for watch in self._watches:
-            watch.join()
+        while self._watches:  # one that joins may have been begun by one before it
+            self._watches.pop().join()
+        if self._node is not None:
+            self._node.close()
 
 
 EXIT_FAILURE: Final = 1

@@ -101,6 +101,7 @@ function show() {
   showVerdicts();
   charts.lossTime.show(runs.flatMap((each, number) => lossLine(each, places, number)));
   charts.lossSamples.show(runs.flatMap((each, number) => lossLine(each, counted, number)));
+  showLoss();
   find("loss-unit").textContent = run.unit || "samples";
   showChoice();
   showNumbers(run);
@@ -137,6 +138,16 @@ function showVerdicts() {
     const item = node("li", "", "");
     item.append(node("b", "", `${runs[0].label} and ${runs[number + 1].label}: `), text);
     return item;
+  }));
+}
+
+/** How the loss goes, in a sentence on each run. */
+function showLoss() {
+  const told = runs.filter(run => run.now.loss?.text);
+  replace(find("loss-verdict"), told.map(run => {
+    const line = node("span", ["rises", "not finite"].includes(run.now.loss.trend) ? "bad" : "");
+    line.append(...(runs.length > 1 ? [swatch(colour(runs.indexOf(run))), ` ${run.label}: `] : []), run.now.loss.text);
+    return line;
   }));
 }
 

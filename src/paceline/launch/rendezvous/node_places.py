@@ -1,0 +1,160 @@
+"""On which node each process of a server runs, where servers have replicas; and on which other one once a node is gone.
+
+A server has two places (`launch/replicas.py`), each on a node. The process that starts those of a node is its first
+worker, and shows that it lives as workers do. When a node is gone and a server lacks a replica for that, the next node
+that lives takes the place: it claims the number of the next process there. A claim is a file that can be made once, so
+of several nodes that believe another gone one starts that process, and the one that was believed gone starts none.
+
+A node that is about to leave says so by a file. Then the next node that stays takes its places as well: a replica there
+is made before the one here ends, and a process here that serves has its replica serve.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final, final
+
+from paceline.job.addresses import process_name
+from paceline.job.folders import make_once, names_in
+from paceline.job.views import FIRST, NO_PROCESS, Views
+from paceline.launch.rendezvous.liveness_lock import LifeWatch, LivenessLock
+from paceline.launch.replicas import NUM_PLACES
+
+ROLE: Final = "node"
+LEAVING: Final = ".leaving"  # of the names of files by which nodes say that they are about to leave
+SILENCE_S: Final = 15.0  # as long as a cut is waited for; a node that was believed gone too early costs a process
+
+
+@final
+class PlaceClaims:
+    """Which node has started, or is about to start, each process of one server.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     claims = PlaceClaims(Path(folder), 0)
+    ...     print(claims.claim(1, node=1), claims.claim(3, node=2), claims.claim(3, node=0))
+    ...     print(claims.newest(place=1), claims.node_of(3))
+    True True False
+    3 2
+    """
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        """Of the server with this rank; reads and writes nothing yet."""
+        self._run_dir = run_dir
+        self._prefix = f"{process_name(rank, 0)}.claim-"
+
+    def claim(self, process: int, node: int) -> bool:
+        """Have this node start a process unless another has claimed it; return whether it is to. Raises OSError."""
+        return make_once(self._run_dir / f"{self._prefix}{process}", str(node).encode())
+
+    def node_of(self, process: int) -> int:
+        """Return the node that has claimed a process. Raises OSError where none has."""
+        return int((self._run_dir / f"{self._prefix}{process}").read_text())
+
+    def newest(self, place: int) -> int:
+        """Return the latest process that was claimed in one of the two places; the first one where none was."""
+        names = (name for name in names_in(self._run_dir) if name.startswith(self._prefix))
+        claimed = (int(name.removeprefix(self._prefix)) for name in names)
+        return max((process for process in claimed if process % NUM_PLACES == place), default=place)
+
+
+@final
+class NodePlaces:
+    """The places of servers that this node has, and comes to have. Used by the process that starts them.
+
+    Args:
+        run_dir: the folder of the job, which all nodes see.
+        node: the number of this node.
+        num_nodes: of the job.
+        num_servers: of the job.
+    """
+
+    def __init__(self, run_dir: Path, node: int, num_nodes: int, num_servers: int) -> None:
+        """Show other nodes from now on that this one lives; raises UsageError when another process has its number."""
+        self.node: Final = node
+        self._run_dir = run_dir
+        self._life = LivenessLock.acquire(run_dir, ROLE, node, num_nodes)
+        self._life.start_heartbeat()
+        self._watches = [LifeWatch(run_dir, ROLE, other, SILENCE_S) for other in range(num_nodes)]
+        self._claims = [PlaceClaims(run_dir, rank) for rank in range(num_servers)]
+        self._views = [Views(run_dir, rank) for rank in range(num_servers)]
+
+    def claim(self, rank: int, process: int) -> bool:
+        """Return whether this node is to start a process of a server: it stays, and no other has. Raises OSError."""
+        return self.node not in leaving_nodes(self._run_dir) and self._claims[rank].claim(process, self.node)
+
+    def take_over(self) -> list[tuple[int, int]]:
+        """Claim the places that have come to this node; return by server the processes to start. Raises OSError.
+
+        Call it every second or so.
+        """
+        leaving = leaving_nodes(self._run_dir)
+        staying = self._staying(leaving)
+        due = [(rank, self._due(rank, staying, leaving)) for rank in range(len(self._views))]
+        return [(rank, process) for rank, process in due if process is not None and self.claim(rank, process)]
+
+    def _staying(self, leaving: set[int]) -> list[bool]:
+        """Return for each node whether it lives, and is not about to leave."""
+        living = [watch.look() == "there" for watch in self._watches]
+        living[self.node] = True  # whatever a file server says of it
+        return [lives and node not in leaving for node, lives in enumerate(living)]
+
+    def _due(self, rank: int, staying: list[bool], leaving: set[int]) -> int | None:
+        """Return the process of a server that this node is to start in the place of one of another node, if any."""
+        view, claims = self._views[rank].newest(), self._claims[rank]
+        if view is None:
+            return None
+        latest = claims.newest((view.head + FIRST.replica) % NUM_PLACES)
+        if staying[claims.node_of(latest)]:  # it starts another process itself
+            return None
+        if view.replica != NO_PROCESS and claims.node_of(view.replica) not in leaving:  # it may serve yet
+            return None
+        return latest + NUM_PLACES if next_node(claims.node_of(view.head), staying) == self.node else None
+
+    def leave(self) -> None:
+        """Have this node's places move to others, as it is about to leave. Raises OSError."""
+        make_once(self._run_dir / f"{ROLE}-{self.node}{LEAVING}", b"")
+
+    def is_needed(self) -> bool:
+        """Return whether a process of this node serves, or is a replica that another node can have. Raises OSError."""
+        staying = self._staying(leaving_nodes(self._run_dir))
+        for views, claims in zip(self._views, self._claims, strict=True):
+            view = views.newest()
+            if view is None:
+                continue
+            head = claims.node_of(view.head)
+            is_replica = view.replica != NO_PROCESS and claims.node_of(view.replica) == self.node
+            if head == self.node or (is_replica and next_node(head, staying) is not None):
+                return True
+        return False
+
+    def close(self) -> None:
+        """Have other nodes take this one for gone. May be repeated."""
+        self._life.release()
+
+
+def leaving_nodes(run_dir: Path) -> set[int]:
+    """Return the nodes that are about to leave."""
+    found = (name for name in names_in(run_dir) if name.endswith(LEAVING))
+    return {int(name.removeprefix(f"{ROLE}-").removesuffix(LEAVING)) for name in found}
+
+
+def is_to_leave(run_dir: Path, rank: int, process: int) -> bool:
+    """Return whether the node of a process that serves is about to leave, and that of its replica is not.
+
+    Raises OSError.
+    """
+    leaving, view, claims = leaving_nodes(run_dir), Views(run_dir, rank).newest(), PlaceClaims(run_dir, rank)
+    if not leaving or view is None or view.head != process or view.replica == NO_PROCESS:
+        return False
+    return claims.node_of(process) in leaving and claims.node_of(view.replica) not in leaving
+
+
+def next_node(node: int, living: list[bool]) -> int | None:
+    """Return the first node after this one, in a circle, that lives; None where no other does.
+
+    >>> next_node(1, [True, True, False]), next_node(0, [True, False, False])
+    (0, None)
+    """
+    others = (other % len(living) for other in range(node + 1, node + len(living)))
+    return next((other for other in others if living[other]), None)

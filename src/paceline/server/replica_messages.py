@@ -1,0 +1,103 @@
+"""What the process that serves says to its replica, and to a record; and what the replica answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from paceline.update.rules import Hyper
+from paceline.wire.messages import MessageCodec
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """I serve, in this view; beside this is the state of my core and of what is kept beside it."""
+
+    view: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """Beside this are values and state of a table, as `ServedTable.save` writes them at this clock and version."""
+
+    table: str
+    clock: int
+    version: int
+    hyper: tuple[Hyper, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """The tensor beside this came with this push (a frame's header) and waits for its event."""
+
+    push: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """A worker has said this of rows that it reads (a frame's header), which counts as their use; ids are beside it."""
+
+    frame: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Happened:
+    """This was written down at this time; the body of a request is beside it."""
+
+    now: float
+    written: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Idled:
+    """I have looked for requests about tables without pushes whose clock has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """I am about to give an answer that rests on nothing new: it leaves if you still follow me."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """I end as I was told to, or go on without you: serve no longer."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """You have been told all, and I say nothing more to any worker: serve in my place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """What is kept of the server beside its node is this from now on, in the encoding of what keeps it."""
+
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Proved:
+    """My tables have these digests at the end; in a record only."""
+
+    digests: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """I have so many of your frames, and do what they say."""
+
+    num_frames: int
+
+
+Told = Attached | Restored | Pushed | Happened | Idled | Checked | Ended | Proved | Looked | Noted | Leaving
+CODEC: Final = MessageCodec[Told](
+    *(Attached, Restored, Pushed, Happened, Idled, Checked, Ended, Proved, Looked, Noted, Leaving)
+)
+ANSWERS: Final = MessageCodec[Received](Received)
+
+
+def decode_told(header: bytes) -> Told:
+    """Return what a frame says to a replica, or in a record; raises PeerError for other bytes."""
+    return CODEC.decode(header)

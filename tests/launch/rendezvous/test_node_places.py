@@ -1,0 +1,118 @@
+"""Which node starts another process of a server once the one that had its place is gone."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from paceline.job.views import FIRST, Views
+from paceline.launch.rendezvous import node_places
+from paceline.launch.rendezvous.node_places import NodePlaces, PlaceClaims, is_to_leave
+
+NUM_NODES = 4
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[NodePlaces]]:
+    """Four nodes, each with a server of its own and the replica of the one before."""
+    with ExitStack() as running:
+        found = [NodePlaces(tmp_path, node, NUM_NODES, NUM_NODES) for node in range(NUM_NODES)]
+        for node in found:
+            running.callback(node.close)
+            Views(tmp_path, node.node).change(FIRST)
+            assert node.claim(node.node, FIRST.head)
+            assert node.claim((node.node - 1) % NUM_NODES, FIRST.replica)
+        yield found
+
+
+def taken(nodes: list[NodePlaces]) -> dict[int, list[tuple[int, int]]]:
+    """What each node is to start by now, without those that start nothing."""
+    return {node.node: due for node in nodes if (due := node.take_over())}
+
+
+def test_the_next_node_that_lives_takes_the_places_of_one_that_is_gone(nodes: list[NodePlaces], tmp_path: Path) -> None:
+    assert taken(nodes) == {}
+    nodes[1].close()
+    left = [nodes[0], *nodes[2:]]
+    assert taken(left) == {}, "its replicas may serve yet, and its servers go on alone"
+    assert Views(tmp_path, 0).dismiss(FIRST.number)
+    assert Views(tmp_path, 1).promote(FIRST.number)
+    assert taken(left) == {2: [(0, 3)], 3: [(1, 2)]}
+    assert taken(left) == {}, "they start another by themselves from now on"
+
+
+def test_a_node_that_lives_starts_the_next_process_itself(nodes: list[NodePlaces], tmp_path: Path) -> None:
+    assert Views(tmp_path, 0).dismiss(FIRST.number)
+    assert taken(nodes) == {}
+    assert nodes[1].claim(0, 3)
+    assert taken(nodes) == {}
+
+
+def test_a_node_that_was_believed_gone_starts_no_other_process(
+    nodes: list[NodePlaces], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Views(tmp_path, 0).dismiss(FIRST.number)
+    monkeypatch.setattr(node_places, "SILENCE_S", 0.0)
+    hasty = NodePlaces(tmp_path, 4, 5, NUM_NODES)  # to which all others are silent
+    try:
+        assert hasty.take_over() == [(0, 3)]
+    finally:
+        hasty.close()
+    assert not nodes[1].claim(0, 3)
+    assert PlaceClaims(tmp_path, 0).node_of(3) == 4
+
+
+def test_places_move_on_as_long_as_two_nodes_are_left(nodes: list[NodePlaces], tmp_path: Path) -> None:
+    views = Views(tmp_path, 0)
+    for gone, process in ((1, 3), (2, 5)):
+        nodes[gone].close()
+        view = views.newest()
+        assert view is not None
+        assert views.dismiss(view.number)
+        assert (0, process) in taken([nodes[0], *nodes[gone + 1 :]])[gone + 1]
+        assert views.enlist(view.number + 1, process)
+    nodes[3].close()
+    view = views.newest()
+    assert view is not None
+    assert views.dismiss(view.number)
+    assert taken([nodes[0]]) == {}, "there is no other node"
+
+
+def test_the_places_of_a_node_that_leaves_move_while_its_processes_live(
+    nodes: list[NodePlaces], tmp_path: Path
+) -> None:
+    nodes[1].leave()
+    assert nodes[1].is_needed()
+    assert taken(nodes) == {2: [(0, 3)]}, "its replica; of the server that it has the replica is elsewhere"
+    assert not nodes[1].claim(0, 5)
+    assert is_to_leave(tmp_path, 1, FIRST.head)
+    assert not is_to_leave(tmp_path, 0, FIRST.head)
+    assert Views(tmp_path, 0).enlist(FIRST.number, 3)
+    assert nodes[1].is_needed(), "one serves there yet"
+    assert Views(tmp_path, 1).promote(FIRST.number)
+    assert taken(nodes) == {3: [(1, 2)]}
+    assert not nodes[1].is_needed()
+    assert all(node.is_needed() for node in (nodes[0], *nodes[2:]))
+
+
+def test_a_server_does_not_leave_for_a_node_that_leaves_as_well(nodes: list[NodePlaces], tmp_path: Path) -> None:
+    nodes[1].leave()
+    nodes[2].leave()
+    assert not is_to_leave(tmp_path, 1, FIRST.head)
+    assert taken(nodes) == {3: [(0, 3), (1, 3)]}
+    assert Views(tmp_path, 1).enlist(FIRST.number, 3)
+    assert is_to_leave(tmp_path, 1, FIRST.head)
+
+
+def test_a_node_that_leaves_keeps_a_replica_that_no_other_can_have_only_as_long_as_it_likes(
+    nodes: list[NodePlaces], tmp_path: Path
+) -> None:
+    for node in nodes[1:]:
+        node.leave()
+    assert taken(nodes) == {0: [(1, 3), (2, 3)]}, "of server 0 it has the process that serves"
+    for rank in (1, 2, 3):
+        view = FIRST if rank == 3 else FIRST.repaired(3)
+        assert rank == 3 or Views(tmp_path, rank).enlist(FIRST.number, 3)
+        assert Views(tmp_path, rank).promote(view.number)
+    assert not any(node.is_needed() for node in nodes[1:])

@@ -1,0 +1,309 @@
+"""Two servers of their own that stand in for each other: one is lost, and no acknowledged push with it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.leaks import nothing_left_behind
+from tests.nodes.test_successors import Fate, KillableServer, Killed
+from tests.serve.daemon import Daemon, daemon
+from tests.serve.test_clients import together
+from tests.serve.test_command import DEADLINE_S, add_one, address_in, open_sum, serving
+
+import paceline
+from paceline.api.session import Session
+from paceline.errors import Refused, UsageError
+from paceline.job.credentials.holders import Holder
+from paceline.job.credentials.key_store import issue_keys, make_keys
+from paceline.job.views import View
+from paceline.serve import namespace as namespaces
+from paceline.serve import replicas
+from paceline.serve.namespace import Namespace
+from paceline.serve.replicas import NamespaceViews, own_number
+from paceline.serve.state import StateFolder
+from paceline.server import replica
+
+
+@dataclass
+class Both:
+    """Two servers."""
+
+    servers: list[Daemon]
+    keys: Path | None = None
+
+    def connect(self, name: str = "job", **settings: Any) -> Session:
+        """Connect with the addresses of both."""
+        ports = ",".join(f"127.0.0.1:{server.port}" for server in self.servers)
+        access = {"keys": self.keys} if self.keys else {"token": self.servers[0].state / "token"}
+        return paceline.connect(f"paceline://{ports}/{name}", **access, **settings)
+
+
+@contextmanager
+def pair(folder: Path, keys: Path | None = None) -> Iterator[Both]:
+    """Two servers that see a folder of views; with keys, the second one has those of a server alone."""
+    if keys is not None:
+        make_keys(keys)
+        issue_keys(keys, Holder("server", 0), folder / "carried")
+    with nothing_left_behind(), ExitStack() as undo:
+        servers = [one(folder, 0, keys), one(folder, 1, keys and folder / "carried")]
+        yield Both([undo.enter_context(server) for server in servers], keys)
+
+
+@contextmanager
+def one(folder: Path, number: int, keys: Path | None = None) -> Iterator[Daemon]:
+    """One of two servers; the second has the token of the first."""
+    state = folder / f"state-{number}"
+    if number and keys is None and not state.exists():
+        state.mkdir(mode=0o700)
+        shutil.copy(folder / "state-0" / "token", state / "token")
+    with daemon(state, keys, views=folder / "views") as served:
+        yield served
+
+
+@pytest.fixture
+def fate(monkeypatch: pytest.MonkeyPatch) -> Fate:
+    """What ends the server of a namespace that has a replica, in the middle of what it does."""
+    found = Fate(0)
+
+    class WatchedServer(KillableServer):
+        @property
+        def fate(self) -> Fate:  # type: ignore[override]
+            return found if self.follows is None and self.replica.is_connected else Fate(0)
+
+    live: Callable[[Namespace], None] = Namespace._live
+
+    def watched(self: Namespace) -> None:
+        try:
+            live(self)
+        except Killed:
+            self.unsaved = ""  # it is another server's by now
+
+    monkeypatch.setattr(namespaces, "ServerNode", WatchedServer)
+    monkeypatch.setattr(Namespace, "_live", watched)
+    monkeypatch.setattr(replica, "_IDLE_LOOK_S", 0.05)
+    monkeypatch.setattr(replicas, "_LOOK_S", 0.05)
+    return found
+
+
+NUM_CLOCKS = 150
+
+
+@pytest.mark.parametrize(("consistency", "encrypted"), [("bsp", False), ("asynchronous", True)])
+def test_servers_are_killed_one_after_the_other_and_each_push_counts_once(
+    consistency: str, encrypted: bool, tmp_path: Path, fate: Fate
+) -> None:
+    train(consistency, 141, fate, tmp_path, tmp_path / "keys" if encrypted else None)
+    assert fate.num_kills > 2
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("consistency", ["bsp", "ssp:2", "essp:2", "asynchronous"])
+@pytest.mark.parametrize("stride", range(20, 300, 7))
+def test_each_push_counts_once_wherever_servers_are_killed(
+    consistency: str, stride: int, tmp_path: Path, fate: Fate
+) -> None:
+    train(consistency, stride, fate, tmp_path)
+    assert fate.num_kills > 0
+
+
+def train(consistency: str, stride: int, fate: Fate, folder: Path, keys: Path | None = None) -> None:
+    """Have two workers push into slots of their own and into rows, while servers are killed, and check what counts."""
+    seen: dict[int, torch.Tensor] = {}
+
+    def work(both: Both) -> None:
+        with both.connect(workers=2) as ps:
+            slots = ps.table(
+                "slots", shape=(2, NUM_CLOCKS), update=paceline.update.Add(), consistency=consistency, scale="sum"
+            )
+            users = ps.table("users", rows=2, update=paceline.update.Add(), consistency=consistency, scale="sum")
+            for clock in range(NUM_CLOCKS):
+                ones = torch.zeros(2, NUM_CLOCKS)
+                ones[ps.rank, clock] = 1.0
+                slots.push(ones)
+                users.push([clock, -1], torch.ones(2, 2))
+                ps.clock()
+                values = slots.pull()
+                assert ((values == 0.0) | (values == 1.0)).all(), values
+                assert (values[ps.rank, : clock + 1] == 1.0).all(), values
+            ps.barrier()
+            seen[ps.rank] = torch.cat([slots.pull().flatten(), users.pull([0, -1]).flatten()])
+
+    with pair(folder, keys) as both:
+        fate.stride = stride
+        together(lambda: work(both), lambda: work(both))
+        fate.stride = 0
+    expected = torch.tensor([1.0] * 2 * NUM_CLOCKS + [2.0, 2.0] + [2.0 * NUM_CLOCKS] * 2)
+    assert seen.keys() == {0, 1}
+    assert all(torch.equal(values, expected) for values in seen.values()), seen
+
+
+def test_a_server_that_is_told_to_end_hands_over_and_what_its_clients_left_is_saved_on_both(tmp_path: Path) -> None:
+    with nothing_left_behind(), one(tmp_path, 0) as first:
+        with one(tmp_path, 1) as second:
+            both = Both([first, second])
+            with ExitStack() as undo:
+                ps = undo.enter_context(both.connect())
+                table = open_sum(ps)
+                assert add_one(ps, table) == 1.0
+                first.told.wait("namespace 'job' has a replica")
+                assert add_one(ps, table) == 2.0
+            first.wait_empty("job")
+            second.wait_empty("job")
+            assert "job" in second.namespaces._state.names()
+        with one(tmp_path, 1) as second, second.connect("job") as ps:  # the other one is asked first this time
+            table = open_sum(ps)
+            assert add_one(ps, table) == 3.0
+            with pytest.raises(Refused, match=r"worker 0 .* is there already"):
+                first.connect("job", rank=0)  # is sent to the other one
+            second.told.wait("namespace 'job' has a replica")
+            assert add_one(ps, table) == 4.0
+            second.gateway.stop()
+            first.told.wait("namespace 'job' is served by its replica from now on")
+            assert add_one(ps, table) == 5.0
+
+
+def test_what_one_server_alone_has_is_given_to_one_that_comes_though_no_client_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "_FILL_S", 0.05)
+    with nothing_left_behind(), one(tmp_path, 0) as first:
+        with first.connect("job") as ps:
+            assert add_one(ps, open_sum(ps)) == 1.0
+        first.wait_empty("job")
+        with one(tmp_path, 1) as second:
+            first.told.wait("namespace 'job' has a replica")
+            first.wait_empty("job")
+            second.wait_empty("job")
+        first.gateway.stop()
+        with one(tmp_path, 1) as second, second.connect("job", token=second.state / "token") as ps:
+            assert add_one(ps, open_sum(ps)) == 2.0
+
+
+def test_what_only_one_server_has_is_not_served_by_the_other(tmp_path: Path) -> None:
+    with nothing_left_behind():
+        with one(tmp_path, 0) as first:
+            with first.connect("job") as ps:
+                assert add_one(ps, open_sum(ps)) == 1.0
+            first.wait_empty()
+        with one(tmp_path, 1) as second:
+            expected = rf"namespace 'job' is with another server, .*: 127.0.0.1:{first.port}\. Start it"
+            with pytest.raises(Refused, match=expected):
+                second.connect("job", token=first.state / "token")
+        with one(tmp_path, 0) as again, again.connect("job") as ps:
+            assert add_one(ps, open_sum(ps)) == 2.0
+
+
+@pytest.fixture
+def views(tmp_path: Path) -> tuple[NamespaceViews, NamespaceViews]:
+    """The views of a namespace, as two servers see them."""
+    return NamespaceViews(tmp_path / "views", 1), NamespaceViews(tmp_path / "views", 2)
+
+
+def never(view: View) -> bool:
+    raise AssertionError(view)
+
+
+def test_a_server_serves_from_disk_in_its_own_view_or_in_one_that_it_has_saved(
+    views: tuple[NamespaceViews, NamespaceViews],
+) -> None:
+    ours, theirs = views
+    assert ours.take(0, never) == View(1, 1)
+    assert theirs.take(1, never) is None
+    assert ours.enlist(1, 2)
+    assert not ours.enlist(1, 2), "that view is over"
+    assert theirs.take(1, never) is None, "it has saved an earlier view"
+    assert theirs.take(2, never) == View(3, 2)
+    assert ours.take(2, never) is None
+    assert theirs.take(0, never) == View(3, 2), "it is alone"
+
+
+def test_one_that_ended_badly_asks_its_replica_first(views: tuple[NamespaceViews, NamespaceViews]) -> None:
+    ours, theirs = views
+    ours.take(0, never)
+    ours.enlist(1, 2)
+    asked: list[View] = []
+
+    def promoted(view: View) -> bool:
+        asked.append(view)
+        return theirs.promote(view.number)
+
+    assert ours.take(0, promoted) is None
+    assert asked == [View(2, 1, 2)]
+    theirs.enlist(3, 1)
+    assert theirs.take(0, lambda _: False) == View(5, 2)
+
+
+def test_of_a_head_and_a_replica_that_believe_the_other_gone_one_goes_on(
+    views: tuple[NamespaceViews, NamespaceViews],
+) -> None:
+    ours, theirs = views
+    ours.take(0, never)
+    ours.enlist(1, 2)
+    assert ours.dismiss(2)
+    assert not theirs.promote(2)
+    assert ours.newest() == View(3, 1)
+
+
+def test_views_of_long_ago_are_forgotten(
+    views: tuple[NamespaceViews, NamespaceViews], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "_KEPT_VIEWS", 3)
+    ours, _ = views
+    ours.take(0, never)
+    for number in range(1, 5):
+        assert ours.enlist(number, 2)
+    assert ours.newest() == View(5, 1, 2)
+    assert len(list((tmp_path / "views").iterdir())) == 3
+
+
+def test_the_number_of_a_server_stays(tmp_path: Path) -> None:
+    state = StateFolder(tmp_path / "state")
+    number = own_number(state)
+    assert own_number(state) == number
+    (state.path / "server").write_text("two")
+    with pytest.raises(UsageError, match="says 'two', expected the number of this server"):
+        own_number(state)
+    state.close()
+
+
+def test_processes_are_killed_one_after_the_other(tmp_path: Path) -> None:
+    states = [tmp_path / "state-0", tmp_path / "state-1"]
+    options = ("--alone", "--snapshot-every", "1000", "--views", str(tmp_path / "views"))
+    with serving(states[0], *options) as (first, line):
+        states[1].mkdir(mode=0o700)
+        shutil.copy(states[0] / "token", states[1] / "token")
+        with serving(states[1], *options) as (second, other):
+            addresses = f"{address_in(line, '')[:-1]},{address_in(other, 'job').removeprefix('paceline://')}"
+            with paceline.connect(addresses, token=states[0] / "token") as ps:
+                table = open_sum(ps)
+                sums = [add_one(ps, table)]
+                wait_told(first, "has a replica")
+                sums.append(add_one(ps, table))
+                first.kill()
+                first.wait(DEADLINE_S)
+                sums.append(add_one(ps, table))
+                wait_told(second, "is served by its replica from now on")
+                port = address_in(line, "").rpartition(":")[2].rstrip("/")
+                with serving(states[0], *options, "--listen", f"127.0.0.1:{port}") as (third, _):
+                    wait_told(second, "has a replica")
+                    sums.append(add_one(ps, table))
+                    second.kill()
+                    second.wait(DEADLINE_S)
+                    sums.append(add_one(ps, table))
+                    wait_told(third, "is served by its replica from now on")
+                    ps.close(politely=False)
+    assert sums == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def wait_told(process: subprocess.Popen[str], text: str) -> None:
+    """Wait until a process has written a line with this text on stderr."""
+    assert process.stderr is not None
+    assert any(text in line for line in process.stderr), text
