@@ -4,8 +4,9 @@
 
 Four workers, each on a host in a network namespace of its own: a ring over Gloo, one to four servers alone on hosts,
 or a server beside every worker and up to three alone; the kernel limits what each line carries each way. Workers take
-plain steps of momentum SGD in float32 with `paceline.distributed`; over the ring they only add up the gradients. The
-plan is asked by its command, and told how long a worker computes in these steps. Needs root, and `ip` and `tc`.
+plain steps of momentum SGD in float32 with `paceline.distributed`; over the ring they only add up the gradients. A
+planned step is what the plan's command says of communication, and the time in which a worker computes in these steps.
+Needs root, and `ip` and `tc` (iproute2).
 """
 
 import argparse
@@ -49,19 +50,18 @@ class Found:
         return self.planned_s / self.measured_s - 1
 
 
-def plan(strategy: str, computing_s: float, options: argparse.Namespace) -> float:
-    """Return the seconds of a step that the plan says of a strategy, where a worker computes this long."""
-    compute_s = NUM_WORKERS * computing_s  # of the whole batch on one device
+def communication_s(strategy: str, options: argparse.Namespace) -> float:
+    """Return the seconds of a step in which workers communicate, as the plan says of a strategy."""
     command = [sys.executable, "-m", "paceline", "plan", "--json", "--parameters", f"{options.megabytes / 4}M"]
     command += ["--precision", "fp32", "--optimizer", "momentum", "--batch", str(NUM_WORKERS)]
     command += ["--device", "cpu:24GB", "--devices", str(NUM_WORKERS), "--devices-per-machine", "1"]
-    command += ["--network", f"{options.mbps:g}mbit", "--compute-s", f"{compute_s:.6f}"]
+    command += ["--network", f"{options.mbps:g}mbit"]
     command += ["--strategies", strategy]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     if done.returncode:
         raise JobFailedError(f"paceline plan failed: {done.stderr}")
     (found,) = json.loads(done.stdout)["strategies"]
-    return found["seconds"]["step"]
+    return found["seconds"]["communicate"]
 
 
 def measure(strategy: str, options: argparse.Namespace) -> tuple[float, float]:
@@ -133,7 +133,7 @@ def main() -> None:
     try:
         for strategy in options.strategies:
             step_s, computing_s = measure(strategy, options)
-            found.append(Found(strategy, plan(strategy, computing_s, options), step_s))
+            found.append(Found(strategy, communication_s(strategy, options) + computing_s, step_s))
             one = found[-1]
             print(f"{strategy:20} planned {one.planned_s:6.3f} s, measured {one.measured_s:6.3f} s, {one.error:+.1%}")
             progress(f"{strategy} is measured")
