@@ -2,24 +2,22 @@
 
     python benchmarks/plan_hosts.py [--megabytes 10] [--mbps 100] [--picture FILE] [--json]
 
-Four workers, each on a host in a network namespace of its own, and one to four servers alone on hosts, or a server
-beside every worker and up to two alone; the kernel limits what each line carries each way. Workers take plain steps of
-momentum SGD in float32 with `paceline.distributed`. The plan is asked by its command, and told what one process takes
-to compute. Needs root, and `ip` and `tc` (iproute2).
+Four workers, each on a host in a network namespace of its own: a ring over Gloo, one to four servers alone on hosts,
+or a server beside every worker and up to three alone; the kernel limits what each line carries each way. Workers take
+plain steps of momentum SGD in float32 with `paceline.distributed`; over the ring they only add up the gradients. A
+planned step is what the plan's command says of communication, and the time in which a worker computes in these steps.
+Needs root, and `ip` and `tc` (iproute2).
 """
 
 import argparse
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Final
 
-import torch
 from hosted_job import HostedJob, JobFailedError, hosted_spec
 from measuring import machine, print_json, progress
 from shaped_network import CannotShapeError, Line, ShapedNetwork
@@ -30,10 +28,11 @@ WORKER: Final = Path(__file__).resolve().with_name("hosts_worker.py")
 TIMEOUT_S: Final = 400.0
 START_S: Final = 200.0
 NUM_WORKERS: Final = 4
-NUM_LAYERS: Final = 5
+RING: Final = "all-reduce"
 STRATEGIES: Final = (
+    RING,
     *(f"parameter-server:{number}" for number in (1, 2, 3, 4)),
-    *(f"colocated-server:{number}" for number in (0, 1, 2)),
+    *(f"colocated-server:{number}" for number in (0, 1, 2, 3)),
 )
 
 
@@ -51,41 +50,27 @@ class Found:
         return self.planned_s / self.measured_s - 1
 
 
-def computing_s(megabytes: float) -> float:
-    """Return the seconds in which this process computes and updates what a worker does in a step, alone."""
-    torch.set_num_threads(1)
-    width = int(megabytes * 1e6 / 4) // NUM_LAYERS
-    model = torch.nn.Sequential(*(torch.nn.Linear(width, 1, bias=False) for _ in range(NUM_LAYERS)))
-    took: list[float] = []
-    for _ in range(7):
-        began = time.monotonic()
-        for layer in model:
-            layer(torch.ones(width))
-        torch.cat([parameter.view(-1) for parameter in model.parameters()]).sum().backward()
-        model.zero_grad()
-        took.append(time.monotonic() - began)
-    return median(took)
-
-
-def plan(strategies: Sequence[str], options: argparse.Namespace) -> dict[str, float]:
-    """Return the seconds of a step that the plan says of each strategy."""
-    compute_s = NUM_WORKERS * computing_s(options.megabytes)  # of the whole batch on one device
+def communication_s(strategy: str, options: argparse.Namespace) -> float:
+    """Return the seconds of a step in which workers communicate, as the plan says of a strategy."""
     command = [sys.executable, "-m", "paceline", "plan", "--json", "--parameters", f"{options.megabytes / 4}M"]
     command += ["--precision", "fp32", "--optimizer", "momentum", "--batch", str(NUM_WORKERS)]
     command += ["--device", "cpu:24GB", "--devices", str(NUM_WORKERS), "--devices-per-machine", "1"]
-    command += ["--network", f"{options.mbps:g}mbit", "--compute-s", f"{compute_s:.6f}"]
-    done = subprocess.run(
-        [*command, "--strategies", ",".join(strategies)], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
+    command += ["--network", f"{options.mbps:g}mbit"]
+    command += ["--strategies", strategy]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     if done.returncode:
         raise JobFailedError(f"paceline plan failed: {done.stderr}")
-    return {each["strategy"]: each["seconds"]["step"] for each in json.loads(done.stdout)["strategies"]}
+    (found,) = json.loads(done.stdout)["strategies"]
+    return found["seconds"]["communicate"]
 
 
-def measure(strategy: str, options: argparse.Namespace) -> float:
-    """Take steps under a strategy; return the seconds of one: the median of several, of the slowest worker."""
+def measure(strategy: str, options: argparse.Namespace) -> tuple[float, float]:
+    """Take steps under a strategy; return the seconds of one, and those of it in which a worker computes.
+
+    Both are medians of several steps, of the slowest worker. Over the ring nothing is computed.
+    """
     kind, _, number = strategy.partition(":")
-    num_alone = int(number)
+    num_alone = int(number or 1)  # a ring has a server that its workers join
     alone = list(range(NUM_WORKERS, NUM_WORKERS + num_alone))
     shares: tuple[float, ...] = ()
     beside: list[int] = []
@@ -94,7 +79,7 @@ def measure(strategy: str, options: argparse.Namespace) -> float:
         beside = list(range(NUM_WORKERS)) if of_one_beside else []
         shares = (of_one_alone,) * num_alone + (of_one_beside,) * len(beside)
     spec = hosted_spec(NUM_WORKERS, num_alone + len(beside), shares)
-    command = [sys.executable, str(WORKER), "--mode", "step", "--out", "{folder}"]
+    command = [sys.executable, str(WORKER), "--mode", "ring" if kind == RING else "step", "--out", "{folder}"]
     command += ["--megabytes", str(options.megabytes), "--steps", str(options.steps)]
     lines = [Line(options.mbps, options.mbps)] * (NUM_WORKERS + num_alone)
     with (
@@ -103,7 +88,8 @@ def measure(strategy: str, options: argparse.Namespace) -> float:
     ):
         job.wait(TIMEOUT_S)
         written = [(job.folder / f"seconds-{rank}").read_text().split() for rank in range(NUM_WORKERS)]
-    return max(float(each[0]) for each in written)
+    step_s = max(float(each[0]) for each in written)
+    return step_s, 0.0 if kind == RING else max(float(each[1]) for each in written)
 
 
 def draw(found: Sequence[Found], caption: str, path: Path) -> None:
@@ -145,9 +131,9 @@ def main() -> None:
     print(f"{caption}; {machine()}")
     found: list[Found] = []
     try:
-        planned = plan(options.strategies, options)
         for strategy in options.strategies:
-            found.append(Found(strategy, planned[strategy], measure(strategy, options)))
+            step_s, computing_s = measure(strategy, options)
+            found.append(Found(strategy, communication_s(strategy, options) + computing_s, step_s))
             one = found[-1]
             print(f"{strategy:20} planned {one.planned_s:6.3f} s, measured {one.measured_s:6.3f} s, {one.error:+.1%}")
             progress(f"{strategy} is measured")

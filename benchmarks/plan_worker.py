@@ -1,10 +1,14 @@
-"""One process of the benchmark of plans: trains a model, alone or under `paceline run`."""
+"""One process of the benchmarks of plans: trains a model, alone or under `paceline run`.
+
+`single:2` as the strategy are two processes that train each for itself, with a thread each.
+"""
 
 import sys
 from collections.abc import Mapping
 from typing import Final
 
 import torch
+from peers.spawning import run_all
 from plan_models import TINY, VOCABULARY, WORK, Work
 from torch import Tensor
 from turns import Act, play
@@ -21,12 +25,24 @@ def main() -> None:
     """Step when asked."""
     stage, size, name, strategy = sys.argv[1:]
     work = SIZES[size][name]
-    batch = sample_of(work)
-    play(stage, *(alone(work, batch) if strategy == ALONE else together(work, batch, strategy)))
+    kind, _, count = strategy.partition(":")
+    if kind == ALONE and count:
+        run_all(one_of_several, [(stage, size, name, rank) for rank in range(int(count))])
+    elif kind == ALONE:
+        play(stage, 0, alone(work, sample_of(work)))
+    else:
+        play(stage, *together(work, sample_of(work), strategy))
 
 
-def alone(work: Work, batch: Tensor) -> tuple[int, Mapping[str, Act]]:
-    """Return the rank of a worker that trains by itself, and what it can be asked for."""
+def one_of_several(stage: str, size: str, name: str, rank: int) -> None:
+    """Train by itself beside others that do the same."""
+    torch.set_num_threads(1)
+    work = SIZES[size][name]
+    play(stage, rank, alone(work, sample_of(work)))
+
+
+def alone(work: Work, batch: Tensor) -> Mapping[str, Act]:
+    """Return what a worker that trains by itself can be asked for."""
     model = work.make()
     optimizer = momentum(model, ALONE)
 
@@ -36,7 +52,7 @@ def alone(work: Work, batch: Tensor) -> tuple[int, Mapping[str, Act]]:
             model.loss(model(batch), batch).backward()
             optimizer.step()
 
-    return 0, {"step": step}
+    return {"step": step}
 
 
 def together(work: Work, batch: Tensor, strategy: str) -> tuple[int, Mapping[str, Act]]:
