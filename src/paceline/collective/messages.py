@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -200,7 +199,7 @@ class _Pair:
         """Wait until the other worker has come."""
         while not self.store.check([f"offer/{self._place}"]):
             self._require_hope(late)
-            time.sleep(_POLL_INTERVAL_S)
+            late.wait(_POLL_INTERVAL_S)
 
     def _require_hope(self, late: threading.Event) -> None:
         """Raise PeerError if there is nothing to wait for any more."""

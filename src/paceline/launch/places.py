@@ -1,15 +1,15 @@
 """The places of workers that come and go while a job runs, and requests to its launcher for another number of them."""
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, final
 
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import DeadlineExceeded, PacelineError, UsageError
 from paceline.job.addresses import SPEC_NAME
+from paceline.job.folders import wait_for
 from paceline.job.spec import ClusterSpec
 from paceline.launch.child import Launch
 
@@ -69,7 +69,8 @@ def request_workers(run_dir: Path, num: int, timeout_s: float) -> str:
 
     Raises:
         UsageError: it is no run, its workers do not come and go, or it has no place for so many.
-        PacelineError: the launcher has not answered in time.
+        DeadlineExceeded: the launcher has not answered in time.
+        PacelineError: it has another request to answer.
     """
     spec = read_elastic(run_dir, num)
     if not 1 <= num <= spec.num_workers:
@@ -80,13 +81,16 @@ def request_workers(run_dir: Path, num: int, timeout_s: float) -> str:
         _appear(request, str(num))
     except FileExistsError as error:
         raise PacelineError(f"the launcher of {run_dir} has another request to answer: try again") from error
-    deadline = time.monotonic() + timeout_s
-    while not answer.exists():
-        if time.monotonic() > deadline:
-            request.unlink(missing_ok=True)
-            raise PacelineError(f"the launcher of {run_dir} did not answer within {timeout_s:g} s: has the run ended?")
-        time.sleep(POLL_S)
-    text = answer.read_text()
+    try:
+        text = wait_for(
+            lambda: answer.read_text() if answer.exists() else None,
+            timeout_s,
+            lambda: f"the launcher of {run_dir} did not answer within {timeout_s:g} s: has the run ended?",
+            POLL_S,
+        )
+    except DeadlineExceeded:
+        request.unlink(missing_ok=True)
+        raise
     answer.unlink(missing_ok=True)
     return text
 

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from paceline.errors import UsageError
 from paceline.update.kernels import Kernel, Numbers, Operands
 from paceline.update.lasting import ChunkMemory, ShardMemory, ShardSettings
-from paceline.update.native_steps import LANES, Addends, NativeSteps, StepMemory, Undo, steps_of
+from paceline.update.native_steps import LANES, NO_UNDO, Addends, NativeSteps, StepMemory, Undo, steps_of
 from paceline.update.rules import Hyper
 from paceline.update.summing import (
     CHUNK,
@@ -578,17 +578,17 @@ class Chunked:
         exact = divisor == torch.tensor(divisor).item()  # torch passes the divisor as a float32
         return divisor if exact else 1.0
 
-    def _do(self, update: _Update, chunk: Chunk, thread: int, undo: Undo | None = None) -> int:
+    def _do(self, update: _Update, chunk: Chunk, thread: int, undo: Undo = NO_UNDO) -> int:
         """Update one chunk; return the number of gradient elements that were zeroed."""
         for cut in self._cuts:
             cut.keep(chunk.start, chunk.stop)
         if self._native is not None and update.gradients is not None:
-            self._do_natively(self._native, update.gradients, chunk, update, undo or Undo())
+            self._do_natively(self._native, update.gradients, chunk, update, undo)
         return self._do_in_torch(chunk, update, thread) if chunk.calls else 0
 
     def _do_natively(self, native: NativeSteps, gradients: Addends, chunk: Chunk, update: _Update, undo: Undo) -> None:
         """Take the steps of the C library, but for the elements that a predecessor has changed for good."""
-        reached, passed = undo.num_changed, 0
+        reached, passed, kept = undo.num_changed, 0, undo
         for call in chunk.native:
             numbers, step, fresh = self._numbers[call.age.group], update.steps[call.piece], call.age.fresh
             for whole in call.places:
@@ -596,7 +596,8 @@ class Chunked:
                 passed += whole.length
                 if not place.length:
                     continue
-                kept = Undo(undo.memory, passed - place.length, place.start - chunk.start, undo.block)
+                if undo.memory is not None:
+                    kept = Undo(undo.memory, passed - place.length, place.start - chunk.start, undo.block)
                 is_finite = native.step(place, gradients, call.having, numbers, step=step, fresh=fresh, undo=kept)
                 if update.checks and not is_finite:
                     update.is_suspect = True

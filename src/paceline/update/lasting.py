@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from paceline.errors import ProtocolBug, UsageError
-from paceline.update.native_steps import ITEM_BYTES, Undo
+from paceline.update.native_steps import ITEM_BYTES, NO_UNDO, Undo
 from paceline.update.placement import as_tensor, torch_dtype
 from paceline.update.rows.layout import IDS, layouts, use_columns
 from paceline.update.rows.memory import PIECE_ROWS
@@ -331,7 +331,7 @@ class UpdateProgress:
 
         With `in_blocks`, its steps save it, where the result says, and go on behind what is changed for good.
         """
-        way, undo = _WHOLE, Undo()
+        way, undo = _WHOLE, NO_UNDO
         if self._ahead.get(chunk.index) == (self._epoch - 1, chunk):
             way = _AHEAD
         elif in_blocks:

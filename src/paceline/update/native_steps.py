@@ -110,7 +110,7 @@ class Undo:
     block: int = 0
 
 
-_NO_UNDO: Final = Undo()
+NO_UNDO: Final = Undo()
 
 
 @final
@@ -180,7 +180,7 @@ class NativeSteps:
         *,
         step: float = 1.0,
         fresh: bool = False,
-        undo: Undo = _NO_UNDO,
+        undo: Undo = NO_UNDO,
     ) -> bool:
         """Take one step; return whether the gradients that it adds, and their sums, are finite.
 

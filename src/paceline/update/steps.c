@@ -4,8 +4,8 @@
  *
  * Nothing here allocates, keeps state or takes a lock: all memory is the caller's, and calls that share no memory may
  * run at once. A process that is killed in the middle of a step leaves, in memory that outlives it, what the elements at
- * hand looked like before. What is multiplied and added is rounded once where it says fma, and twice elsewhere: the options of the
- * build forbid the compiler to join the two by itself.
+ * hand looked like before. What is multiplied and added is rounded once where it says fma, and twice elsewhere: the
+ * options of the build forbid the compiler to join the two by itself.
  */
 #include <stddef.h>
 #include <stdint.h>
