@@ -177,7 +177,11 @@ def serve(
     # A replica writes none: it would say the same as that of its server once more.
     trace = Trace(None if is_replica else trace_path(run_dir, "server", rank), spec.trace_bytes)
     settings = server_settings(spec, rank)
-    watch = FolderWatch(lambda: look_for_news(spec, rank, views, process), ReplicaNews())
+    watch = FolderWatch(
+        lambda: look_for_news(spec, rank, views, process),
+        ReplicaNews(),
+        f"server {rank} cannot see whether a replica comes or its machine is to leave",
+    )
     node = ServerNode(
         settings,
         listener,

@@ -20,6 +20,7 @@ from paceline.job.environment import inherited, with_import_path
 from paceline.job.spec import ClusterSpec
 from paceline.job.views import FIRST, Views
 from paceline.launch.entry import run_program
+from paceline.launch.folder_watch import looks
 from paceline.launch.policy import describe_exit
 from paceline.launch.rendezvous.liveness_lock import wait_worker_ended
 from paceline.launch.rendezvous.node_places import NodePlaces
@@ -73,11 +74,8 @@ class SidecarServers:
 
     def _take_over(self, node: NodePlaces) -> None:
         """Start replicas of servers whose nodes are gone."""
-        while not self._ending.wait(_LOOK_S):
-            try:
-                taken = node.take_over()
-            except OSError:  # the job is over and its folder cleared, or the file server is away for a while
-                continue
+        problem = "this machine cannot see which servers to take over from others"
+        for taken in looks(node.take_over, self._ending, problem, _LOOK_S):
             for rank, process in taken:
                 tell(f"a machine with a process of server {rank} is gone, or leaves; this one has another, its replica")
                 self._start(rank, process)
