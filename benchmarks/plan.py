@@ -17,15 +17,15 @@ import torch
 from cyclopts import App, Parameter
 from measuring import machine, print_json, progress
 from memory import GIVE_BACK, MB, server_pid, watch
-from plan_models import WORK, WithLoss
+from plan_models import WORK, WithLoss, Work
 from plan_worker import ALONE, MICRO_BATCHES, SIZES
 from turns import BENCHMARKS, PlayFailed, Stage
 
-from paceline.tools.plan.estimate import PlannedTask, estimate
+from paceline.tools.plan.estimate import Estimate, PlannedTask, estimate
 from paceline.tools.plan.machine import Machines, parse_device, parse_link
 from paceline.tools.plan.measuring import Sample, measured_model
 from paceline.tools.plan.model import TrainingRecipe
-from paceline.tools.plan.strategy import parse_strategy
+from paceline.tools.plan.strategy import PlannedStrategy, parse_strategy
 
 TRANSPORTS: Final = ("shm", "tcp")  # of a parameter server
 STRATEGIES: Final = (ALONE, *TRANSPORTS, "all-reduce", "fsdp", "pipeline:2", "tensor:2")
@@ -102,26 +102,33 @@ def compare(strategy: str, models: tuple[str, ...], num_workers: int) -> Iterato
 
 def planned_bytes(strategy: str, size: str, name: str, num_workers: int) -> dict[str, float]:
     """Return the peak of each role by the plan."""
-    work = SIZES[size][name]
+    count = 1 if strategy == ALONE else num_workers
+    chosen = parse_strategy("parameter-server:1" if strategy in TRANSPORTS else strategy, count)
+    found = planned(name, SIZES[size][name], chosen, count, "10gbit" if strategy == "tcp" else "shm")
+    return {role.name: role.memory.total for role in found.roles}
+
+
+def planned(
+    name: str, work: Work, strategy: PlannedStrategy, num_devices: int, link: str, computing_s: float | None = None
+) -> Estimate:
+    """Return what the plan says of a model on this machine, where one device takes so long for a worker's samples."""
     with torch.device("meta"):
         module = WithLoss(work.make())
     recipe = TrainingRecipe("fp32", "momentum")
     model = measured_model(name, module, Sample.parse(work.sample), work.batch, recipe.weight_bytes)
-    host, link = parse_device("cpu:1TB"), parse_link("10gbit" if strategy == "tcp" else "shm", "--link")
-    count = 1 if strategy == ALONE else num_workers
-    chosen = parse_strategy("parameter-server:1" if strategy in TRANSPORTS else strategy, count)
+    host, between = parse_device("cpu:1TB"), parse_link(link, "--link")
     machines = Machines(
         device=host,
-        num_devices=count,
-        devices_per_machine=count,
-        link=link,
-        network=link,
+        num_devices=num_devices,
+        devices_per_machine=num_devices,
+        link=between,
+        network=between,
         server_device=host,
         utilisation=1.0,
     )
-    task = PlannedTask(model=model, batch=chosen.data * work.batch, recipe=recipe)
-    found = estimate(task, chosen, machines, MICRO_BATCHES if chosen.pipeline > 1 else None)
-    return {role.name: role.memory.total for role in found.roles}
+    batch, compute_s = strategy.data * work.batch, None if computing_s is None else strategy.data * computing_s
+    task = PlannedTask(model=model, batch=batch, recipe=recipe, compute_s=compute_s)
+    return estimate(task, strategy, machines, MICRO_BATCHES if strategy.pipeline > 1 else None)
 
 
 def peaks(strategy: str, size: str, name: str, num_workers: int) -> dict[str, float]:

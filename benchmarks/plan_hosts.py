@@ -13,16 +13,19 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from hosted_job import HostedJob, JobFailedError, hosted_spec
 from measuring import machine, print_json, progress
 from shaped_network import CannotShapeError, Line, ShapedNetwork
 
 from paceline.tools.plan.estimate import server_shares
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 WORKER: Final = Path(__file__).resolve().with_name("hosts_worker.py")
 TIMEOUT_S: Final = 400.0
@@ -96,25 +99,33 @@ def draw(found: Sequence[Found], caption: str, path: Path) -> None:
     """Draw what was planned beside what was measured."""
     from matplotlib.figure import Figure
 
-    from paceline.observe.plots import DPI, FAINT, GRID, INK, POLICY_COLOURS
+    from paceline.observe.plots import DPI, INK
 
     figure = Figure(figsize=(10, 4.6), layout="constrained")
     axes = figure.subplots()
-    places = range(len(found))
-    for offset, colour, label, seconds in (
-        (-0.2, FAINT, "planned", [each.planned_s for each in found]),
-        (0.2, POLICY_COLOURS[0], "measured", [each.measured_s for each in found]),
-    ):
-        bars = axes.bar([place + offset for place in places], seconds, width=0.38, color=colour, label=label)
-        axes.bar_label(bars, fmt="%.2f", color=INK, fontsize=9, padding=2)
-    axes.set_xticks(list(places), [each.strategy.replace("-server:", "\nserver:") for each in found], color=INK)
+    pairs = {each.strategy.replace("-server:", "\nserver:"): (each.planned_s, each.measured_s) for each in found}
+    draw_pairs(axes, pairs, "%.2f")
     axes.set_ylabel("seconds of a step", color=INK)
     axes.set_title(f"Steps over thin lines, planned and measured\n{caption}", loc="left", color=INK)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=DPI)
+
+
+def draw_pairs(axes: "Axes", pairs: Mapping[str, tuple[float, float]], form: str) -> None:
+    """Draw by name what was planned beside what was measured, with their numbers in this form."""
+    from paceline.observe.plots import FAINT, GRID, INK, POLICY_COLOURS
+
+    places = range(len(pairs))
+    for which, (offset, colour, label) in enumerate(
+        ((-0.2, FAINT, "planned"), (0.2, POLICY_COLOURS[0], "measured")),
+    ):
+        heights = [pair[which] for pair in pairs.values()]
+        bars = axes.bar([place + offset for place in places], heights, width=0.38, color=colour, label=label)
+        axes.bar_label(bars, fmt=form, color=INK, fontsize=8, padding=2)
+    axes.set_xticks(list(places), list(pairs), color=INK, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color=GRID)
     axes.set_axisbelow(True)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=DPI)
 
 
 def main() -> None:

@@ -13,18 +13,15 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Final
 
-import torch
 from cyclopts import App, Parameter
 from measuring import machine, print_json, progress
-from plan_models import WORK, WithLoss
-from plan_worker import ALONE, MICRO_BATCHES
+from plan import planned
+from plan_hosts import draw_pairs
+from plan_models import WORK
+from plan_worker import ALONE
 from turns import BENCHMARKS, PlayFailed, Side, Stage
 
-from paceline.tools.plan.estimate import PlannedTask, estimate
-from paceline.tools.plan.machine import Machines, parse_device, parse_link
-from paceline.tools.plan.measuring import Sample, measured_model
-from paceline.tools.plan.model import TrainingRecipe
-from paceline.tools.plan.strategy import PlannedStrategy, parse_strategy
+from paceline.tools.plan.strategy import parse_strategy
 
 NUM_WORKERS: Final = 2
 NUM_WARM_UP: Final = 2
@@ -114,7 +111,8 @@ def compare(name: str, strategy: str, num_rounds: int, num_steps: int) -> Found:
                 took_s = side.ask("step", num_steps).seconds / num_steps
                 if number >= 0:
                     into.append(took_s)
-    return Found(name, strategy, planned_s(name, chosen, median(computing_s)), median(measured_s))
+    step = planned(name, WORK[name], chosen, NUM_WORKERS, "shm", median(computing_s)).step
+    return Found(name, strategy, step.total, median(measured_s))
 
 
 def start(stage: Stage, name: str, strategy: str) -> Side:
@@ -127,54 +125,19 @@ def start(stage: Stage, name: str, strategy: str) -> Side:
     return stage.start("together", [sys.executable, *options, *script], NUM_WORKERS, ONE_THREAD)
 
 
-def planned_s(name: str, strategy: PlannedStrategy, computing_s: float) -> float:
-    """Return the seconds of a step by the plan, where one device takes so long for a worker's samples."""
-    work = WORK[name]
-    with torch.device("meta"):
-        module = WithLoss(work.make())
-    recipe = TrainingRecipe("fp32", "momentum")
-    host, link = parse_device("cpu:1TB"), parse_link("shm", "--link")
-    machines = Machines(
-        device=host,
-        num_devices=NUM_WORKERS,
-        devices_per_machine=NUM_WORKERS,
-        link=link,
-        network=link,
-        server_device=host,
-        utilisation=1.0,
-    )
-    task = PlannedTask(
-        model=measured_model(name, module, Sample.parse(work.sample), work.batch, recipe.weight_bytes),
-        batch=strategy.data * work.batch,
-        recipe=recipe,
-        compute_s=strategy.data * computing_s,
-    )
-    micro_batches = MICRO_BATCHES if strategy.pipeline > 1 else None
-    return estimate(task, strategy, machines, micro_batches).step.total
-
-
 def draw(found: list[Found], caption: str, path: Path) -> None:
     """Draw what was planned beside what was measured, a chart for each model."""
     from matplotlib.figure import Figure
 
-    from paceline.observe.plots import DPI, FAINT, GRID, INK, POLICY_COLOURS
+    from paceline.observe.plots import DPI, INK
 
     models = list(dict.fromkeys(one.model for one in found))
     figure = Figure(figsize=(10, 4), layout="constrained")
     for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
         of_model = [one for one in found if one.model == model]
-        places = range(len(of_model))
-        for offset, colour, label, values in (
-            (-0.2, FAINT, "planned", [one.planned_s * 1000 for one in of_model]),
-            (0.2, POLICY_COLOURS[0], "measured", [one.measured_s * 1000 for one in of_model]),
-        ):
-            bars = axes.bar([place + offset for place in places], values, width=0.38, color=colour, label=label)
-            axes.bar_label(bars, fmt="%.0f", color=INK, fontsize=8, padding=2)
-        axes.set_xticks(list(places), [one.strategy.replace("-", "-\n") for one in of_model], color=INK, fontsize=8)
+        pairs = {one.strategy.replace("-", "-\n"): (one.planned_s * 1000, one.measured_s * 1000) for one in of_model}
+        draw_pairs(axes, pairs, "%.0f")
         axes.set_title(model, loc="left", color=INK)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color=GRID)
-        axes.set_axisbelow(True)
     figure.axes[0].set_ylabel("milliseconds of a step", color=INK)
     figure.axes[0].legend(frameon=False, fontsize=8)
     figure.suptitle(f"Whole training steps, planned and measured: {caption}", x=0.01, ha="left", fontsize=9, color=INK)
