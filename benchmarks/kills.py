@@ -2,8 +2,8 @@
 
 A job of two workers is trained while its servers are killed, one after the other, at any moment; then once more without
 kills. Told are the pushes that were lost or counted twice, whether the bytes at the end are the same, how long workers
-stood still, and how much longer a dense step takes because a server may be killed: two jobs that take turns, of which
-one is not prepared for it.
+stood still, and by how much longer a dense step takes because a server may be killed, as a fraction: two jobs that take
+turns, of which one is not prepared for it; by default, and where gradients are not looked at for NaN.
 """
 
 import json as json_text
@@ -124,35 +124,36 @@ def kills(
         killed = [run_hosted(consistency, asked, chance) for _ in range((kills + 1) // NUM_HOSTS)]
         calm = run_hosted(consistency, asked)
         plain = run_hosted(consistency, "node:1")
-        costs = calm.median_step_s() / plain.median_step_s() - 1.0
+        costs = {"overhead": calm.median_step_s() / plain.median_step_s() - 1.0}
     else:
         options = ["-n", str(NUM_WORKERS), "-m", str(servers), "--transport", transport]
         num_clocks = CLOCKS_A_KILL * (kills + 1)
         progress(f"{machine()}; {kills} kills over {transport}, {consistency}, {servers} server(s)")
         killed = [run_job(options, num_clocks, consistency, kills, chance, again)]
         calm = run_job(options, num_clocks, consistency, 0, chance) if consistency == "bsp" else None
-        costs = overhead(parameters, rounds) if parameters else None
+        costs = overheads(parameters, rounds) if parameters else {"overhead": None}
     stalls = sorted(stall for job in killed for stall in job.stalls_ms())
     compared = killed + ([calm] if calm is not None else [])
     found = {
         "name": ("replicas that lag" if lag else "replicas") if replicas else "warm memory",
+        "machine": machine(),
         "kills": sum(job.num_kills for job in killed),
         "lost": sum(job.total("lost") for job in killed),
         "doubled": sum(job.total("doubled") for job in killed),
         "stall_p50_ms": statistics.median(stalls),
         "stall_p99_ms": percentile(stalls, 0.99),
         "stalls_ms": stalls,
-        "same_bytes": len({str(worker["digest"]) for job in compared for worker in job.workers}) == 1
+        "same_bytes": int(len({str(worker["digest"]) for job in compared for worker in job.workers}) == 1)
         if consistency == "bsp"
         else None,
-        "overhead": costs,
+        **costs,
     }
     if json:
-        print_json({"name": "kills", "machine": machine(), "ways": [found]})
+        print_json(found)
     else:
         for name, value in found.items():
             progress(f"{name}: {value}")
-    return 0 if not (found["lost"] or found["doubled"] or found["same_bytes"] is False) else 1
+    return 0 if not (found["lost"] or found["doubled"] or found["same_bytes"] == 0) else 1
 
 
 def run_job(
@@ -249,13 +250,21 @@ def _is_killed(pid: int) -> bool:
     return True
 
 
-def overhead(num_parameters: int, num_rounds: int) -> float:
+def overheads(num_parameters: int, num_rounds: int) -> dict[str, float | None]:
+    """Return the overhead by default, where gradients are looked at for NaN, and where they are not."""
+    return {
+        "overhead": overhead(num_parameters, num_rounds, "reject"),
+        "overhead_unchecked": overhead(num_parameters, num_rounds, "ignore"),
+    }
+
+
+def overhead(num_parameters: int, num_rounds: int, nonfinite: str) -> float:
     """Return how many times as long a dense step takes with a server that may be killed, less 1: a median of rounds."""
     with Stage() as stage:
         sides = {}
         for mode in ("stop", "resume"):
             options = ["-n", str(NUM_WORKERS), "--quiet", "--on-server-crash", mode]
-            script = [str(BENCHMARKS / "dense_worker.py"), "{stage}", str(num_parameters), "ignore"]
+            script = [str(BENCHMARKS / "dense_worker.py"), "{stage}", str(num_parameters), nonfinite]
             sides[mode] = stage.start(mode, [sys.executable, "-m", "paceline", "run", *options, *script], NUM_WORKERS)
         times: dict[str, list[float]] = {mode: [] for mode in sides}
         for number in range(NUM_WARM_UP + num_rounds):

@@ -82,6 +82,24 @@ def test_a_place_that_has_moved_to_another_node_has_no_other_process_here(
     assert [process for _, process in servers._processes] == [1, 3]
 
 
+def test_a_folder_that_cannot_be_read_when_a_process_has_ended_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(views: Views) -> str:
+        raise PermissionError(13, "Permission denied", str(tmp_path))
+
+    monkeypatch.setattr(sidecar, "ENTRY", "no_such_program")
+    monkeypatch.setattr(Views, "how_ended", fail)
+    servers = SidecarServers(tmp_path, range(0), "", range(2, 3))
+    for watch in servers._watches:
+        watch.join(PATIENCE_S)
+    servers.kill()
+    said = capfd.readouterr().err
+    told = f"no other one comes here: [Errno 13] Permission denied: '{tmp_path}'"
+    assert said.count(f"paceline: a process of server 2 has ended, and {told}") == 1
+    assert "Traceback" not in said
+
+
 def test_a_process_is_started_in_the_place_of_a_node_that_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -94,6 +94,12 @@ class SidecarServers:
 
     def _watch(self, rank: int, process: int) -> None:
         """Tell the workers at once how a server has ended; have a replica made in the place of a process that has."""
+        try:
+            self._follow(rank, process)
+        except OSError as error:
+            tell(f"a process of server {rank} has ended, and no other one comes here: {error}")
+
+    def _follow(self, rank: int, process: int) -> None:
         views, life = Views(self._run_dir, rank), process
         place = ServerPlace(views, process)
         while True:
