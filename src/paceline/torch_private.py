@@ -193,7 +193,10 @@ def gloo_backend(store: Store, rank: int, size: int, address: str, timeout: time
     options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] - newer ones have two names
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timeout
-    return ProcessGroupGloo(store, rank, size, options)
+    backend = ProcessGroupGloo(store, rank, size, options)
+    # One that left at once would look as if it had died to one that still connects.
+    backend.barrier().wait()  # pyright: ignore[reportAttributeAccessIssue] - its type does not name it
+    return backend
 
 
 def group_over(backend: ProcessGroupGloo, store: Store, rank: int, size: int) -> ProcessGroup:

@@ -20,6 +20,7 @@ import pytest
 
 from paceline.cli import answer
 from paceline.errors import UsageError
+from paceline.job.folders import wait_for
 from paceline.launch import exporter
 from paceline.launch.exporter import exporting
 from paceline.observe.export.options import ExportOptions
@@ -83,15 +84,19 @@ def test_an_exporter_that_is_killed_or_hangs_leaves_the_run_alone(
         alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
         return [child for child in alive if "paceline.launch.exporter" in child.cmdline()]
 
+    def begun() -> psutil.Process:
+        """A program that has just begun has no command line for a moment."""
+        [process] = wait_for(lambda: exporters() or None, 60, lambda: "no exporter begins")
+        return process
+
     told: list[str] = []
     with exporting(ExportOptions(metrics="0"), tmp_path, told.append):
-        [process] = exporters()
+        process = begun()
         process.send_signal(signal.SIGKILL)
         process.wait(60)
     monkeypatch.setattr(exporter, "_END_TIMEOUT_S", 0.1)
     with exporting(ExportOptions(metrics="0"), tmp_path, told.append):
-        [process] = exporters()
-        process.send_signal(signal.SIGSTOP)
+        begun().send_signal(signal.SIGSTOP)
     assert exporters() == []
     assert told[-1] == "what the run reported at last has not come to its trackers, one of which hangs"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 from tests.nodes.cluster import cluster
 from tests.nodes.test_faults import FAULTS, NUM_CLOCKS, NUM_WORKERS, Ledger, assert_faults_happened
-from tests.nodes.test_successors import killable
+from tests.nodes.test_successors import ServerPlace, killable
 from torch import Tensor
 
+from paceline.core.messages import Push
 from paceline.server.connections import Incoming, said_by
 from paceline.server.repeated_pushes import RepeatedPushes
 from paceline.server.tables import ServedTables
@@ -72,6 +74,11 @@ def test_every_push_counts_once_whatever_happens_to_frames(
     assert set(num_expanded) == {4 * (NUM_WORKERS + NUM_CLOCKS)}
 
 
+def has_noted_a_push(place: ServerPlace) -> bool:
+    """Return whether a server has just written a push down, which its successor needs again."""
+    return place.server is not None and isinstance(place.server.written, Push)
+
+
 @pytest.mark.parametrize("policy", ["bsp", "ssp:2"])
 def test_a_successor_takes_factors_again(
     policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_expanded: list[int]
@@ -86,7 +93,9 @@ def test_a_successor_takes_factors_again(
 
     monkeypatch.setattr(RepeatedPushes, "_take", note)
     ledger = FactoredLedger(policy)
-    with killable("tcp", tmp_path, (61,)) as (servers, places):
+    with killable("tcp", tmp_path, (0,)) as (servers, places):
+        fate = places[0].fate
+        fate.may_kill, fate.stride = partial(has_noted_a_push, places[0]), 61
         servers.run(NUM_WORKERS, ledger.work)
     assert ledger.expected().all()
     assert places[0].fate.num_kills > 1

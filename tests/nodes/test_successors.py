@@ -83,11 +83,14 @@ class Fate:
 
 class KillableServer(ServerNode):
     fate: Fate
+    written: Any = None  # last, if nothing has followed from it yet
 
     def _write_down(self, written: Any, now: float) -> None:
         self.fate.pass_point()
         super()._write_down(written, now)
+        self.written = written
         self.fate.pass_point()
+        self.written = None
 
     def _on_piece(self, *piece: Any) -> None:
         self.fate.pass_point()
@@ -115,7 +118,7 @@ class ServerPlace:
     holder: MemoryHolder
     link: Callable[[int], ReplicaLink] = lambda _: ReplicaLink()
     num_workers: int = NUM_WORKERS
-    server: ServerNode | None = None
+    server: KillableServer | None = None
     is_over: bool = False
     errors: list[BaseException] = field(default_factory=list)
     _changed: threading.Condition = field(default_factory=threading.Condition)
