@@ -104,23 +104,18 @@ class NamespaceViews:
 
     def promote(self, number: int) -> bool:
         """See `Promotion.promote`; raises OSError."""
-        view = self._current(number)
+        view = self._views.current(number)
         return view is not None and view.replica == self.own and self._change(view.promoted())
 
     def dismiss(self, number: int) -> bool:
         """See `Promotion.dismiss`; raises OSError."""
-        view = self._current(number)
+        view = self._views.current(number)
         return view is not None and view.head == self.own and self._change(view.alone())
 
     def enlist(self, number: int, process: int) -> bool:
         """See `Promotion.enlist`; raises OSError."""
-        view = self._current(number)
+        view = self._views.current(number)
         return view is not None and view.head == self.own and self._change(view.repaired(process))
-
-    def _current(self, number: int) -> View | None:
-        """Return the view of this number, None if it has ended."""
-        view = self.newest()
-        return view if view is not None and view.number == number else None
 
     def _change(self, view: View) -> bool:
         """Have this view count if it is the first of its number; forget those that were long before it."""
