@@ -319,7 +319,7 @@ def test_a_client_that_the_replica_may_serve_is_not_refused(
 def test_a_server_whose_replica_begins_to_serve_does_not_say_that_it_does_itself(
     left: tuple[Namespaces, NamespaceReplicas],
 ) -> None:
-    assert not left[1].standing(is_served=False, is_followed=False).leads
+    assert not left[1].standing(is_served=False, is_followed=False).is_head
 
 
 def test_views_of_long_ago_are_forgotten(

@@ -64,7 +64,7 @@ class NamespaceTransport:
         self._find = find
         self._addresses = find()
         self._are_several = bool(location.others)
-        self._leader = ""  # the server that was last connected to
+        self._head = ""  # the server that was last connected to
 
     def allocate(self, size_bytes: int) -> memoryview:
         """Give plain memory; see `Transport.allocate`."""
@@ -80,12 +80,12 @@ class NamespaceTransport:
             raise UsageError(f"this transport leads to {self._location}, and not to {address}")
         deadline = Deadline.after(timeout_s)
         if self._are_several:
-            self._find_leader(deadline)
+            self._find_head(deadline)
         connection = self.open_connection(EnterFrame(self._location.namespace, identity), deadline.remaining_s())
-        if self._are_several and self._leader not in ("", self._addresses[0]):
+        if self._are_several and self._head not in ("", self._addresses[0]):
             where = self._addresses[0].removeprefix("tcp://")
             tell(f"namespace '{self._location.namespace}' is served at {where} from now on", NEWS)
-        self._leader = self._addresses[0]
+        self._head = self._addresses[0]
         return connection
 
     def learn(self, servers: tuple[str, ...]) -> None:
@@ -97,7 +97,7 @@ class NamespaceTransport:
         """Try this address before the others."""
         self._addresses = (address, *(other for other in self._addresses if other != address))
 
-    def _find_leader(self, deadline: Deadline) -> None:
+    def _find_head(self, deadline: Deadline) -> None:
         """Ask the servers which one serves the namespace, and try that one first; raises PeerError where none does."""
         asked, waiting, problems = set[str](), list(self._addresses), list[str]()
         while waiting:
@@ -112,7 +112,7 @@ class NamespaceTransport:
             except PeerError as error:
                 problems.append(f"{one}: {error}")
                 continue
-            if standing.leads:
+            if standing.is_head:
                 self.try_first(one)
                 return
             problems.append(f"{one}: another server serves it")

@@ -66,13 +66,13 @@ class NamespaceStanding(msgspec.Struct, frozen=True, tag="standing"):
     """What a server has of a namespace.
 
     Args:
-        leads: it serves the namespace, or would; else another server does.
+        is_head: it serves the namespace, or would; else another server does.
         follows: it has the replica.
         saved: number of the view in which it has saved all that was acknowledged; 0 for none.
-        head: address of the server that leads, if that is known.
+        head: address of the server that serves it instead, if that is known.
     """
 
-    leads: bool
+    is_head: bool
     follows: bool = False
     saved: int = 0
     head: str = ""
