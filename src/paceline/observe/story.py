@@ -74,10 +74,8 @@ def _on_disk(folder: Path) -> list[str]:
     """Return what took the room on the disk, if records ended early for lack of it."""
     if not (folder / "trace" / ENDED).exists():
         return []
-    disk = look_at_disk(folder)
-    return (
-        [f"records ended early, as the disk was full or a limit of files was reached. Now {disk.text}"] if disk else []
-    )
+    told, disk = "records ended early, as the disk was full or a limit of files was reached", look_at_disk(folder)
+    return [told if disk is None else f"{told}. Now {disk.text}"]
 
 
 def _last(name: str, records: list[Record], began_t: float, end_t: float) -> str:
