@@ -48,8 +48,8 @@ LOOKUP_PAUSE_S: Final = 0.25
 class NamespaceTransport:
     """A `Transport` to one namespace: TCP, with the namespace in the identity of the handshake.
 
-    Addresses are those of `ServeUrl`. All addresses of the host are tried in turn, first the one that worked last. If
-    none works, the host is looked up again for the next time: a server that moved has another address. Where several
+    Addresses are those of `ServeUrl`. All addresses of the hosts are tried in turn, first the one that worked last. If
+    none works, the hosts are looked up again for the next time: a server that moved has another address. Where several
     servers may serve the namespace, they are asked first which of them does.
 
     Args:
@@ -62,6 +62,7 @@ class NamespaceTransport:
         self._location = location
         self._tcp = tcp
         self._find = find
+        self._learned: tuple[str, ...] = ()  # addresses that a server has told
         self._addresses = find()
         self._are_several = bool(location.others)
         self._head = ""  # the server that was last connected to
@@ -90,6 +91,7 @@ class NamespaceTransport:
 
     def learn(self, servers: tuple[str, ...]) -> None:
         """Try these servers, too, where the namespace is served by one of several."""
+        self._learned = servers
         self._addresses = tuple(dict.fromkeys((*self._addresses, *servers)))
         self._are_several |= len(servers) > 1
 
@@ -117,6 +119,7 @@ class NamespaceTransport:
                 return
             problems.append(f"{one}: another server serves it")
             waiting = [standing.head, *waiting] if standing.head else waiting
+        self._look_up_again()
         raise ConnectionLost(f"no server of {self._location} serves it now ({'; '.join(problems)})")
 
     def open_connection(self, frame: EnterFrame, timeout_s: float) -> Connection:
@@ -133,13 +136,17 @@ class NamespaceTransport:
                 raise
             except PeerError:
                 if num_left == 1:
-                    with suppress(UsageError):
-                        self._addresses = self._find()
+                    self._look_up_again()
                     raise
             else:
                 self.try_first(one)
                 return connection
         raise ProtocolBug(f"{self._location} has no address")
+
+    def _look_up_again(self) -> None:
+        """Try the addresses that the hosts have now, and those that were learned, the next time."""
+        with suppress(UsageError):  # no address is known at the moment: those from before may do
+            self._addresses = tuple(dict.fromkeys((*self._find(), *self._learned)))
 
 
 @dataclass(frozen=True, slots=True)
