@@ -270,7 +270,7 @@ def left(tmp_path: Path) -> Iterator[tuple[Namespaces, NamespaceReplicas]]:
     assert views.enlist(1, NUMBER)
     yield (
         Namespaces(state, MemoryTransport(), NamespaceConfig(tell=print), companions),
-        NamespaceReplicas("job", state, companions, print),
+        NamespaceReplicas("job", companions),
     )
     state.close()
 

@@ -329,8 +329,7 @@ class Namespaces:
 
     def _replicas_of(self, name: str) -> NamespaceReplicas | None:
         """Return what this server has to do with a namespace that others may serve; None if there are none."""
-        companions = self._companions
-        return None if companions is None else NamespaceReplicas(name, self._state, companions, self._config.tell)
+        return None if self._companions is None else NamespaceReplicas(name, self._companions)
 
     def _memory_of(self, name: str) -> NamespaceMemory | None:
         """Return memory for a namespace that outlives this process, if there is any."""

@@ -195,7 +195,8 @@ class Companions:
         (folder / _SERVERS).mkdir(mode=0o700, exist_ok=True)
         self._folder = folder
         self._transport = transport
-        self._tell = tell
+        self.state: Final = state
+        self.tell: Final = tell
         self._told: dict[int, str] = {}  # why a server cannot be asked, by its number
         self._address = address
         self.own: Final = own_number(state)
@@ -258,7 +259,7 @@ class Companions:
             return ask_standing(self._transport, address, namespace, _ASK_TIMEOUT_S) if address else None
         except (AuthenticationFailed, UsageError) as error:
             if self._told.get(number) != str(error):
-                self._tell(f"this server and another one that sees its --views have no replicas of each other: {error}")
+                self.tell(f"this server and another one that sees its --views have no replicas of each other: {error}")
             self._told[number] = str(error)
         except (PeerError, OSError):
             pass
@@ -305,17 +306,15 @@ class NamespaceReplicas:
 
     Args:
         name: of the namespace.
-        state: folder of this server, which has its snapshots.
         companions: the other servers.
-        tell: called with a line for the operator.
     """
 
-    def __init__(self, name: str, state: StateFolder, companions: Companions, tell: Callable[[str], None]) -> None:
+    def __init__(self, name: str, companions: Companions) -> None:
         self.name: Final = name
         self.views: Final = companions.views(name)
-        self._state = state
         self._companions = companions
-        self._tell = tell
+        self._state = companions.state
+        self._tell = companions.tell
 
     def take(self) -> None:
         """Have this server serve the namespace from what it has saved. Blocks for seconds, to ask the replica.
