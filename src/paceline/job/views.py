@@ -159,7 +159,7 @@ class Views:
     def candidates(self) -> list[int]:
         """Return the processes that have come to be the replica and were in no view yet, the newest first.
 
-        While there is one, they are those that have come in its place.
+        Where the server has a replica, those count that have come in its place.
         """
         names, view = names_in(self._run_dir), self.newest()
         replaced = NO_PROCESS if view is None else view.replica

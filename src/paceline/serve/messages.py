@@ -26,8 +26,8 @@ class EnterFrame(msgspec.Struct, frozen=True):
     """What a client says of itself in the handshake: for which namespace it comes, and what for.
 
     `hello` is what an admitted worker says of itself to a server; without it, `ask` asks which worker it is, and
-    `seeks` whether this server serves the namespace. One that does, and looks for a replica, says both `hello` and
-    `ask`, that of its clients. None of them waits for a further word of the client.
+    `seeks` whether this server serves the namespace. A head that looks for a replica says both `hello` and the `ask` of
+    its clients. None of them waits for a further word of the client.
     """
 
     namespace: str

@@ -40,7 +40,7 @@ class SidecarServers:
     def __init__(
         self, run_dir: Path, ranks: range, host: str, replicas: range = range(0), node: NodePlaces | None = None
     ) -> None:
-        """Start them, and `replicas` of others; where they listen by TCP, at an address of this machine, `host`.
+        """Start them, and `replicas` of others. By TCP they listen at `host`, an address of this machine.
 
         `node`: what other nodes know of the places here, where servers have replicas; closed with this.
         """
