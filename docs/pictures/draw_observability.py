@@ -158,7 +158,7 @@ def draw(name: str, folder: Path, *commands: str) -> None:
     """Write what commands say as an SVG."""
     text = Text()
     for number, command in enumerate(commands):
-        lines, code = said(folder, [word for word in command.split() if word != "cat"])
+        lines, code = said(folder, command.split())
         text.append(f"{'' if number == 0 else chr(10)}$ {command.replace(' --once', '')}\n", style="bright_black")
         sentence = next((place for place, line in enumerate(lines) if line.startswith(" w ")), 1)
         is_top = " top" in command

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from benchmarks.shaped_network import ShapedNetwork
 from tests.hosts.test_nodes import PATIENCE_S, hosts, wait_for
+from tests.serve.test_replicas import wait_told
 
 from paceline.job.credentials.holders import Holder
 from paceline.job.credentials.key_store import issue_keys, make_keys
@@ -36,12 +37,6 @@ def started(network: ShapedNetwork, host: int, *command: str) -> Iterator[subpro
 def server(network: ShapedNetwork, host: int, folder: Path, keys: Path) -> tuple[str, ...]:
     where = ("--listen", f"{network.address(host)}:7700", "--state", str(folder / f"state-{host}"))
     return ("-m", "paceline", "serve", *where, "--keys", str(keys), "--views", str(folder / "views"), "--alone")
-
-
-def wait_told(process: subprocess.Popen[str], text: str) -> None:
-    """Wait until a process has written a line with this text on stderr."""
-    assert process.stderr is not None
-    assert any(text in line for line in process.stderr), text
 
 
 def add_one(client: subprocess.Popen[str]) -> float:

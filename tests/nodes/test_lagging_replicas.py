@@ -20,7 +20,7 @@ from tests.nodes.test_successors import MOMENTUM, POLICIES, SIZES, Fate, Trained
 
 from paceline.server import replica
 from paceline.server.replica import ReplicaLink
-from paceline.server.replica_messages import Pushed
+from paceline.server.replica_messages import CODEC, Pushed
 from paceline.transport.base import EMPTY, Connection
 from paceline.worker.dense import DenseClient
 from paceline.worker.node import WorkerNode
@@ -59,7 +59,7 @@ class SlowLine:
         while self.frames:
             header, body = self.frames.popleft()
             self.connection.send(header, memoryview(body), timeout_s=PATIENCE_S)
-            if not isinstance(replica.CODEC.decode(header), Pushed):
+            if not isinstance(CODEC.decode(header), Pushed):
                 return
 
     @classmethod

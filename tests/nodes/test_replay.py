@@ -21,12 +21,11 @@ from paceline.launch.replaying import (
     replay_server,
     tensors_of,
 )
-from paceline.server import replica
 from paceline.server.journal import Entry
 from paceline.server.record import RecordFile, UnreadableRecord, read_frames, record_path
 from paceline.server.record_follower import Moment
 from paceline.server.replica import ReplicaLink
-from paceline.server.replica_messages import Attached, Happened, Proved
+from paceline.server.replica_messages import CODEC, Attached, Happened, Proved
 
 GIB = 1 << 30
 
@@ -111,7 +110,7 @@ def test_other_values_than_at_the_end_are_told(run_dir: Path, tmp_path: Path) ->
     copy = shortened(run_dir, tmp_path, -40)
     record = RecordFile(record_path(copy, 0), GIB, print)
     assert not record.open()
-    record.append(replica.CODEC.encode(Proved({"model": "0" * 64})))
+    record.append(CODEC.encode(Proved({"model": "0" * 64})))
     record.close()
     with pytest.raises(ReplayDiffers, match="server 0 had other values at its end than its replay"):
         replay_server(copy, 0)
@@ -191,6 +190,6 @@ def test_a_successor_completes_the_record_by_the_journal(
     second.complete_record([Entry(Timeout(), float(now)) for now in in_journal])
     second.open(b"state")
     second.close()
-    told = [replica.CODEC.decode(header) for header, _, _ in read_frames(tmp_path / "record")]
+    told = [CODEC.decode(header) for header, _, _ in read_frames(tmp_path / "record")]
     assert [each.now for each in told if isinstance(each, Happened)] == expected
     assert sum(isinstance(each, Attached) for each in told) == 1

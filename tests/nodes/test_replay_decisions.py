@@ -25,7 +25,7 @@ from paceline.server.node import ServerNode
 from paceline.server.record import RecordFile, digests, read_frames, record_path
 from paceline.server.record_follower import Moment
 from paceline.server.replica import Diverged, ReplicaLink
-from paceline.server.replica_messages import Looked, decode_told
+from paceline.server.replica_messages import CODEC, Looked
 from paceline.update.named_rules import SGD, Merging
 from paceline.update.rows.spec import Lifecycle, RowTableSpec
 from paceline.wire.requests import SaveState
@@ -226,7 +226,7 @@ def check(work: Work, run_dir: Path, kill_after: tuple[int, ...]) -> list[list[o
         elif not any(kill_after):
             assert replayed.is_proved
     return [
-        [decode_told(header) for header, _, _ in read_frames(record_path(run_dir, rank), with_bodies=False)]
+        [CODEC.decode(header) for header, _, _ in read_frames(record_path(run_dir, rank), with_bodies=False)]
         for rank in range(len(kill_after))
     ]
 

@@ -3,8 +3,10 @@
 import os
 from pathlib import Path
 
+import pytest
 from tests.observe.stories import story
 
+from paceline.observe import story as story_of_run
 from paceline.observe.disk import DiskUse, look_at_disk
 from paceline.observe.progress import RunView
 from paceline.observe.story import story_lines
@@ -47,10 +49,14 @@ def test_a_run_that_has_little_of_a_full_disk_says_so() -> None:
     assert DiskUse(5, 10, 0, ()).text == "0 MB of 0 MB are free"
 
 
-def test_the_screen_and_the_story_of_a_run_name_what_took_the_room(tmp_path: Path) -> None:
+def test_the_screen_and_the_story_of_a_run_name_what_took_the_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     view = RunView(run_of(tmp_path) / "trace")
     view.refresh(0.0)
     assert "saved/ takes 3.0 MB, filling 2.0 MB" in view.verdict().text
     told = "\n".join(story_lines(tmp_path))
     assert "records ended early" in told
     assert "saved/ takes 3.0 MB" in told
+    monkeypatch.setattr(story_of_run, "look_at_disk", lambda _: None)
+    assert "records ended early, as the disk was full or a limit of files was reached" in story_lines(tmp_path)

@@ -77,7 +77,7 @@ def daemon(
         try:
             transport = server_access("127.0.0.1", state, keys).transport(told)
             listener = transport.listen("127.0.0.1:0")
-            companions = None if views is None else Companions(views, folder, listener.address, transport)
+            companions = None if views is None else Companions(views, folder, listener.address, transport, told)
             namespaces = Namespaces(folder, transport, NamespaceConfig(tell=told, **settings), companions)
             if companions is not None:
                 companions.start(namespaces.fill)

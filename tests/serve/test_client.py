@@ -9,7 +9,7 @@ import pytest
 from tests.transport.carriers import full_listener
 
 import paceline
-from paceline.errors import DeadlineExceeded, UsageError
+from paceline.errors import ConnectionLost, DeadlineExceeded, UsageError
 from paceline.serve import client as calling
 from paceline.serve.access import ServeUrl
 from paceline.serve.client import NamespaceTransport
@@ -18,6 +18,7 @@ from paceline.transport import Credentials, TcpTransport
 
 VISIT = EnterFrame("a", b"hello")
 WHERE = ServeUrl("node-3", 7700, "a")
+NOWHERE = "tcp://127.0.0.1:1"  # which refuses
 
 
 @pytest.fixture
@@ -52,6 +53,24 @@ def test_where_no_address_leads_there_the_host_is_looked_up_again(tcp: TcpTransp
         with pytest.raises(DeadlineExceeded):
             line.open_connection(VISIT, timeout_s=0.1)
         line.open_connection(VISIT, timeout_s=30.0).close()
+
+
+def test_servers_that_were_learned_are_tried_after_the_hosts_were_looked_up_again(tcp: TcpTransport) -> None:
+    with closing(tcp.listen("127.0.0.1:0")) as listener:
+        line = NamespaceTransport(WHERE, tcp, lambda: (NOWHERE,))
+        line.learn((NOWHERE, listener.address))
+
+        with pytest.raises(DeadlineExceeded):
+            line.open_connection(VISIT, timeout_s=0.0)
+        line.open_connection(VISIT, timeout_s=30.0).close()
+
+
+def test_where_none_of_several_servers_answers_their_hosts_are_looked_up_again(tcp: TcpTransport) -> None:
+    find, where = Mock(return_value=(NOWHERE,)), ServeUrl("node-3", 7700, "a", (("node-4", 7700),))
+    line = NamespaceTransport(where, tcp, find)
+    with pytest.raises(ConnectionLost, match="no server of paceline://node-3:7700,node-4:7700/a serves it now"):
+        line.connect(str(where), b"hello", timeout_s=30.0)
+    assert find.call_count == 2
 
 
 def test_a_name_that_becomes_known_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from paceline.job.credentials.key_store import issue_keys, make_keys
 from paceline.job.views import View
 from paceline.serve import namespace as namespaces
 from paceline.serve import replicas
+from paceline.serve.access import server_access
 from paceline.serve.gateway import Namespaces
 from paceline.serve.messages import EnterFrame
 from paceline.serve.namespace import Namespace, NamespaceConfig, NamespaceConnection
@@ -263,13 +264,13 @@ NUMBER = 2  # of the server that has the replica
 def left(tmp_path: Path) -> Iterator[tuple[Namespaces, NamespaceReplicas]]:
     """A server whose namespace has just ended badly, while another one has the replica in view 2."""
     state = StateFolder(tmp_path / "state")
-    companions = Companions(tmp_path / "views", state, "tcp://127.0.0.1:1", MemoryTransport())
+    companions = Companions(tmp_path / "views", state, "tcp://127.0.0.1:1", MemoryTransport(), print)
     views = companions.views("job")
     views.take(0, never)
     assert views.enlist(1, NUMBER)
     yield (
         Namespaces(state, MemoryTransport(), NamespaceConfig(tell=print), companions),
-        NamespaceReplicas("job", state, companions, print),
+        NamespaceReplicas("job", companions),
     )
     state.close()
 
@@ -319,7 +320,7 @@ def test_a_client_that_the_replica_may_serve_is_not_refused(
 def test_a_server_whose_replica_begins_to_serve_does_not_say_that_it_does_itself(
     left: tuple[Namespaces, NamespaceReplicas],
 ) -> None:
-    assert not left[1].standing(is_served=False, is_followed=False).leads
+    assert not left[1].standing(is_served=False, is_followed=False).is_head
 
 
 def test_views_of_long_ago_are_forgotten(
@@ -341,6 +342,18 @@ def test_the_number_of_a_server_stays(tmp_path: Path) -> None:
     (state.path / "server").write_text("two")
     with pytest.raises(UsageError, match="says 'two', expected the number of this server"):
         own_number(state)
+    state.close()
+
+
+def test_a_server_that_cannot_be_asked_from_here_is_told_of_once(tmp_path: Path) -> None:
+    state, told = StateFolder(tmp_path / "state"), list[str]()
+    transport = server_access("127.0.0.1", state.path, None).transport()
+    others = Companions(tmp_path / "views", state, "tcp://127.0.0.1:1", transport, told.append)
+    (tmp_path / "views" / "servers" / "2").write_text("tcp://10.0.0.2:7700")
+    for _ in range(2):
+        assert others.standing(2, "job") is None
+    start = "this server and another one that sees its --views have no replicas of each other: 10.0.0.2 is not a "
+    assert [line.startswith(start) for line in told] == [True], told
     state.close()
 
 

@@ -21,7 +21,7 @@ from paceline.server.connections import Stop
 from paceline.server.journal import Asked
 from paceline.server.recovery import Declarations
 from paceline.server.replica import Follower, LineWatch, Replay, ReplicaLink, Superseded
-from paceline.server.replica_messages import Attached, Checked, Ended, Happened, Pushed, Received
+from paceline.server.replica_messages import ANSWERS, CODEC, Attached, Checked, Ended, Happened, Pushed, Received
 from paceline.server.replica_place import ReplicaPlace
 from paceline.transport import MemoryTransport
 from paceline.transport.base import Connection, Listener
@@ -76,7 +76,7 @@ class Other:
         threading.Thread(target=lambda: opened.set_result(link.open(b"state")), daemon=True).start()
         connection = listener.accept(timeout_s=PATIENCE_S)
         frame = connection.receive(timeout_s=PATIENCE_S)
-        assert replica.CODEC.decode(frame.header) == Attached(1)
+        assert CODEC.decode(frame.header) == Attached(1)
         assert bytes(frame.body) == b"state"
         answer(connection, 1)
         opened.result(PATIENCE_S)
@@ -84,7 +84,7 @@ class Other:
 
 
 def answer(connection: Connection, num_frames: int) -> None:
-    connection.send(replica.ANSWERS.encode(Received(num_frames)), timeout_s=PATIENCE_S)
+    connection.send(ANSWERS.encode(Received(num_frames)), timeout_s=PATIENCE_S)
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_an_answer_leaves_when_the_replica_has_what_it_rests_on(other: Other, li
     link.note(Timeout(), 1.0)
     link.note(Timeout(), 2.0)
     frames = [connection.receive(timeout_s=PATIENCE_S) for _ in range(2)]
-    assert [replica.CODEC.decode(frame.header).now for frame in frames] == [1.0, 2.0]
+    assert [CODEC.decode(frame.header).now for frame in frames] == [1.0, 2.0]
     answer(connection, 3)
     assert link.wait_received()
     link.close()
@@ -150,7 +150,7 @@ def test_a_head_that_is_told_nothing_notices_that_its_replica_is_gone(other: Oth
     link, connection = other.attached(listener)
     assert link.patience_s(None) == 1.0
     link.look()
-    assert replica.CODEC.decode(connection.receive(timeout_s=PATIENCE_S).header) == Checked()
+    assert CODEC.decode(connection.receive(timeout_s=PATIENCE_S).header) == Checked()
     answer(connection, 2)
     assert link.wait_received()
     connection.close()
@@ -233,7 +233,7 @@ def test_a_new_replica_counts_once_it_has_all(other: Other, listener: Listener) 
 
     def take(connection: Connection) -> None:
         frame = connection.receive(timeout_s=PATIENCE_S)
-        assert replica.CODEC.decode(frame.header) == Attached(2)
+        assert CODEC.decode(frame.header) == Attached(2)
         assert other.votes.decided == ""
         answer(connection, 1)
         got.append(connection)
@@ -242,7 +242,7 @@ def test_a_new_replica_counts_once_it_has_all(other: Other, listener: Listener) 
     assert other.votes.decided == "enlisted 2"
     assert other.told == ["server 0 has a replica again"]
     link.note(Timeout(), 1.0)
-    told = [replica.CODEC.decode(got[0].receive(timeout_s=PATIENCE_S).header) for _ in range(2)]
+    told = [CODEC.decode(got[0].receive(timeout_s=PATIENCE_S).header) for _ in range(2)]
     assert isinstance(told[0], Checked)  # by which it knows that it counts
     assert told[1].now == 1.0
     link.close()
@@ -313,9 +313,9 @@ class Following:
         return connection
 
     def send(self, connection: Connection, number: int, message: Any, body: bytes = b"") -> None:
-        connection.send(replica.CODEC.encode(message), memoryview(body), timeout_s=PATIENCE_S)
+        connection.send(CODEC.encode(message), memoryview(body), timeout_s=PATIENCE_S)
         received = connection.receive(timeout_s=PATIENCE_S)
-        assert replica.ANSWERS.decode(received.header) == Received(number)
+        assert ANSWERS.decode(received.header) == Received(number)
 
 
 def happened(event: Any, now: float) -> Happened:
@@ -360,7 +360,7 @@ def test_a_replica_ends_with_a_head_that_ends_as_it_was_told_to(other: Other, li
     following = Following(other, listener)
     following.start()
     connection = following.attach()
-    connection.send(replica.CODEC.encode(Ended("the job is over")), timeout_s=PATIENCE_S)
+    connection.send(CODEC.encode(Ended("the job is over")), timeout_s=PATIENCE_S)
     assert following.outcome.result(PATIENCE_S) is None
     assert other.votes.decided == ""
     connection.close()
@@ -401,7 +401,7 @@ def test_only_the_head_of_this_server_is_followed(role: str, rank: int, other: O
         stranger.receive(timeout_s=PATIENCE_S)
     stranger.close()
     connection = following.attach()
-    connection.send(replica.CODEC.encode(Ended("")), timeout_s=PATIENCE_S)
+    connection.send(CODEC.encode(Ended("")), timeout_s=PATIENCE_S)
     assert following.outcome.result(PATIENCE_S) is None
     connection.close()
 
@@ -426,4 +426,4 @@ def test_a_head_that_does_not_come_is_missed(other: Other, listener: Listener) -
 def test_no_message_has_more_beside_it_than_it_may(message: Any, size_bytes: int) -> None:
     replay = Replay(cast("Any", None), hosted_tables(), ReceiveBuffers(), lambda *_: set(), lambda *_: None)
     with pytest.raises(PeerError, match=f"came with {size_bytes} bytes"):
-        replay.place(replica.CODEC.encode(message), size_bytes)
+        replay.place(CODEC.encode(message), size_bytes)

@@ -19,6 +19,7 @@ from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
 
 LOOPBACK: Final = "127.0.0.1"
+ANY_ADDRESS: Final = ("0.0.0.0", "::")  # to listen at every address of this machine
 LOOKUP_TIMEOUT_S: Final = 1.0
 # Addresses that are kept free for examples: the way to them is the way to anywhere.
 ANYWHERE: Final = ("192.0.2.1", "2001:db8::1")

@@ -19,6 +19,7 @@ from paceline.job.folders import make_once, names_in, wait_for
 from paceline.job.spec import write_private
 
 NO_PROCESS: Final = -1
+NUM_PLACES: Final = 2  # of a server, whose processes come in them by turns: one serves, the other has the replica
 DECISION_TIMEOUT_S: Final = 30.0  # for the launcher's answer, which takes a fraction of a second
 
 
@@ -48,8 +49,8 @@ class View:
 
 
 def _follows(process: int, replica: int) -> bool:
-    """Return whether a process has come in the place of this replica, or there is none; places have every second."""
-    return replica == NO_PROCESS or (process > replica and (process - replica) % 2 == 0)
+    """Return whether a process has come in the place of this replica, or there is none."""
+    return replica == NO_PROCESS or (process > replica and (process - replica) % NUM_PLACES == 0)
 
 
 FIRST: Final = View(1, head=0, replica=1)
@@ -88,6 +89,11 @@ class Views:
         if not found:
             return None
         return self._read(max(found, key=lambda name: int(name.removeprefix(self._prefix))))
+
+    def current(self, number: int) -> View | None:
+        """Return the view of this number; None if it has ended. Raises OSError."""
+        view = self.newest()
+        return view if view is not None and view.number == number else None
 
     def _read(self, name: str) -> View:
         head, replica = map(int, (self._run_dir / name).read_text().split())
@@ -128,18 +134,18 @@ class Views:
 
     def promote(self, number: int) -> bool:
         """Have the replica serve from now on, unless the view of this number has ended; return whether it does."""
-        view = self.newest()
-        return view is not None and view.number == number and self.change(view.promoted())
+        view = self.current(number)
+        return view is not None and self.change(view.promoted())
 
     def dismiss(self, number: int) -> bool:
         """Have the head go on without a replica, unless the view of this number has ended; return whether it does."""
-        view = self.newest()
-        return view is not None and view.number == number and self.change(view.alone())
+        view = self.current(number)
+        return view is not None and self.change(view.alone())
 
     def enlist(self, number: int, process: int) -> bool:
         """Have a process be the replica from now on, unless the view of this number has ended; return whether it is."""
-        view = self.newest()
-        return view is not None and view.number == number and self.change(view.repaired(process))
+        view = self.current(number)
+        return view is not None and self.change(view.repaired(process))
 
     def includes(self, process: int) -> bool:
         """Return whether a process has ever served or been the replica. Raises OSError."""
@@ -153,7 +159,7 @@ class Views:
     def candidates(self) -> list[int]:
         """Return the processes that have come to be the replica and were in no view yet, the newest first.
 
-        While there is one, they are those that have come in its place.
+        Where the server has a replica, those count that have come in its place.
         """
         names, view = names_in(self._run_dir), self.newest()
         replaced = NO_PROCESS if view is None else view.replica

@@ -1,6 +1,5 @@
 """The places of workers that come and go while a job runs, and requests to its launcher for another number of them."""
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -9,7 +8,7 @@ from typing import Final, final
 
 from paceline.errors import DeadlineExceeded, PacelineError, UsageError
 from paceline.job.addresses import SPEC_NAME
-from paceline.job.folders import wait_for
+from paceline.job.folders import make_once, wait_for
 from paceline.job.spec import ClusterSpec
 from paceline.launch.child import Launch
 
@@ -41,7 +40,7 @@ class WorkerPlaces:
     def answer(self, text: str) -> None:
         """Tell the process that asked."""
         with suppress(OSError):  # a full disk, or the folder is gone: it says by itself that it was not answered
-            _appear(self._run_dir / ANSWER_NAME, text)
+            make_once(self._run_dir / ANSWER_NAME, text.encode())
 
     def take(self, num: int, permits: Callable[[Launch], bool] = lambda _: True) -> list[Launch]:
         """Take up to so many places that are permitted, of the lowest ranks; return how workers are started there."""
@@ -77,10 +76,8 @@ def request_workers(run_dir: Path, num: int, timeout_s: float) -> str:
         raise UsageError(f"--workers is {num}, and the run in {run_dir} has places for 1 to {spec.num_workers} workers")
     request, answer = run_dir / REQUEST_NAME, run_dir / ANSWER_NAME
     answer.unlink(missing_ok=True)
-    try:
-        _appear(request, str(num))
-    except FileExistsError as error:
-        raise PacelineError(f"the launcher of {run_dir} has another request to answer: try again") from error
+    if not make_once(request, str(num).encode()):
+        raise PacelineError(f"the launcher of {run_dir} has another request to answer: try again")
     try:
         text = wait_for(
             lambda: answer.read_text() if answer.exists() else None,
@@ -93,13 +90,3 @@ def request_workers(run_dir: Path, num: int, timeout_s: float) -> str:
         raise
     answer.unlink(missing_ok=True)
     return text
-
-
-def _appear(path: Path, text: str) -> None:
-    """Write a file that is there whole or not at all; raises FileExistsError where there is one."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(text)
-    try:
-        os.link(unfinished, path)
-    finally:
-        unfinished.unlink()

@@ -2,10 +2,9 @@
 
 from typing import Final, final
 
-from paceline.job.views import Views
+from paceline.job.views import NUM_PLACES, Views
 
 MAX_FAILURES: Final = 5  # in a row, of processes in one place that came to nothing: the next one would fail, too
-NUM_PLACES: Final = 2  # of a server: in one is the process that serves, in the other its replica
 
 
 @final

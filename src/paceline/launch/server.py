@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from paceline.core.consistency import Consistency
@@ -116,33 +116,29 @@ def replica_link(
         return ReplicaPlace(rank, view, views, address, transport, tell, spec.generation, process)
 
     def find() -> list[ReplicaPlace]:
-        if not news().has_come:  # the folder is not asked: it may be of a file server that does not answer
+        # Without news the folder is not asked: it may be of a file server that does not answer.
+        view = views.newest() if news().has_come else None
+        if view is None:
             return []
-        view = views.newest()
-        come = [] if view is None else views.candidates()
-        return [place(view.number + 1, views.published(one).read_text, one) for one in come if view is not None]
+        return [place(view.number + 1, views.published(one).read_text, one) for one in views.candidates()]
 
+    first = place(FIRST.number, partial(first_replica_address, spec, rank, views), FIRST.replica)
     lag = ReplicaLag(spec.replica_lag) if spec.replica_lag else None
+    return ReplicaLink(first if own == FIRST.head else None, find, lambda: news().leaves, lag=lag)
 
-    def leaves() -> bool:
-        return news().leaves
 
-    if own != FIRST.head:
-        return ReplicaLink(find=find, leaves=leaves, lag=lag)
-
-    def address() -> str:
-        path = views.published(FIRST.replica)
-        return wait_for(
-            lambda: path.read_text() if path.exists() else None,
-            spec.join_timeout_s,
-            lambda: (
-                f"the replica of server {rank} did not come within {spec.join_timeout_s:g} s: look at what the first "
-                "worker of the next machine wrote"
-            ),
-            INTERVAL_SHARED_S,
-        )
-
-    return ReplicaLink(place(FIRST.number, address, FIRST.replica), find, leaves, lag=lag)
+def first_replica_address(spec: ClusterSpec, rank: int, views: Views) -> str:
+    """Return where the first replica of a server listens; blocks until it does, raises DeadlineExceeded."""
+    path = views.published(FIRST.replica)
+    return wait_for(
+        lambda: path.read_text() if path.exists() else None,
+        spec.join_timeout_s,
+        lambda: (
+            f"the replica of server {rank} did not come within {spec.join_timeout_s:g} s: look at what the first "
+            "worker of the next machine wrote"
+        ),
+        INTERVAL_SHARED_S,
+    )
 
 
 def serve(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -57,16 +59,13 @@ def look_at_disk(folder: Path) -> DiskUse | None:
         entries = list(os.scandir(folder))
     except OSError:
         return None
-    left, sizes = _MOST_LOOKED_AT, dict[str, int]()
+    left, sizes = _MOST_LOOKED_AT, Counter[str]()
     for entry in entries:
-        is_folder, name = entry.is_dir(follow_symlinks=False), entry.name
-        for size_bytes in _sizes(entry):
+        name = entry.name + "/" * entry.is_dir(follow_symlinks=False)
+        for size_bytes in islice(_sizes(entry), left):
+            sizes[name] += size_bytes
             left -= 1
-            if left < 0:
-                break
-            sizes[name + "/" * is_folder] = sizes.get(name + "/" * is_folder, 0) + size_bytes
-    largest = sorted(sizes.items(), key=lambda each: -each[1])[:NUM_NAMED]
-    return DiskUse(disk.free, disk.total, sum(sizes.values()), tuple(largest))
+    return DiskUse(disk.free, disk.total, sizes.total(), tuple(sizes.most_common(NUM_NAMED)))
 
 
 def _sizes(entry: os.DirEntry[str]) -> Iterator[int]:

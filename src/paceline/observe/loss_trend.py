@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from paceline.observe.trace import Reported, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from paceline.observe.trace import Record
 
@@ -26,6 +26,19 @@ _LEAST_RISE: Final = 0.1  # of the lowest loss, as a screen is looked at often a
 _FRESH: Final = 1  # clocks
 
 Trend = Literal["", "falls", "stands", "rises", "not finite"]
+
+# What follows where it is not known how old values were, where they were fresh, and where they were not.
+_TOO_HIGH: Final = (
+    ": a lower learning rate may help",
+    ": the learning rate is too high, whatever the staleness",
+    ": the learning rate is too high for that; lower it, or the staleness",
+)
+_ADVICE: Final[Mapping[Trend, tuple[str, str, str]]] = {
+    "not finite": _TOO_HIGH,
+    "rises": _TOO_HIGH,
+    "falls": ("", "", ": the learning rate is not too high for that"),
+    "stands": ("", "", ": compare with a run of a lower rate, or of less staleness"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +85,16 @@ class LossTrend:
 
     def verdict(self, staleness: tuple[int, int] | None) -> LossVerdict:
         """Return how the loss goes, where values were so many clocks old: at the median and the 99th percentile."""
-        if self._not_finite:
-            return LossVerdict("not finite", self._not_finite + _advice(staleness))
+        trend, text = ("not finite", self._not_finite) if self._not_finite else self._compare()
+        return LossVerdict(trend, text + _conclusion(trend, staleness)) if trend else UNKNOWN
+
+    def _compare(self) -> tuple[Trend, str]:
+        """Return how the last part of the run compares with those before it; empty while there are too few."""
         places = sorted(self._spans)
         means = [self._spans[place][0] / self._spans[place][1] for place in places]
         in_part = len(means) // _NUM_PARTS
         if in_part < _LEAST_IN_PART:
-            return UNKNOWN
+            return "", ""
         parts = _parts(means, in_part)
         error = _standard_error(means, in_part)
         *before, last = parts
@@ -86,13 +102,11 @@ class LossTrend:
         lowest = len(before) - 1 - before[::-1].index(low)
         ago = _ago((len(before) - lowest) * in_part * self._width_s)
         if last - low > max(_SURELY * error, _LOST_SHARE * (max(before) - low), _LEAST_RISE * abs(low)):
-            return LossVerdict("rises", f"the loss rises: {last:.4g}, and {low:.4g} {ago}" + _advice(staleness))
+            return "rises", f"the loss rises: {last:.4g}, and {low:.4g} {ago}"
         earlier = fmean(before[-3:])
         if earlier - last > _LIKELY * error:
-            text = f"the loss falls: {last:.4g}, and {parts[0]:.4g} {_ago(len(places) * self._width_s)}"
-            return LossVerdict("falls", text + _borne(staleness))
-        text = f"the loss stands at {last:.4g}" + _on(staleness)
-        return LossVerdict("stands", text + _compare(staleness))
+            return "falls", f"the loss falls: {last:.4g}, and {parts[0]:.4g} {_ago(len(places) * self._width_s)}"
+        return "stands", f"the loss stands at {last:.4g}"
 
     def _add_loss(self, t: float, loss: float) -> None:
         """Take in a finite loss; what is earlier than the first falls into the first span."""
@@ -127,31 +141,13 @@ def _standard_error(means: Sequence[float], in_part: int) -> float:
     return median(bends) / _BEND_OF_NOISE / math.sqrt(in_part)
 
 
-def _on(staleness: tuple[int, int] | None) -> str:
+def _conclusion(trend: Trend, staleness: tuple[int, int] | None) -> str:
+    """Return on how old values the loss goes so, and what follows from that."""
+    on_any, on_fresh, on_old = _ADVICE[trend]
     if staleness is None:
-        return ""
+        return on_any
     p50, p99 = staleness
-    return f", on values {p50} clocks old (p99 {p99})" if p99 > _FRESH else ", on fresh values"
-
-
-def _advice(staleness: tuple[int, int] | None) -> str:
-    if staleness is None:
-        return ": a lower learning rate may help"
-    if staleness[1] <= _FRESH:
-        return f"{_on(staleness)}: the learning rate is too high, whatever the staleness"
-    return f"{_on(staleness)}: the learning rate is too high for that; lower it, or the staleness"
-
-
-def _borne(staleness: tuple[int, int] | None) -> str:
-    if staleness is None or staleness[1] <= _FRESH:
-        return _on(staleness)
-    return f"{_on(staleness)}: the learning rate is not too high for that"
-
-
-def _compare(staleness: tuple[int, int] | None) -> str:
-    if staleness is None or staleness[1] <= _FRESH:
-        return ""
-    return ": compare with a run of a lower rate, or of less staleness"
+    return f", on fresh values{on_fresh}" if p99 <= _FRESH else f", on values {p50} clocks old (p99 {p99}){on_old}"
 
 
 def _ago(seconds: float) -> str:

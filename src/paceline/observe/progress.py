@@ -334,7 +334,7 @@ class RunView:
         times = worker_times(self._window)
         verdict = judge(self._window, around, times)
         elapsed_s = max(self.elapsed_s, self.recorded_s)
-        loss = self._loss.verdict(staleness_of(self._window))
+        loss = self._loss.verdict(staleness_of(*self._window.staleness.values()))
         rows = self.rows()
         if around.has_ended:
             rows = [replace(row, state="") if row.state == LEAVING else row for row in rows]

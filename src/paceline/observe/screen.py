@@ -9,7 +9,7 @@ from paceline.notices import printable
 from paceline.observe.loss_trend import UNKNOWN
 from paceline.observe.trace import BoundRecord, Exit, MembershipRecord, Refusal
 from paceline.observe.verdict import HEALTHY, busy_share
-from paceline.observe.window import latest_life, percentile, worker_times
+from paceline.observe.window import latest_life, staleness_of, worker_times
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -121,11 +121,7 @@ def picture(
     loss: LossVerdict = UNKNOWN,
 ) -> RunPicture:
     """Return the picture of a run from its latest records; `times` are those of the window, if known already."""
-    staleness = {
-        worker: (percentile(seen, 0.5) or 0, percentile(seen, 0.99) or 0)
-        for worker, seen in window.staleness.items()
-        if seen
-    }
+    staleness = {worker: found for worker, seen in window.staleness.items() if (found := staleness_of(seen))}
     servers = [server_row(server, window) for server in sorted(window.serving)]
     times = worker_times(window) if times is None else times
     return RunPicture(elapsed_s, verdict, workers, times, staleness, processes, servers, events, loss)

@@ -51,7 +51,7 @@ def story_lines(folder: Path, seconds: float = 10.0) -> list[str]:
     num_clocks = max((steps[-1].clock + 1 for steps in window.steps.values() if steps), default=0)
     first = f"{folder.resolve().name}: {end_t - began_t:.1f} s, {num_clocks} clocks; {ending}"
     lines = [first, f"its last steps: {judge(window).text}"]
-    lines += [loss.text] if (loss := trend.verdict(staleness_of(window))).text else []
+    lines += [loss.text] if (loss := trend.verdict(staleness_of(*window.staleness.values()))).text else []
     lines += _on_disk(folder)
     events = [event_line(record, began_t) for record in records if record.t >= end_t - seconds]
     events = [line for line in events if line]
@@ -74,10 +74,8 @@ def _on_disk(folder: Path) -> list[str]:
     """Return what took the room on the disk, if records ended early for lack of it."""
     if not (folder / "trace" / ENDED).exists():
         return []
-    disk = look_at_disk(folder)
-    return (
-        [f"records ended early, as the disk was full or a limit of files was reached. Now {disk.text}"] if disk else []
-    )
+    told, disk = "records ended early, as the disk was full or a limit of files was reached", look_at_disk(folder)
+    return [told if disk is None else f"{told}. Now {disk.text}"]
 
 
 def _last(name: str, records: list[Record], began_t: float, end_t: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
@@ -337,10 +337,10 @@ def increase(samples: Sequence[Sampled], since_t: float, of: Callable[[Sampled],
     return max(0.0, of(used[-1]) - of(used[0])) / (used[-1].t - used[0].t)
 
 
-def staleness_of(window: Window) -> tuple[int, int] | None:
-    """Return how many clocks old the latest reads of all workers were, at the median and the 99th percentile."""
-    seen = [clocks for clocks_of_worker in window.staleness.values() for clocks in clocks_of_worker]
-    return (percentile(seen, 0.5) or 0, percentile(seen, 0.99) or 0) if seen else None
+def staleness_of(*reads: Iterable[int]) -> tuple[int, int] | None:
+    """Return how many clocks old the reads of some workers were, at the median and the 99th percentile."""
+    seen = sorted(chain.from_iterable(reads))
+    return (_percentile(seen, 0.5), _percentile(seen, 0.99)) if seen else None
 
 
 def latest_life(records: Iterable[Serving]) -> list[Serving]:
@@ -353,11 +353,10 @@ def latest_life(records: Iterable[Serving]) -> list[Serving]:
     return life
 
 
-def percentile(values: Iterable[int], share: float) -> int | None:
-    """Return the value that this share of the values do not exceed; None without values.
+def _percentile(ordered: Sequence[int], share: float) -> int:
+    """Return the value that this share of ordered values do not exceed.
 
-    >>> percentile([0, 0, 1, 5], 0.5), percentile([0, 0, 1, 5], 0.99)
+    >>> _percentile([0, 0, 1, 5], 0.5), _percentile([0, 0, 1, 5], 0.99)
     (0, 5)
     """
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered) - 1e-9))] if ordered else None
+    return ordered[min(len(ordered) - 1, int(share * len(ordered) - 1e-9))]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 from paceline.errors import DeadlineExceeded, PacelineError, UsageError
 from paceline.job.addresses import CLUSTER_NAME
 from paceline.job.spec import write_token
-from paceline.job.views import FIRST
+from paceline.job.views import FIRST, NUM_PLACES
 from paceline.launch.local import (
     TRACE_NAME,
     guarded_folder,
@@ -25,7 +25,6 @@ from paceline.launch.local import (
 )
 from paceline.launch.output import CHUNK_BYTES, Console, unblocked_output
 from paceline.launch.plan import DEFAULT_PROGRAMS, LocalRun, plan_launches
-from paceline.launch.replicas import NUM_PLACES
 from paceline.launch.signals import Signals
 from paceline.launch.snapshots import options_of_environment
 from paceline.launch.supervise import Exits, SupervisionConfig, Supervisor

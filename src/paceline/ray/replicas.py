@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, final
 
-from paceline.job.views import FIRST, Views
-from paceline.launch.replicas import NUM_PLACES, ServerPlace
+from paceline.job.views import FIRST, NUM_PLACES, Views
+from paceline.launch.replicas import ServerPlace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

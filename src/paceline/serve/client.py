@@ -48,8 +48,8 @@ LOOKUP_PAUSE_S: Final = 0.25
 class NamespaceTransport:
     """A `Transport` to one namespace: TCP, with the namespace in the identity of the handshake.
 
-    Addresses are those of `ServeUrl`. All addresses of the host are tried in turn, first the one that worked last. If
-    none works, the host is looked up again for the next time: a server that moved has another address. Where several
+    Addresses are those of `ServeUrl`. All addresses of the hosts are tried in turn, first the one that worked last. If
+    none works, the hosts are looked up again for the next time: a server that moved has another address. Where several
     servers may serve the namespace, they are asked first which of them does.
 
     Args:
@@ -62,9 +62,10 @@ class NamespaceTransport:
         self._location = location
         self._tcp = tcp
         self._find = find
+        self._learned: tuple[str, ...] = ()  # addresses that a server has told
         self._addresses = find()
         self._are_several = bool(location.others)
-        self._leader = ""  # the server that was last connected to
+        self._head = ""  # the server that was last connected to
 
     def allocate(self, size_bytes: int) -> memoryview:
         """Give plain memory; see `Transport.allocate`."""
@@ -80,16 +81,17 @@ class NamespaceTransport:
             raise UsageError(f"this transport leads to {self._location}, and not to {address}")
         deadline = Deadline.after(timeout_s)
         if self._are_several:
-            self._find_leader(deadline)
+            self._find_head(deadline)
         connection = self.open_connection(EnterFrame(self._location.namespace, identity), deadline.remaining_s())
-        if self._are_several and self._leader not in ("", self._addresses[0]):
+        if self._are_several and self._head not in ("", self._addresses[0]):
             where = self._addresses[0].removeprefix("tcp://")
             tell(f"namespace '{self._location.namespace}' is served at {where} from now on", NEWS)
-        self._leader = self._addresses[0]
+        self._head = self._addresses[0]
         return connection
 
     def learn(self, servers: tuple[str, ...]) -> None:
         """Try these servers, too, where the namespace is served by one of several."""
+        self._learned = servers
         self._addresses = tuple(dict.fromkeys((*self._addresses, *servers)))
         self._are_several |= len(servers) > 1
 
@@ -97,7 +99,7 @@ class NamespaceTransport:
         """Try this address before the others."""
         self._addresses = (address, *(other for other in self._addresses if other != address))
 
-    def _find_leader(self, deadline: Deadline) -> None:
+    def _find_head(self, deadline: Deadline) -> None:
         """Ask the servers which one serves the namespace, and try that one first; raises PeerError where none does."""
         asked, waiting, problems = set[str](), list(self._addresses), list[str]()
         while waiting:
@@ -112,11 +114,12 @@ class NamespaceTransport:
             except PeerError as error:
                 problems.append(f"{one}: {error}")
                 continue
-            if standing.leads:
+            if standing.is_head:
                 self.try_first(one)
                 return
             problems.append(f"{one}: another server serves it")
             waiting = [standing.head, *waiting] if standing.head else waiting
+        self._look_up_again()
         raise ConnectionLost(f"no server of {self._location} serves it now ({'; '.join(problems)})")
 
     def open_connection(self, frame: EnterFrame, timeout_s: float) -> Connection:
@@ -133,13 +136,17 @@ class NamespaceTransport:
                 raise
             except PeerError:
                 if num_left == 1:
-                    with suppress(UsageError):
-                        self._addresses = self._find()
+                    self._look_up_again()
                     raise
             else:
                 self.try_first(one)
                 return connection
         raise ProtocolBug(f"{self._location} has no address")
+
+    def _look_up_again(self) -> None:
+        """Try the addresses that the hosts have now, and those that were learned, the next time."""
+        with suppress(UsageError):  # no address is known at the moment: those from before may do
+            self._addresses = tuple(dict.fromkeys((*self._find(), *self._learned)))
 
 
 @dataclass(frozen=True, slots=True)

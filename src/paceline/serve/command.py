@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from msgspec.structs import replace
 
 from paceline.errors import UsageError
-from paceline.job.machines import format_host_port, look_up, parse_host_port
+from paceline.job.machines import ANY_ADDRESS, format_host_port, look_up, parse_host_port
 from paceline.observe.export.prometheus import check_free
 from paceline.serve.access import server_access
 from paceline.serve.orders import LISTENER, LOCK, ServeOrders
@@ -21,7 +21,6 @@ from paceline.serve.supervise import ServeProcess, ServeSupervisor, most_regions
 from paceline.snapshots.options import interval_s
 from paceline.transport.lasting_memory import MemoryHolder
 
-_ANY_ADDRESS: Final = ("0.0.0.0", "::")
 DEFAULT_ADDRESS: Final = "127.0.0.1:7700"
 
 
@@ -86,7 +85,7 @@ def serve(
     if take_over:
         return _take_over(orders, listen)
     host, port = parse_host_port(listen or DEFAULT_ADDRESS)
-    if views is not None and host in _ANY_ADDRESS:
+    if views is not None and host in ANY_ADDRESS:
         raise UsageError(
             f"--listen {host} is every address of this machine, and with --views other servers have to reach it: give "
             "the one at which they do"

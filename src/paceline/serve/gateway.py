@@ -108,7 +108,7 @@ class Namespaces:
         """
         with self._lock:
             is_busy = any(namespace.fills and not namespace.is_over for namespace in self._open.values())
-            idle = [] if is_busy else [name for name in self._state.names() if not self._is_open(name)]
+            idle = [] if is_busy else [name for name in self._state.names() if self._known(name) is None]
             for name in idle:
                 replicas = self._replicas_of(name)
                 if replicas is None or self._filled.get(name) == alive or not replicas.is_alone:
@@ -119,13 +119,13 @@ class Namespaces:
                     return True
         return is_busy
 
-    def _is_open(self, name: str) -> bool:
-        """Return whether a namespace is served or followed; one that is over is put away."""
+    def _known(self, name: str) -> Namespace | None:
+        """Return a namespace that is served or followed here; one that is over is put away."""
         known = self._open.get(name)
         if known is not None and known.is_over:
             known.wait_end(_END_TIMEOUT_S)
             self._forget(known)
-        return name in self._open
+        return self._open.get(name)
 
     def end_those_that_are_lost(self) -> None:
         """Save and end the namespaces with which no other process can go on; blocks."""
@@ -195,7 +195,7 @@ class Namespaces:
             known = self._open.get(name)
             replicas = self._replicas_of(name)
         if replicas is None:
-            return NamespaceStanding(leads=True)
+            return NamespaceStanding(is_head=True)
         is_open = known is not None and not known.is_over
         is_followed = known is not None and known.is_followed
         return replicas.standing(is_served=is_open and not is_followed, is_followed=is_followed)
@@ -213,13 +213,9 @@ class Namespaces:
 
     def _begin_following(self, name: str, head: NamespaceConnection, ask: EnterRequest, hello: Hello) -> bool:
         with self._lock:
-            known, replicas = self._open.get(name), self._replicas_of(name)
             is_able = ask.version == __version__ and hello.generation > 0 and not self._ending.is_set()
-            if replicas is None or not is_able or (known is not None and not known.is_over):
+            if self._companions is None or not is_able or self._known(name) is not None:
                 return False
-            if known is not None:
-                known.wait_end(_END_TIMEOUT_S)
-                self._forget(known)
             self._begin(name, ask.workers, None, hello.generation).follow(head)
             return True
 
@@ -304,8 +300,8 @@ class Namespaces:
 
     def _namespace(self, name: str, workers: int | None) -> Namespace:
         with self._lock:
-            known = self._open.get(name)
-            if known is not None and not known.is_over:
+            known = self._known(name)
+            if known is not None:
                 return known
             names = {*self._state.names(), *self._open}
             if self._ending.is_set():
@@ -315,9 +311,6 @@ class Namespaces:
                     f"there are {len(names)} namespaces already, and no more than {MAX_NAMESPACES} may be: name one of "
                     "these, or have the folder of one that is not needed removed"
                 )
-            if known is not None:
-                known.wait_end(_END_TIMEOUT_S)
-                self._forget(known)
             return self._begin(name, workers, self._memory_of(name))
 
     def _begin(
@@ -336,8 +329,7 @@ class Namespaces:
 
     def _replicas_of(self, name: str) -> NamespaceReplicas | None:
         """Return what this server has to do with a namespace that others may serve; None if there are none."""
-        companions = self._companions
-        return None if companions is None else NamespaceReplicas(name, self._state, companions, self._config.tell)
+        return None if self._companions is None else NamespaceReplicas(name, self._companions)
 
     def _memory_of(self, name: str) -> NamespaceMemory | None:
         """Return memory for a namespace that outlives this process, if there is any."""

@@ -26,8 +26,8 @@ class EnterFrame(msgspec.Struct, frozen=True):
     """What a client says of itself in the handshake: for which namespace it comes, and what for.
 
     `hello` is what an admitted worker says of itself to a server; without it, `ask` asks which worker it is, and
-    `seeks` whether this server serves the namespace. One that does, and looks for a replica, says both `hello` and
-    `ask`, that of its clients. None of them waits for a further word of the client.
+    `seeks` whether this server serves the namespace. A head that looks for a replica says both `hello` and the `ask` of
+    its clients. None of them waits for a further word of the client.
     """
 
     namespace: str
@@ -66,13 +66,13 @@ class NamespaceStanding(msgspec.Struct, frozen=True, tag="standing"):
     """What a server has of a namespace.
 
     Args:
-        leads: it serves the namespace, or would; else another server does.
+        is_head: it serves the namespace, or would; else another server does.
         follows: it has the replica.
         saved: number of the view in which it has saved all that was acknowledged; 0 for none.
-        head: address of the server that leads, if that is known.
+        head: address of the server that serves it instead, if that is known.
     """
 
-    leads: bool
+    is_head: bool
     follows: bool = False
     saved: int = 0
     head: str = ""

@@ -295,7 +295,7 @@ class Namespace:
         self.fills: Final = fills
         self._elsewhere: ServedElsewhere | None = None
         self._head: NamespaceConnection | None = None
-        self._beside = b""  # what the server that serves has said of its admission
+        self._beside = b""  # what the head has said of its admission
         self._workers = workers
         self._handoffs = HandoffQueue(f"namespace '{name}'")
         self._changed = threading.Condition()
@@ -333,7 +333,7 @@ class Namespace:
         self._handoffs.hand_over(admitted)
 
     def follow(self, head: NamespaceConnection) -> None:
-        """Do what the server says that serves; called once, where this one has the replica."""
+        """Do what the head says; called once, where this server has the replica."""
         self._head = head
         self._handoffs.hand_over(head)
 

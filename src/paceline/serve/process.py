@@ -22,7 +22,7 @@ from paceline.errors import CheckpointError, PacelineError
 from paceline.job.credentials.holders import REVOKED_NAME
 from paceline.job.credentials.revocation import watching_revoked
 from paceline.job.environment import wants_traceback
-from paceline.job.machines import format_host_port, parse_host_port
+from paceline.job.machines import ANY_ADDRESS, format_host_port, parse_host_port
 from paceline.job.spec import TOKEN_NAME
 from paceline.launch.entry import PR_SET_PDEATHSIG
 from paceline.launch.limits import explain, is_shortage
@@ -38,7 +38,6 @@ from paceline.serve.state import StateFolder
 from paceline.transport.lasting_memory import LastingMemory
 
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_ANY_ADDRESS: Final = ("0.0.0.0", "::")
 _EXIT_FAILURE: Final = 1
 
 
@@ -83,7 +82,7 @@ def serve_state(
         )
         companions = None
         if orders.views:
-            companions = Companions(Path(orders.views), folder, orders.address, transport)
+            companions = Companions(Path(orders.views), folder, orders.address, transport, tell)
         namespaces = Namespaces(folder, transport, hosting, companions)
         undo.enter_context(watching_revoked(keys / REVOKED_NAME if keys else None, namespaces.expel))
         gateway = Gateway(accepting, namespaces)
@@ -116,7 +115,7 @@ def _damaged(folder: StateFolder, *, or_previous: bool) -> list[str]:
 def _greeting(address: str, folder: StateFolder, keys: Path | None) -> str:
     where = address.removeprefix("tcp://")
     host, port = parse_host_port(where)
-    there = format_host_port(socket.gethostname() if host in _ANY_ADDRESS else host, port)
+    there = format_host_port(socket.gethostname() if host in ANY_ADDRESS else host, port)
     names = folder.names()
     found = f"with {', '.join(names)} from {folder.path}" if names else f"with nothing in {folder.path} yet"
     shown = f'token="{folder.path / TOKEN_NAME}"' if keys is None else "keys=FOLDER"

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
 
-from paceline.errors import PacelineError, PeerError, UsageError
+from paceline.errors import AuthenticationFailed, PacelineError, PeerError, UsageError
 from paceline.job.folders import make_private, names_in
 from paceline.job.views import NO_PROCESS, View, Views
 from paceline.serve.access import DEFAULT_NAMESPACE
@@ -104,23 +104,18 @@ class NamespaceViews:
 
     def promote(self, number: int) -> bool:
         """See `Promotion.promote`; raises OSError."""
-        view = self._current(number)
+        view = self._views.current(number)
         return view is not None and view.replica == self.own and self._change(view.promoted())
 
     def dismiss(self, number: int) -> bool:
         """See `Promotion.dismiss`; raises OSError."""
-        view = self._current(number)
+        view = self._views.current(number)
         return view is not None and view.head == self.own and self._change(view.alone())
 
     def enlist(self, number: int, process: int) -> bool:
         """See `Promotion.enlist`; raises OSError."""
-        view = self._current(number)
+        view = self._views.current(number)
         return view is not None and view.head == self.own and self._change(view.repaired(process))
-
-    def _current(self, number: int) -> View | None:
-        """Return the view of this number, None if it has ended."""
-        view = self.newest()
-        return view if view is not None and view.number == number else None
 
     def _change(self, view: View) -> bool:
         """Have this view count if it is the first of its number; forget those that were long before it."""
@@ -189,14 +184,20 @@ class Companions:
         state: folder of this server. What it has of namespaces that are in no view yet is what counts of them.
         address: where this server listens, tcp://HOST:PORT as others reach it.
         transport: makes connections to the others.
+        tell: called with a line for the operator, from any thread.
     """
 
-    def __init__(self, folder: Path, state: StateFolder, address: str, transport: Transport) -> None:
+    def __init__(
+        self, folder: Path, state: StateFolder, address: str, transport: Transport, tell: Callable[[str], None]
+    ) -> None:
         """Note where this server listens; raises UsageError for a folder that others can write in, OSError."""
         make_private(folder, "name another folder for --views")
         (folder / _SERVERS).mkdir(mode=0o700, exist_ok=True)
         self._folder = folder
         self._transport = transport
+        self.state: Final = state
+        self.tell: Final = tell
+        self._told: dict[int, str] = {}  # why a server cannot be asked, by its number
         self._address = address
         self.own: Final = own_number(state)
         write_durably(folder / _SERVERS / str(self.own), address.encode())
@@ -209,7 +210,7 @@ class Companions:
         self._wanted, self._ending = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._look_on, name="paceline-companions", daemon=True)
 
-    def start(self, fill: Callable[[tuple[Companion, ...]], bool] = lambda _: False) -> None:
+    def start(self, fill: Callable[[tuple[Companion, ...]], bool]) -> None:
         """Begin to look for the others; `fill` is called now and then with those that live.
 
         It returns whether it has begun to give one of them what this server alone has.
@@ -249,12 +250,20 @@ class Companions:
             return ""
 
     def standing(self, number: int, namespace: str) -> NamespaceStanding | None:
-        """Return what another server has of a namespace; None if it does not answer. Blocks for seconds at most."""
+        """Return what another server has of a namespace; None if it does not answer. Blocks for seconds at most.
+
+        That it has other keys or another token, and will not answer, is told once.
+        """
         try:
             address = self.address_of(number)
             return ask_standing(self._transport, address, namespace, _ASK_TIMEOUT_S) if address else None
+        except (AuthenticationFailed, UsageError) as error:
+            if self._told.get(number) != str(error):
+                self.tell(f"this server and another one that sees its --views have no replicas of each other: {error}")
+            self._told[number] = str(error)
         except (PeerError, OSError):
-            return None
+            pass
+        return None
 
     def elsewhere(self, namespace: str, view: View) -> ServedElsewhere:
         """Return the error that says which other server has what counts of a namespace."""
@@ -297,17 +306,15 @@ class NamespaceReplicas:
 
     Args:
         name: of the namespace.
-        state: folder of this server, which has its snapshots.
         companions: the other servers.
-        tell: called with a line for the operator.
     """
 
-    def __init__(self, name: str, state: StateFolder, companions: Companions, tell: Callable[[str], None]) -> None:
+    def __init__(self, name: str, companions: Companions) -> None:
         self.name: Final = name
         self.views: Final = companions.views(name)
-        self._state = state
         self._companions = companions
-        self._tell = tell
+        self._state = companions.state
+        self._tell = companions.tell
 
     def take(self) -> None:
         """Have this server serve the namespace from what it has saved. Blocks for seconds, to ask the replica.

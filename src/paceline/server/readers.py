@@ -129,9 +129,9 @@ class ReaderService:
                 pass
         finally:
             reading.end()
-            with self._lock:
-                self._serving.pop(connection, None)
             connection.close()
+            with self._lock:  # last: `close` joins the threads that are known
+                self._serving.pop(connection, None)
 
     def _serve_for_a_second(self, reading: _Reading) -> bool:
         """Answer as many requests as a reader may make in a second; return False when its connection has ended."""

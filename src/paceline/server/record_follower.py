@@ -11,7 +11,7 @@ from paceline.errors import PeerError
 from paceline.server.journal import Written, decode_written
 from paceline.server.record import UnreadableRecord, read_frames
 from paceline.server.replica import Replay
-from paceline.server.replica_messages import Ended, Happened, Proved, decode_told
+from paceline.server.replica_messages import CODEC, Ended, Happened, Proved
 from paceline.transport.base import Frame
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class RecordFollower:
         number, moment = 0, None
         for header, body, _ in read_frames(self.path):
             try:
-                message = decode_told(header)
+                message = CODEC.decode(header)
                 replay.take(message, Frame(header, body))
             except PeerError as error:
                 raise UnreadableRecord(f"{self.path} is damaged after event {number}: {error}") from error

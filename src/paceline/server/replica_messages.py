@@ -96,8 +96,3 @@ CODEC: Final = MessageCodec[Told](
     *(Attached, Restored, Pushed, Happened, Idled, Checked, Ended, Proved, Looked, Noted, Leaving)
 )
 ANSWERS: Final = MessageCodec[Received](Received)
-
-
-def decode_told(header: bytes) -> Told:
-    """Return what a frame says to a replica, or in a record; raises PeerError for other bytes."""
-    return CODEC.decode(header)

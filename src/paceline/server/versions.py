@@ -1,4 +1,4 @@
-"""The versions that a server has published: immutable parts with digests, which last as retention and leases say."""
+"""The versions that a server has published: immutable parts, which last as retention and leases say."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MAX_UNFINISHED: Final = 4  # versions of one name of which not all tables are h
 
 @dataclass(slots=True)
 class PublishedVersion:
-    """A server's part of one version. Invariant: bytes that are here do not change, and have their digests.
+    """A server's part of one version. Invariant: bytes that are here do not change.
 
     `digests`: of all chunks, in the order of the parts; empty, as the digest in the head, until `describe` is called.
     `coming`: of one that a relay still fetches, how many bytes of each part are here; None: all of all.

@@ -99,9 +99,9 @@ class LeasedPart:
 
 @dataclass(slots=True)
 class PartMemory:
-    """The bytes of a server's part of a version, as far as they are here and have their digests; by part.
+    """The bytes of a server's part of a version, as far as they are here; by part.
 
-    With `is_mapped` they are memory of the server, which it has sealed.
+    Those that came over a network have their digests. With `is_mapped` they are memory of the server, which is sealed.
     """
 
     memories: dict[int, memoryview] = field(default_factory=dict[int, memoryview])

@@ -28,7 +28,7 @@ from paceline.server.connections import Connections
 from paceline.server.journal import Journal
 from paceline.server.node import ServerNode
 from paceline.server.replica import Replay, ReplicaLink
-from paceline.server.replica_messages import Pushed
+from paceline.server.replica_messages import CODEC, Pushed
 from paceline.transport.base import EMPTY
 from paceline.update.lasting import Record, RowsMemory, SavedTensors, UpdateProgress
 from paceline.update.rows.memory import RowMemory
@@ -154,7 +154,7 @@ class SlowLine:
         while self.frames:
             header, body = self.frames.popleft()
             self.connection.send(header, memoryview(body), timeout_s=SEND_TIMEOUT_S)
-            if not isinstance(replica.CODEC.decode(header), Pushed):
+            if not isinstance(CODEC.decode(header), Pushed):
                 return
 
     def close(self) -> None:

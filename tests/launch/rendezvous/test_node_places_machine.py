@@ -10,9 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from paceline.job.views import FIRST, NO_PROCESS, View, Views
+from paceline.job.views import FIRST, NO_PROCESS, NUM_PLACES, View, Views
 from paceline.launch.rendezvous.node_places import NodePlaces, PlaceClaims, is_to_leave
-from paceline.launch.replicas import NUM_PLACES
 
 NUM_NODES = 4
 ALL = range(NUM_NODES)  # nodes, and servers: one begins on each, and has its replica on the next

@@ -1,5 +1,6 @@
 """Servers beside a worker: how one has ended is known to all workers at once, unless all end together."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -100,24 +101,47 @@ def test_a_folder_that_cannot_be_read_when_a_process_has_ended_is_told(
     assert "Traceback" not in said
 
 
+def beside_a_node_that_is_gone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> SidecarServers:
+    """The servers of the last node of three, of which the second one had the replica of server 0."""
+    monkeypatch.setattr(sidecar, "LOOK_S", 0.01)
+    views, gone = Views(folder, 0), NodePlaces(folder, 1, num_nodes=3, num_servers=1)
+    views.change(FIRST)
+    assert PlaceClaims(folder, 0).claim(0, node=0)
+    assert gone.claim(0, 1)
+    servers = SidecarServers(folder, range(0), "", range(0), NodePlaces(folder, 2, num_nodes=3, num_servers=1))
+    assert not servers.pids
+    gone.close()
+    assert views.dismiss(FIRST.number)
+    return servers
+
+
 def test_a_process_is_started_in_the_place_of_a_node_that_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sidecar, "ENTRY", "no_such_program")
-    monkeypatch.setattr(sidecar, "_LOOK_S", 0.01)
-    views, gone = Views(tmp_path, 0), NodePlaces(tmp_path, 1, num_nodes=3, num_servers=1)
-    views.change(FIRST)
-    assert PlaceClaims(tmp_path, 0).claim(0, node=0)
-    assert gone.claim(0, 1)
-    servers = SidecarServers(tmp_path, range(0), "", range(0), NodePlaces(tmp_path, 2, num_nodes=3, num_servers=1))
-    assert not servers.pids
-    gone.close()
-    assert views.dismiss(FIRST.number)
+    servers = beside_a_node_that_is_gone(tmp_path, monkeypatch)
     said = "paceline: a machine with a process of server 0 is gone, or leaves; this one has another, its replica"
     wait_for(lambda: len(servers._processes) == MAX_FAILURES or None, PATIENCE_S, lambda: f"{servers._processes}")
     servers.kill()
     assert [process for _, process in servers._processes] == [3, 5, 7, 9, 11]
     assert capfd.readouterr().err.count(said) == 1
+
+
+def test_a_place_of_a_node_that_is_gone_in_which_no_process_can_be_started_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    failed = threading.Event()
+
+    def fail(*_: object, **__: object) -> None:
+        failed.set()
+        raise BlockingIOError(11, "No room")
+
+    monkeypatch.setattr(sidecar.subprocess, "Popen", fail)
+    servers = beside_a_node_that_is_gone(tmp_path, monkeypatch)
+    assert failed.wait(PATIENCE_S)
+    servers.kill()
+    told = "server 0 stays without a replica, as this machine cannot start a process: [Errno 11] No room"
+    assert capfd.readouterr().err == f"paceline: {told}\n"
 
 
 def test_servers_that_end_with_their_worker_are_not_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,8 @@ from typing import Final, final
 
 from paceline.job.addresses import process_name
 from paceline.job.folders import make_once, names_in
-from paceline.job.views import FIRST, NO_PROCESS, Views
+from paceline.job.views import FIRST, NO_PROCESS, NUM_PLACES, Views
 from paceline.launch.rendezvous.liveness_lock import LifeWatch, LivenessLock
-from paceline.launch.replicas import NUM_PLACES
 
 ROLE: Final = "node"
 LEAVING: Final = ".leaving"  # of the names of files by which nodes say that they are about to leave

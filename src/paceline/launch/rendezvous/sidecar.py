@@ -1,8 +1,7 @@
 """Sidecar servers: servers that a worker starts in a job without a supervisor; they end when all workers have.
 
 `python -m paceline.launch.rendezvous.sidecar RUN_DIR RANK HOST PROCESS` is one beside a worker, or the replica of
-another node's (PROCESS 1). It ends with that worker, too:
-its standard input is a pipe that the worker holds open.
+another node's (PROCESS 1). It ends with that worker, too: its standard input is a pipe that the worker holds open.
 """
 
 import os
@@ -20,7 +19,7 @@ from paceline.job.environment import inherited, with_import_path
 from paceline.job.spec import ClusterSpec
 from paceline.job.views import FIRST, Views
 from paceline.launch.entry import run_program
-from paceline.launch.folder_watch import looks
+from paceline.launch.folder_watch import LOOK_S, looks
 from paceline.launch.policy import describe_exit
 from paceline.launch.rendezvous.liveness_lock import wait_worker_ended
 from paceline.launch.rendezvous.node_places import NodePlaces
@@ -31,7 +30,7 @@ from paceline.notices import tell
 from paceline.server.node import ServerNode
 
 ENTRY: Final = "paceline.launch.rendezvous.sidecar"
-_LOOK_S: Final = 1.0  # between two looks for places that nodes which are gone have left
+_END_TIMEOUT_S: Final = 5.0  # a file server that does not answer does not keep this process from ending
 
 
 @final
@@ -41,7 +40,7 @@ class SidecarServers:
     def __init__(
         self, run_dir: Path, ranks: range, host: str, replicas: range = range(0), node: NodePlaces | None = None
     ) -> None:
-        """Start them, and `replicas` of others; where they listen by TCP, at an address of this machine, `host`.
+        """Start them, and `replicas` of others. By TCP they listen at `host`, an address of this machine.
 
         `node`: what other nodes know of the places here, where servers have replicas; closed with this.
         """
@@ -75,10 +74,14 @@ class SidecarServers:
     def _take_over(self, node: NodePlaces) -> None:
         """Start replicas of servers whose nodes are gone."""
         problem = "this machine cannot see which servers to take over from others"
-        for taken in looks(node.take_over, self._ending, problem, _LOOK_S):
+        for taken in looks(node.take_over, self._ending, problem, LOOK_S):
             for rank, process in taken:
+                try:
+                    self._start(rank, process)
+                except OSError as error:
+                    tell(f"server {rank} stays without a replica, as this machine cannot start a process: {error}")
+                    continue
                 tell(f"a machine with a process of server {rank} is gone, or leaves; this one has another, its replica")
-                self._start(rank, process)
                 self._begin_watch(f"paceline-server-{rank}", self._watch, (rank, process))
 
     def _start(self, rank: int, process: int) -> None:
@@ -157,7 +160,7 @@ class SidecarServers:
             while self._node.is_needed():
                 if is_over():
                     return False
-                self._ending.wait(_LOOK_S)
+                self._ending.wait(LOOK_S)
         except OSError as error:
             tell(f"servers cannot move from here: {error}")
             return False
@@ -173,7 +176,7 @@ class SidecarServers:
             process.stdin.close()
             process.wait()
         while self._watches:  # one that joins may have been begun by one before it
-            self._watches.pop().join()
+            self._watches.pop().join(_END_TIMEOUT_S)
         if self._node is not None:
             self._node.close()
 
