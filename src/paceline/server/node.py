@@ -122,6 +122,7 @@ class ServerNode:
             check that the memory of a push does not change while it waits.
         memory: outlives this process, so that another can go on in its place; without it, a killed server is lost.
         tell: called with what cannot be kept, and why.
+        note_given_up: called with a worker that is waited for no longer while others go on, and why.
         without: what happens without memory that outlives it when it is killed; by default the run ends.
         replica: a process that is told all, and serves once this one is gone.
         follows: has this process be such a replica until then; or do what is recorded of another one, and end.
@@ -139,6 +140,7 @@ class ServerNode:
     checks_memory: bool = False
     memory: LastingMemory | None = None
     tell: Callable[[str], None] = lambda _: None
+    note_given_up: Callable[[int, str], None] = lambda _, __: None
     without: str = ""
     replica: ReplicaLink = field(default_factory=ReplicaLink)
     follows: Follower | RecordFollower | None = None
@@ -596,6 +598,7 @@ class ServerNode:
                     self._advance(effect)
                 case MembershipChanged():
                     self._on_membership(effect)
+                    self._tell_given_up(effect)
                 case BoundMoved():
                     self._records.moved(effect)
         return held
@@ -679,6 +682,12 @@ class ServerNode:
             self._declarations.forget(life)
             self._forget_reader(life)
         self._request_handler.release(self._core.members)
+
+    def _tell_given_up(self, effect: MembershipChanged) -> None:
+        """Tell of a death after which others go on; not where the worker has come back, and has another life."""
+        others = self._core.members
+        if effect.change == "died" and self.follows is None and others and effect.worker not in others:
+            self.note_given_up(effect.worker, effect.reason)
 
     def _forget_reader(self, life: Life) -> None:
         for table in self._tables.values():
