@@ -199,6 +199,7 @@ def started(folder: Path, rank: int) -> Iterator[subprocess.Popen[str]]:
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "1",
         "PACELINE_RUN_DIR": str(folder / "runs"),
+        "PACELINE_START_TIMEOUT_S": f"{TIMEOUT_S:.0f}",
     }
     with subprocess.Popen(
         [sys.executable, str(folder / "script.py")],

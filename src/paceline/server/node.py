@@ -598,7 +598,8 @@ class ServerNode:
                     self._advance(effect)
                 case MembershipChanged():
                     self._on_membership(effect)
-                    self._tell_given_up(effect)
+                    if self.follows is None and effect.is_loss_to(self._core.members):
+                        self.note_given_up(effect.worker, effect.reason)
                 case BoundMoved():
                     self._records.moved(effect)
         return held
@@ -676,18 +677,10 @@ class ServerNode:
             self._table_rpc.admit(life)
         else:
             self._load_meter.sample()
-            self._request_handler.forget(life)
-            self._wait_reports.forget(life)
-            self._table_rpc.forget(life)
-            self._declarations.forget(life)
+            for each in (self._request_handler, self._wait_reports, self._table_rpc, self._declarations):
+                each.forget(life)
             self._forget_reader(life)
         self._request_handler.release(self._core.members)
-
-    def _tell_given_up(self, effect: MembershipChanged) -> None:
-        """Tell of a death after which others go on; not where the worker has come back, and has another life."""
-        others = self._core.members
-        if effect.change == "died" and self.follows is None and others and effect.worker not in others:
-            self.note_given_up(effect.worker, effect.reason)
 
     def _forget_reader(self, life: Life) -> None:
         for table in self._tables.values():
