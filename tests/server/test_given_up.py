@@ -14,7 +14,7 @@ def test_a_worker_that_does_not_come_back_is_told_of_once_and_the_last_one_is_no
     told: SimpleQueue[tuple[int, str]] = SimpleQueue()
     with cluster("memory", tmp_path, num_servers=1, lease_s=LEASE_S) as servers:
         [server] = servers.servers
-        server.note_given_up = lambda *what: told.put(what)
+        server.note_given_up = lambda worker, reason: told.put((worker, reason))
         with member(servers, 0):
             with member(servers, 1):
                 pass
@@ -25,7 +25,7 @@ def test_a_worker_that_does_not_come_back_is_told_of_once_and_the_last_one_is_no
 def test_a_worker_whose_next_life_is_there_is_not_told_of(tmp_path: Path) -> None:
     told: SimpleQueue[tuple[int, str]] = SimpleQueue()
     with cluster("memory", tmp_path, num_servers=1) as servers:
-        servers.servers[0].note_given_up = lambda *what: told.put(what)
+        servers.servers[0].note_given_up = lambda worker, reason: told.put((worker, reason))
         with member(servers, 0), member(servers, 1), member(servers, 1, incarnation=1):
             pass
     assert told.empty()
