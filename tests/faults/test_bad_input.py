@@ -254,8 +254,9 @@ def test_where_no_shared_memory_is_to_be_had_the_socket_carries_all_with_one_not
 
     assert code == 0, run.output
     assert run.saying("sum 3000000.0")
-    notices = run.saying("is not to be had (File too large); such bodies are copied through the socket instead")
+    notices = run.saying("cannot be had (File too large); such bodies are copied through the socket instead")
     assert [line.split("]")[0] for line in sorted(notices)] == ["[server 0", "[worker 0"]
+    assert all("] paceline: shared memory of " in line and line.endswith("(`ulimit -f`)") for line in notices)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small /dev/shm")
@@ -267,4 +268,4 @@ def test_a_full_dev_shm_does_not_matter(tmp_path: Path) -> None:
 
     assert code == 0, run.output
     assert run.saying("sum 3000000.0")
-    assert not run.saying("not to be had")
+    assert not run.saying("cannot be had")

@@ -149,7 +149,7 @@ def test_a_process_that_others_need_says_why_it_stays(
         gate.write_text("")
         rest = process.communicate(timeout=TIMEOUT_S)[1]
 
-    said = "worker 0 has ended its script; its process stays until worker 1 will have left the job, as others need its"
+    said = "worker 0 has ended its script; its process stays until worker 1 has left the job, as others need its"
     assert line == f"paceline: {said} servers or its folder\n"
     assert "its process stays" not in rest
 
@@ -199,6 +199,7 @@ def started(folder: Path, rank: int) -> Iterator[subprocess.Popen[str]]:
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "1",
         "PACELINE_RUN_DIR": str(folder / "runs"),
+        "PACELINE_START_TIMEOUT_S": f"{TIMEOUT_S:.0f}",
     }
     with subprocess.Popen(
         [sys.executable, str(folder / "script.py")],
@@ -240,6 +241,9 @@ def test_others_go_on_without_a_killed_worker_and_nothing_survives_a_killed_rank
         first.kill()
 
         assert wait_gone(family, LEFT_WITHIN_S) == set()
+        assert first.stderr is not None
+        said = first.stderr.read()
+    assert said.count("paceline: worker 1 is given up: its process ended; the others go on without it\n") == 1
     assert {path.name for path in run_dir.iterdir()} <= {"spec.json", "cluster.json", "trace"}
 
 

@@ -126,6 +126,7 @@ def test_a_server_process_from_its_start_to_its_end(tmp_path: Path) -> None:
     said = (tmp_path / "said").read_text()
     assert "was turned away: the client did not prove that it belongs to this job" in said
     assert "was turned away: the certificate of the client (worker-1, " in said
+    assert all(line.startswith("paceline: ") for line in said.splitlines())
     files = [path for path in run_dir.rglob("*") if path.is_file()]
     public = [path for path in files if path.suffix != ".key" and not path.name.startswith("token")]
     written = [said.encode(), repr(first).encode(), repr(spec).encode(), *seen, *(path.read_bytes() for path in public)]

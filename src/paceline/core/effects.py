@@ -117,6 +117,10 @@ class MembershipChanged:
     change: str
     reason: str = ""
 
+    def is_loss_to(self, members: Collection[int]) -> bool:
+        """Return whether these go on without a worker that has died; not where it has another life among them."""
+        return self.change == "died" and len(members) > 0 and self.worker not in members
+
 
 ServerEffect = Hold | Measure | Apply | Discard | Reply | Serve | Tell | Advanced | BoundMoved | MembershipChanged
 

@@ -8,7 +8,7 @@ import re
 import sys
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from importlib.machinery import ModuleSpec, PathFinder
 from itertools import takewhile
 from pathlib import Path
@@ -22,6 +22,7 @@ NUM_SUGGESTIONS: Final = 3
 MAX_QUOTED: Final = 100
 MAX_MODULES: Final = 64
 PACKAGE: Final = "__init__.py"
+ENVIRONS: Final = frozenset({"environ", "environb"})
 SETTERS: Final = {"load_dotenv", "putenv", "unsetenv"}
 KNOWN_MODULES: Final = {"numpy", "paceline", "torch", *sys.stdlib_module_names}
 OPTIMIZERS: Final = re.compile(r"optim|update\.(?!Add\b)")  # every rule but Add is made by way of torch.optim
@@ -134,7 +135,7 @@ def sets_variables(script: Path, folder: Path) -> bool:
             tree = ast.parse(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):  # it runs into that itself
             continue
-        if any(map(_sets_variables, ast.walk(tree))):
+        if _sets_variables(tree):
             return True
         left.extend(_imported_files(tree, file, folder))
     return False
@@ -168,24 +169,43 @@ def _files_of(name: str, folder: Path) -> Iterator[Path]:
         folder /= part
 
 
-def _sets_variables(node: ast.AST) -> bool:
+def _sets_variables(tree: ast.AST) -> bool:
+    names = {*ENVIRONS, *_aliases(tree)}
+    return any(_is_change(node, names) for node in ast.walk(tree))
+
+
+def _aliases(tree: ast.AST) -> Iterator[str]:
+    """Yield names that some code gives to os.environ: `from os import environ as env`, `env = os.environ`."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.alias(name="environ" | "environb", asname=str(name)):
+                yield name
+            case ast.Assign(targets=[ast.Name(id=name)], value=whole) if _is_environ(whole, ENVIRONS):
+                yield name
+            case _:
+                pass
+
+
+def _is_change(node: ast.AST, names: Set[str]) -> bool:
     match node:
         case ast.Subscript(value=whole, ctx=ast.Store() | ast.Del()):  # os.environ["A"] = ...
-            return _is_environ(whole)
+            return _is_environ(whole, names)
         case ast.Call(func=ast.Attribute(value=whole, attr="setdefault" | "update" | "pop" | "clear")):
-            return _is_environ(whole)
+            return _is_environ(whole, names)
         case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)):
             return name in SETTERS
         case ast.AugAssign(target=whole):  # os.environ |= {...}
-            return _is_environ(whole)
+            return _is_environ(whole, names)
         case _:
             return False
 
 
-def _is_environ(node: ast.AST) -> bool:
+def _is_environ(node: ast.AST, names: Set[str]) -> bool:
     match node:
-        case ast.Attribute(attr="environ" | "environb") | ast.Name(id="environ" | "environb"):
-            return True
+        case ast.Attribute(attr=attribute):
+            return attribute in ENVIRONS
+        case ast.Name(id=name):
+            return name in names
         case _:
             return False
 

@@ -12,8 +12,10 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Final
 
 from paceline.core.consistency import Consistency
+from paceline.core.server import LEAD
 from paceline.core.settings import ServerSettings
 from paceline.job.addresses import CLUSTER_NAME
 from paceline.job.carriers import listen_address, make_transport
@@ -37,6 +39,8 @@ from paceline.server.replica_lag import ReplicaLag
 from paceline.server.replica_place import ReplicaPlace
 from paceline.transport.base import HandsOver, Listener, SocketListener, Transport
 from paceline.transport.lasting_memory import LastingMemory
+
+_TOLD: Final = "its process ended, as its launcher has told"
 
 
 def server_settings(spec: ClusterSpec, rank: int) -> ServerSettings:
@@ -155,7 +159,7 @@ def serve(
     """
     run_dir = Path(spec.run_dir)
     memory = lasting_memory()
-    transport = make_transport(spec, Holder("server", rank), lambda text: print(text, file=sys.stderr))
+    transport = make_transport(spec, Holder("server", rank))
     views = Views(run_dir, rank, launcher_decides=spec.launcher_decides)
     is_replica = process != FIRST.head
     published = views.published(process)
@@ -189,6 +193,7 @@ def serve(
         num_threads=lambda consistency: spec.server_threads or threads_here(consistency, spec),
         memory=memory,
         tell=tell,
+        note_given_up=_tell_given_up if rank == LEAD else lambda _, __: None,
         replica=replica_link(spec, rank, views, transport, process, lambda: watch.seen),
         follows=Follower(rank, views, listener, spec.join_timeout_s, tell) if is_replica else None,
     )
@@ -198,11 +203,16 @@ def serve(
         node.run()
 
 
+def _tell_given_up(worker: int, reason: str) -> None:
+    if reason != _TOLD:
+        tell(f"worker {worker} is given up: {reason}; the others go on without it")
+
+
 def _obey(node: ServerNode) -> None:
     for words in read_orders():
         match words:
             case ["ended", worker, incarnation]:
-                node.report_death(int(worker), int(incarnation), "its process ended")
+                node.report_death(int(worker), int(incarnation), _TOLD)
             case ["stop"]:
                 node.stop()
                 return

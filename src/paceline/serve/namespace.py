@@ -27,6 +27,7 @@ from paceline.errors import (
 )
 from paceline.job.environment import checks_memory
 from paceline.job.machines import cores_here, server_threads
+from paceline.launch.limits import explain
 from paceline.observe.export.run_metrics import RunMetrics
 from paceline.observe.trace import Trace
 from paceline.serve.admission import Admission, OpenNamespace
@@ -608,10 +609,16 @@ class Namespace:
             checks_memory=checks_memory(),
             memory=None if self._memory is None or follows is not None else self._memory.memory,
             tell=self._config.tell,
+            note_given_up=self._tell_given_up,
             without=without,
             replica=link,
             follows=follows,
             published=self._published,
+        )
+
+    def _tell_given_up(self, worker: int, reason: str) -> None:
+        self._config.tell(
+            f"namespace '{self.name}': worker {worker} is given up: {reason}; the others go on without it"
         )
 
     def _admit(self, held: ServerState, ask: EnterRequest, holder_rank: int | None) -> EnterAccepted:
@@ -713,9 +720,8 @@ class Namespace:
 
     def _note_unsaved(self, error: Exception) -> None:
         self._due_s = time.monotonic() + min(self._interval_s, _RETRY_S)
-        self.unsaved = (
-            f"namespace '{self.name}' could not be saved, the snapshot before it counts: {describe_error(error)}"
-        )
+        why = explain(error) if isinstance(error, OSError) else describe_error(error)
+        self.unsaved = f"namespace '{self.name}' could not be saved, the snapshot before it counts: {why}"
         self._config.tell(self.unsaved)
 
 

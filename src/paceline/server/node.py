@@ -122,6 +122,7 @@ class ServerNode:
             check that the memory of a push does not change while it waits.
         memory: outlives this process, so that another can go on in its place; without it, a killed server is lost.
         tell: called with what cannot be kept, and why.
+        note_given_up: called with a worker that is waited for no longer while others go on, and why.
         without: what happens without memory that outlives it when it is killed; by default the run ends.
         replica: a process that is told all, and serves once this one is gone.
         follows: has this process be such a replica until then; or do what is recorded of another one, and end.
@@ -139,6 +140,7 @@ class ServerNode:
     checks_memory: bool = False
     memory: LastingMemory | None = None
     tell: Callable[[str], None] = lambda _: None
+    note_given_up: Callable[[int, str], None] = lambda _, __: None
     without: str = ""
     replica: ReplicaLink = field(default_factory=ReplicaLink)
     follows: Follower | RecordFollower | None = None
@@ -596,6 +598,8 @@ class ServerNode:
                     self._advance(effect)
                 case MembershipChanged():
                     self._on_membership(effect)
+                    if self.follows is None and effect.is_loss_to(self._core.members):
+                        self.note_given_up(effect.worker, effect.reason)
                 case BoundMoved():
                     self._records.moved(effect)
         return held
@@ -673,10 +677,8 @@ class ServerNode:
             self._table_rpc.admit(life)
         else:
             self._load_meter.sample()
-            self._request_handler.forget(life)
-            self._wait_reports.forget(life)
-            self._table_rpc.forget(life)
-            self._declarations.forget(life)
+            for each in (self._request_handler, self._wait_reports, self._table_rpc, self._declarations):
+                each.forget(life)
             self._forget_reader(life)
         self._request_handler.release(self._core.members)
 

@@ -177,7 +177,8 @@ def introduce_within(
         channel.close()
         raise NotServed(
             f"waited {seconds(timeout_s)} for the handshake with {server}: it took the connection and "
-            "did not finish; it may be stopped, busy, or no Paceline server"
+            "did not finish; it may be stopped, busy, or no Paceline server, or a network on the way drops large "
+            "packets (MTU)"
         ) from None
     except (EOFError, OSError) as error:
         channel.close()

@@ -20,7 +20,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from errno import ENOSYS
+from errno import EFBIG, EMFILE, ENOSYS
 from itertools import count
 from typing import Final, final
 
@@ -42,6 +42,12 @@ _MAP_FIXED: Final = 0x10
 _MREMAP_MAYMOVE: Final = 1
 _MREMAP_FIXED: Final = 2
 _FAILED: Final = ctypes.c_void_p(-1).value
+
+_MORE_MEMORY: Final = "give the job more memory or fewer workers per machine"
+_REMEDIES: Final = {
+    EFBIG: "raise the limit of file sizes (`ulimit -f`)",
+    EMFILE: "raise the limit of open files (`ulimit -n`)",
+}
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = _libc.mremap.restype = ctypes.c_void_p
@@ -240,8 +246,8 @@ class Segments:
             descriptor, mapping = _create_segment(size_bytes, self._create_memory)
         except OSError as error:
             self._notice(
-                f"shared memory of {size_bytes} bytes is not to be had ({error.strerror}); such bodies are copied "
-                "through the socket instead, which is slower: give the job more memory or fewer workers per machine"
+                f"shared memory of {size_bytes} bytes cannot be had ({error.strerror}); such bodies are copied "
+                f"through the socket instead, which is slower: {_REMEDIES.get(error.errno or 0, _MORE_MEMORY)}"
             )
             return fresh_buffer(size_bytes)
         # Not at exit: a thread may then still be sending it, and the kernel closes it anyway.

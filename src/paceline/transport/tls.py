@@ -312,7 +312,8 @@ def _hung_up(server: str, *, agreed: bool) -> PeerError:
             "the certificate was revoked"
         )
     return PeerError(
-        f"{server} closed the connection instead of speaking TLS: it may run without TLS, be busy or be shutting down"
+        f"{server} closed the connection instead of speaking TLS: it may run without TLS, be busy or be shutting down, "
+        "or a network on the way drops large packets (MTU)"
     )
 
 

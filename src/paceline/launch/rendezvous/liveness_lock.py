@@ -292,8 +292,9 @@ def announcing_wait(spec: ClusterSpec, worker: int, after_s: float = _TELL_AFTER
 
     def tell_why() -> None:
         others = [rank for rank in range(spec.num_workers) if takes_part(Path(spec.run_dir), "worker", rank)]
+        have = "has" if len(others) == 1 else "have"
         tell(
-            f"worker {worker} has ended its script; its process stays until {names(others)} will have left the job, as "
+            f"worker {worker} has ended its script; its process stays until {names(others)} {have} left the job, as "
             "others need its servers or its folder"
         )
 
