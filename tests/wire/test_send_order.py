@@ -20,11 +20,12 @@ class Line:
 
     def __init__(self) -> None:
         self.left: list[tuple[int, bytes]] = []
-        self.opened, self.all_left = threading.Event(), threading.Event()
+        self.reached, self.opened, self.all_left = threading.Event(), threading.Event(), threading.Event()
         self.num_expected = sum(NUM_PIECES.values())
 
     def take(self, part: int, header: bytes) -> None:
         if part == LARGE:
+            self.reached.set()
             assert self.opened.wait(PATIENCE_S)
         self.left.append((part, header))
         if len(self.left) >= self.num_expected:
@@ -126,6 +127,7 @@ def test_a_connection_that_ends_holds_up_no_other(refused: threading.Event) -> N
     line.num_expected = NUM_PIECES[SMALL] + 1  # the piece that was about to leave
     send_parts(posts)
     assert refused.wait(PATIENCE_S)
+    assert line.reached.wait(PATIENCE_S)
     posts[LARGE].close()
     assert line.all_left.wait(PATIENCE_S)
     posts[SMALL].close()
