@@ -1,11 +1,12 @@
 """How soon a version is on many machines when each takes it from the one before, on lines of a limited rate.
 
-    python benchmarks/relay_hosts.py [--json] [--readers 8] [--megabytes 16] [--mbps 100] [--rounds 3]
+    python benchmarks/relay_hosts.py [--json] [--readers 8] [--megabytes 16] [--mbps 100] [--rounds 3] [--compress]
 
 Each machine is a network namespace with a line of its own. The first trains and publishes, over `paceline relay`; on
 each other one is a relay, which follows that of the machine before, and a reader of it. `one_s`: until the reader of
-the second machine has a version, none of whose bytes the one before had; `last_s`: until all readers have it. `ratio`
-is of these two. As a floor, the bytes of a version leave at the rate of the line in `line_s`. Takes root.
+the second machine has a version, none of whose numbers the one before had, as a step of Adam was made; `last_s`: until
+all readers have it. `ratio` is of these two. As a floor, the bytes of a version leave at the rate of the line in
+`line_s`. With `--compress` what has changed is compressed on each line. Takes root.
 """
 
 import argparse
@@ -57,7 +58,8 @@ def line_of(started: "subprocess.Popen[str]") -> str:
 class Machines:
     """The machines: one that publishes, and readers behind relays; a context manager."""
 
-    def __init__(self, num_readers: int, megabytes: int, mbps: float) -> None:
+    def __init__(self, num_readers: int, megabytes: int, mbps: float, *, compress: bool) -> None:
+        self._compress = compress
         self._exit = ExitStack()
         self._folder = Path(self._exit.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
         self._network = self._exit.enter_context(ShapedNetwork([Line(mbps, mbps)] * (1 + num_readers)))
@@ -99,6 +101,7 @@ class Machines:
 
     def _relay(self, opened: ExitStack, host: int, source: str) -> None:
         told = (source, "--listen", self._address(host), "--token", str(self._token))
+        told += ("--compress",) if self._compress and host else ()
         relay = opened.enter_context(process(self._network.command(host, *PACELINE, "relay", *told)))
         line_of(relay)
 
@@ -118,9 +121,10 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=16)
     parser.add_argument("--mbps", type=float, default=100.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--compress", action="store_true")
     asked = parser.parse_args()
     progress(f"{asked.readers} machines at {asked.mbps:g} Mbit/s, each from the one before, on {machine()}")
-    with Machines(asked.readers, asked.megabytes, asked.mbps) as machines:
+    with Machines(asked.readers, asked.megabytes, asked.mbps, compress=asked.compress) as machines:
         machines.publish()  # connections are there, and TCP has found its rate
         rounds = [machines.publish() for _ in range(asked.rounds)]
     ones, lasts = [each[0] for each in rounds], [max(each) for each in rounds]
@@ -131,6 +135,7 @@ def main() -> None:
         values: dict[str, object] = {
             "name": f"{asked.megabytes} MiB to {asked.readers} machines at {asked.mbps:g} Mbit/s",
             "readers": asked.readers,
+            "compress": asked.compress,
             "one_s": one_s,
             "last_s": last_s,
             "ratio": ratio,

@@ -19,11 +19,11 @@ def main() -> None:
     folder, numel = Path(sys.argv[1]), int(sys.argv[2]) << 18
     with paceline.connect() as ps:
         paceline.init(ps)
-        table = ps.table("policy", shape=(numel,), update=paceline.update.Add())
+        table = ps.table("policy", shape=(numel,), update=paceline.update.Adam(lr=1e-3), init=0.05 * torch.randn(numel))
         for number in itertools.count():
             while number and not (folder / f"publish-{number}").exists():
                 time.sleep(0.005)
-            table.push(torch.randn(numel))  # so that no byte is that of the version before
+            table.push(torch.randn(numel))  # so that no number is that of the version before
             ps.clock()
             table.pull()
             print(time.monotonic(), flush=True)

@@ -289,12 +289,15 @@ class World:
             self._read(self.rng.choice(sorted(set(range(NUM_READERS)) - self._calling)))
 
     def carried(self, frame: Frame) -> Frame:
-        """Return what arrives of a frame: perhaps with damaged bytes, or a delta of other words."""
+        """Return what arrives of a frame: perhaps with damaged bytes, or a delta of other words or another kind."""
+        message = wire.decode(frame.header)
+        is_delta = isinstance(message, DeltaFetched)
+        self.history.counts["a compressed difference"] += is_delta and message.is_compressed
         if self.is_calm or self.rng.random() > 0.08:
             return frame
-        message = wire.decode(frame.header)
-        if isinstance(message, DeltaFetched) and message.num_words and self.rng.random() < 0.5:
-            return Frame(wire.encode(DeltaFetched(message.number, message.num_words - 1)), frame.body)
+        if is_delta and message.num_words and self.rng.random() < 0.5:
+            misleading = DeltaFetched(message.number, message.num_words - 1), DeltaFetched(message.number, None, True)
+            return Frame(wire.encode(self.rng.choice(misleading)), frame.body)
         if not len(frame.body):
             return frame
         body = bytearray(frame.body)
@@ -428,7 +431,8 @@ class World:
     # -- lines -------------------------------------------------------------------------------------------------------
 
     def _places(self, *places: Place, role: str = "reader") -> VersionPlaces:
-        return VersionPlaces("a place", tuple(self._finder(place, role) for place in places))
+        finders = tuple(self._finder(place, role) for place in places)
+        return VersionPlaces("a place", finders, compress=self.rng.random() < 0.5)
 
     def _finder(self, place: Place, role: str) -> Callable[[], PublishingServers]:
         def find() -> PublishingServers:

@@ -26,6 +26,7 @@ def test_no_drawn_run_of_readers_and_relays_breaks_a_promise(num_seeds: int) -> 
             counts += history.counts
     assert num_reads > 10 * num_seeds
     assert counts["a version that comes"] > num_seeds
+    assert counts["a compressed difference"] > num_seeds
     assert counts["no bytes of a version that comes no further"] > num_seeds // 4
 
 

@@ -18,7 +18,7 @@ from paceline.server.feeds import HasNoRows, RowFeeds, RowReading, RowsRequest
 from paceline.server.versions import PublishedVersion, PublishedVersions, VersionGone
 from paceline.transport.base import EMPTY, Connection
 from paceline.update.rows.changes import CursorExpired
-from paceline.wire.deltas import encode_delta
+from paceline.wire.deltas import encode_delta, encode_difference
 from paceline.wire.messages import Hello, check_caller
 from paceline.wire.messages import decode as decode_hello
 from paceline.wire.versions import (
@@ -45,6 +45,7 @@ MAX_READERS: Final = 256  # connected at once
 MAX_REQUESTS_PER_S: Final = 1000  # of one reader; more have to wait
 _RECEIVE_S: Final = 10.0  # between two looks at whether the server closes, which wakes the thread anyway
 _SEND_TIMEOUT_S: Final = 60.0
+_SHORT: Final = 0.02  # of the bytes themselves: a delta that nothing else is tried for
 _CLOSING_TIMEOUT_S: Final = 5.0
 
 
@@ -216,8 +217,8 @@ class _Reading:
                 case FetchDelta():
                     number = message.number
                     new, base = self._bytes_of(message), self._versions.find(message.base)
-                    num_words, body = _delta_between(new, base, message)
-                    _say(self._connection, DeltaFetched(number, num_words), body)
+                    answer, body = _delta_between(new, base, message)
+                    _say(self._connection, answer, body)
                 case EndLease():
                     version = self._leased.pop(message.id, None)
                     if version is not None:
@@ -267,12 +268,23 @@ def _described(version: PublishedVersion, *, with_digests: bool) -> tuple[Versio
     return version.describe() if with_digests else (replace(version.head, digest=b""), b"")
 
 
-def _delta_between(new: memoryview, base: PublishedVersion | None, wanted: FetchDelta) -> tuple[int | None, memoryview]:
-    """Return what a reader asks for: a delta, or the bytes themselves where that is no shorter, or cannot be had."""
+def _delta_between(
+    new: memoryview, base: PublishedVersion | None, wanted: FetchDelta
+) -> tuple[DeltaFetched, memoryview]:
+    """Return what a reader asks for: the shorter of a delta and, if it may be, a compressed difference.
+
+    It is the bytes themselves where these are no longer, or the base is gone.
+    """
     fits = base is not None and wanted.part < len(base.memories) and wanted.size_bytes % wanted.word_bytes == 0
     old = base.memories[wanted.part][wanted.start : wanted.start + wanted.size_bytes] if base and fits else EMPTY
-    delta = encode_delta(old, new, wanted.word_bytes) if len(old) == len(new) else None
-    return (None, new) if delta is None else delta
+    if len(old) != len(new):
+        return DeltaFetched(wanted.number, None), new
+    num_words, body = encode_delta(old, new, wanted.word_bytes) or (None, new)
+    if wanted.compress and len(body) > _SHORT * len(new):
+        difference = encode_difference(old, new, wanted.word_bytes)
+        if difference is not None and len(difference) < len(body):
+            return DeltaFetched(wanted.number, None, is_compressed=True), difference
+    return DeltaFetched(wanted.number, num_words), body
 
 
 def _answer_rows(connection: Connection, rows: RowReading, request: RowsRequest) -> None:

@@ -26,6 +26,7 @@ def relay(
     name: Annotated[tuple[str, ...], Parameter(negative="")] = ("policy",),
     keep: int = 2,
     leased: int = 4,
+    compress: Annotated[bool, Parameter(negative="")] = False,
     token: Path | None = None,
     keys: Path | None = None,
 ) -> int:
@@ -46,6 +47,8 @@ def relay(
         How many of the newest versions of each name stay in memory.
     leased
         How many versions of each name readers may keep by leases.
+    compress
+        Have what changes from version to version compressed on its way here, for slow lines.
     token
         File of the token that readers show, and that lets the relay in at an address. For a relay of a folder it is
         made where it is missing; by default readers show the token that the folder has now.
@@ -70,7 +73,7 @@ def relay(
             raise UsageError(f"{option} is {number}, expected 1 to {most} versions")
     host, port = parse_host_port(listen)
     shown = ClientCredentials(None if keys is not None or not addresses else token, keys if addresses else None)
-    places = find_places(address, shown, "relay")
+    places = find_places(address, shown, "relay", compress=compress)
     folders = [each for each in address if not is_address(each)]
     access = relay_access(host, lambda: _secret(token, folders, ServeUrl(host, port)), keys)
     listener = access.transport().listen(format_host_port(look_up(host)[0], port))

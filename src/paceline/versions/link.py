@@ -20,7 +20,7 @@ from paceline.update.placement import torch_dtype
 from paceline.update.rows.changes import LogEntry
 from paceline.update.rows.spec import RowTableSpec
 from paceline.versions.places import PublishingServers
-from paceline.wire.deltas import WordBytes, apply_delta
+from paceline.wire.deltas import WordBytes, apply_delta, apply_difference
 from paceline.wire.messages import Hello, check_server, check_source
 from paceline.wire.messages import encode as encode_hello
 from paceline.wire.row_codec import changes_of
@@ -147,14 +147,18 @@ class _Piece:
 class ReaderLink:
     """A connection to one server. One thread at a time."""
 
-    def __init__(self, servers: PublishingServers, server: int, timeout_s: float) -> None:
-        """Connect to a server by its rank; raises PeerError if it is not there, or does not let this reader in."""
+    def __init__(self, servers: PublishingServers, server: int, timeout_s: float, *, compress: bool = False) -> None:
+        """Connect to a server by its rank; raises PeerError if it is not there, or does not let this reader in.
+
+        `compress`: have it compress what has changed between versions.
+        """
         transport: Final = servers.transport
         self.num_servers = len(servers.addresses)
         self.problem = ""  # why versions may be missing at the other end, as it said last
         self._server = server
         # Within one process, what is mapped is the server's own memory, which this reader could write to.
         self.maps = transport.maps_memory and transport.name != "memory"
+        self._compress = compress
         # What a relay has, its readers get: in smaller pieces sooner.
         self._piece_bytes = CHUNK_BYTES if servers.role == "relay" else _PIECE_BYTES
         self._number = 0
@@ -313,8 +317,10 @@ class ReaderLink:
         if all(leased.digest_at(each) == base.leased.digest_at(each) for each in chunks):
             return _Piece(start, stop, None)
         head, word_bytes = base.leased.head, base.word_bytes.get(part.table, 1)
-        asked = self._ask(FetchDelta(self._next(), leased.head.id, head.id, index, start, stop - start, word_bytes))
-        return _Piece(start, stop, asked, is_delta=True)
+        wanted = FetchDelta(
+            self._next(), leased.head.id, head.id, index, start, stop - start, word_bytes, self._compress
+        )
+        return _Piece(start, stop, self._ask(wanted), is_delta=True)
 
     def _receive_piece(
         self, leased: LeasedPart, index: int, piece: _Piece, into: PartMemory, base: Base | None
@@ -330,11 +336,14 @@ class ReaderLink:
             return body
         answer, body = self._answer(piece.asked, DeltaFetched)
         into.received_bytes += len(body)
-        if answer.num_words is None:
+        if answer.num_words is None and not answer.is_compressed:
             return body if len(body) == size_bytes else None
-        made = memoryview(bytearray(old))
+        made, word_bytes = memoryview(bytearray(old)), base.word_bytes.get(leased.head.parts[index].table, 1)
         try:
-            apply_delta(body, answer.num_words, base.word_bytes.get(leased.head.parts[index].table, 1), made)
+            if answer.num_words is None:
+                apply_difference(body, word_bytes, made)
+            else:
+                apply_delta(body, answer.num_words, word_bytes, made)
         except PeerError:
             return None
         return made

@@ -104,10 +104,11 @@ class ServerLinks:
         """Return connections to all servers, which are made where there are none; raises PeerError."""
         if not self.links:
             servers = self._places.finders[self._turn % len(self._places.finders)]()
-            made = [ReaderLink(servers, 0, deadline.remaining_s())]
+            compress = self._places.compress
+            made = [ReaderLink(servers, 0, deadline.remaining_s(), compress=compress)]
             try:
                 for server in range(1, made[0].num_servers):
-                    made.append(ReaderLink(servers, server, deadline.remaining_s()))
+                    made.append(ReaderLink(servers, server, deadline.remaining_s(), compress=compress))
             except PeerError:
                 for link in made:
                     link.close()

@@ -45,13 +45,22 @@ FindServers = Callable[[], PublishingServers]  # raises UsageError or PeerError 
 
 @dataclass(frozen=True, slots=True)
 class VersionPlaces:
-    """Where a subscription reads: the first place that works, and the next one where that is lost. `name`: of all."""
+    """Where a subscription reads: the first place that works, and the next one where that is lost.
+
+    Args:
+        name: of all of them.
+        finders: of their servers.
+        compress: whether these compress what has changed between versions.
+    """
 
     name: str
     finders: tuple[FindServers, ...]
+    compress: bool = False
 
 
-def find_places(source: object, shown: ClientCredentials, role: ReaderRole = "reader") -> VersionPlaces:
+def find_places(
+    source: object, shown: ClientCredentials, role: ReaderRole = "reader", *, compress: bool = False
+) -> VersionPlaces:
     """Return the places of a source, for a reader or a relay.
 
     `source`: the folder of a job, the address of a server of its own or of a relay, a session of this process; or a
@@ -66,7 +75,7 @@ def find_places(source: object, shown: ClientCredentials, role: ReaderRole = "re
     if shown != ClientCredentials() and not any(map(is_address, sources)):
         raise UsageError("subscribe: token, keys, ca, certificate and key are for an address: leave them out.")
     found = [_find_place(each, shown, role) for each in sources]
-    return VersionPlaces(", ".join(name for name, _ in found), tuple(find for _, find in found))
+    return VersionPlaces(", ".join(name for name, _ in found), tuple(find for _, find in found), compress)
 
 
 def is_address(source: object) -> bool:

@@ -432,6 +432,7 @@ def subscribe(
     source: object,
     *,
     name: str = "policy",
+    compress: bool = False,
     token: PathLike | bytes | None = None,
     keys: PathLike | None = None,
     ca: PathLike | None = None,
@@ -448,6 +449,8 @@ def subscribe(
             namespace of a standalone server ("paceline://HOST:PORT/NAME"), that of a relay (`paceline relay`), or a
             session of this process; or a list of these, of which the next one is read where one is lost.
         name: as it was published.
+        compress: have what changes from version to version compressed on its way, which costs processor time at both
+            ends: for lines of some hundred Mbit/s and less. Over shared memory it has no effect.
         token: for an address: the server's token, see `paceline.connect`; as are the others.
         keys: for an address: a folder with a certificate for `reader-0`, or for any process.
         ca: for an address, with `certificate` and `key`: of your own authority.
@@ -467,4 +470,5 @@ def subscribe(
         tensor([0., 0.])
     """
     check_published_name(name)
-    return VersionSubscription(name, find_places(source, ClientCredentials(token, keys, ca, certificate, key)))
+    places = find_places(source, ClientCredentials(token, keys, ca, certificate, key), compress=compress)
+    return VersionSubscription(name, places)

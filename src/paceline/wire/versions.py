@@ -149,7 +149,8 @@ class FetchBytes:
 class FetchDelta:
     """From a reader: send me what these bytes of a part of a leased version have changed from those of `base`.
 
-    The answer is all of them where `base` is not here any more, or that is shorter. Words have `word_bytes`.
+    The answer is all of them where `base` is not here any more, or that is shorter. Words have `word_bytes`. With
+    `compress` it may be a compressed difference, where that is shorter.
     """
 
     number: int
@@ -159,6 +160,7 @@ class FetchDelta:
     start: Size
     size_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_DELTA_BYTES)]
     word_bytes: WordBytes
+    compress: bool = False
 
 
 @value_class
@@ -216,10 +218,14 @@ class BytesFetched:
 
 @value_class
 class DeltaFetched:
-    """From a server: a delta of so many words travels beside this; without a number, the bytes themselves do."""
+    """From a server: a delta of so many words travels beside this; without a number, the bytes themselves do.
+
+    `is_compressed`: it is a compressed difference instead, without a number.
+    """
 
     number: int
     num_words: Size | None
+    is_compressed: bool = False
 
 
 @value_class
