@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import paceline
 from paceline.api.session import Session
 from paceline.core.messages import Left, WorkerRefused
 from paceline.errors import ConnectionLost, PeerError, Refused, UsageError
-from paceline.serve.namespace import HandoffQueue
+from paceline.serve.namespace import HandoffQueue, Namespace
 from paceline.server.connections import Connections
 from paceline.transport import MemoryTransport
 from paceline.worker.table import Table
@@ -221,6 +222,20 @@ def test_code_and_folders_that_the_server_was_not_told_of_are_left_alone(tmp_pat
         life = paceline.Lifecycle(memory_bytes=1 << 20, spill=str(tmp_path))
         with pytest.raises(Refused, match="does not let workers choose where it writes"):
             ps.table("users", rows=2, update=paceline.update.Add(), life=life)
+
+
+def test_a_namespace_that_another_thread_puts_away_as_the_server_ends_is_put_away_once(served: Daemon) -> None:
+    ending = Mock(spec=Namespace, unsaved="x was not saved", is_over=False)
+    ending.name = "x"
+
+    def close_beside_another_thread() -> None:
+        ending.is_over = True
+        served.namespaces.run_due_work()
+
+    ending.close.side_effect = close_beside_another_thread
+    served.namespaces._open["x"] = ending
+    assert served.namespaces.close() == ["x was not saved"]
+    served.namespaces._lost.clear()
 
 
 def test_what_is_not_saved_in_time_at_the_end_is_told(served: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:

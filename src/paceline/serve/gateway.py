@@ -282,13 +282,16 @@ class Namespaces:
             namespaces = list(self._open.values())
         for namespace in namespaces:
             namespace.close()
-            self._forget(namespace)
+            with self._lock:
+                self._forget(namespace)
         for readers in self._readers.values():
             readers.close()
         return self._lost
 
     def _forget(self, namespace: Namespace) -> None:
-        """Drop a namespace that has ended, but not what it could not save."""
+        """Drop a namespace that has ended, unless another thread has, but not what it could not save."""
+        if self._open.get(namespace.name) is not namespace:
+            return
         del self._open[namespace.name]
         if namespace.unsaved:
             self._lost.append(namespace.unsaved)
