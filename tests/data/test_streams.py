@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
 
@@ -105,6 +108,15 @@ def test_processes_of_a_loader_read_each_item_once(source: Any) -> None:
     assert sorted(chain(*parts)) == list(range(12))
     if not isinstance(source, OwnPart):
         assert parts[0] == list(range(0, 12, 2))
+
+
+def test_a_stream_goes_to_a_process_that_is_no_copy_of_this_one() -> None:
+    sharding = Recorder(1, 2).sharding
+    bound = replace(sharding, on_samples=lambda _: pytest.fail("called"), on_missing=threading.Lock().release)
+    stream = shard_source(Numbers(5), bound)
+    sent = pickle.loads(pickle.dumps(stream))  # noqa: S301 - our own
+    assert [batch.tolist() for batch in DataLoader(sent, batch_size=2)] == [[1, 3]]
+    assert sent.state_dict() == {"epoch": 1, "num_done": 0}
 
 
 @pytest.mark.parametrize("source", [Numbers(0), iter(())])

@@ -100,7 +100,7 @@ def test_the_standard_library_has_documents_for_every_example() -> None:
 
     corpus = read_corpus(None)
     assert len(corpus.train) > 500
-    assert {"thread", "socket", "widget"} <= set(corpus.vocabulary)
+    assert {"thread", "socket", "descriptor"} <= set(corpus.vocabulary)
     assert not {"the", "is", "self"} & set(corpus.vocabulary)
 
 

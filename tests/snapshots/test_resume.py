@@ -158,7 +158,8 @@ def test_another_model_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
     with job(tmp_path / "second", **resuming(folder)) as started:
         started.run(work)
     file = next(newest(folder).folder.glob("model-*.safetensors"))
-    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes((content[-1] ^ 1,)))
     with pytest.raises(CheckpointError, match="is damaged"):
         Snapshot.read(newest(folder).folder).verify()
 

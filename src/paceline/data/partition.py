@@ -52,9 +52,15 @@ def _encoded(key: object) -> bytes:
 Partition = Literal["strided", "contiguous", "hashed"]
 
 
+def _report_nothing(*_: object) -> None:
+    """Do nothing, in a process that has no session."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sharding:
     """The share of one worker in the data, and what reading it calls.
+
+    Sent to another process, as to one of a `DataLoader` that does not begin as a copy of this one, it is the share alone.
 
     Args:
         rank: number of this worker.
@@ -77,12 +83,16 @@ class Sharding:
     on_missing: Callable[[], None]
     tell: Callable[[str], None] = tell
     is_elastic: bool = False
-    on_loaded: Callable[[float], None] = lambda _: None
+    on_loaded: Callable[[float], None] = _report_nothing
 
     def __post_init__(self) -> None:
         """Validate the seed."""
         if not isinstance(self.seed, int) or abs(self.seed) > MAX_SEED:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UsageError(f"seed is {self.seed!r}, expected a whole number from {-MAX_SEED} to {MAX_SEED}.")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Return what another process makes it from."""
+        return Sharding, (self.rank, self.size, self.seed, *(_report_nothing,) * 3, self.is_elastic)
 
     def evaluation(self) -> Sharding:
         """Return the share of this worker in an evaluation: everything, where a part may have no worker."""

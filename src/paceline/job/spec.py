@@ -131,7 +131,7 @@ def read_token(run_dir: Path, name: str = TOKEN_NAME) -> bytes:
         with path.open("rb") as file:
             found, token = os.fstat(file.fileno()), file.read()
     except OSError as error:
-        raise UsageError(f"cannot read the job's token {path}: {error.strerror}") from error
+        raise UsageError(f"cannot read the job's token {path!s:.300}: {error.strerror}") from error
     if len(token) < TOKEN_BYTES:
         raise UsageError(f"the job's token {path} has {len(token)} bytes, expected {TOKEN_BYTES}")
     _require_private(path, found)

@@ -32,12 +32,21 @@ def report_error(error: BaseException, script: str) -> None:
         sys.stderr.flush()
     else:
         sys.__excepthook__(type(error), error.with_traceback(origin), origin)
-        if type(error).__module__ == "bdb" and _reads_nothing():  # BdbQuit
-            sys.stderr.write(
-                "paceline: a debugger found no terminal in this worker: `paceline run --debug RANK script.py` gives "
-                "one worker this one\n"
-            )
+        tell_of_debugger(error)
         sys.stderr.flush()
+
+
+def tell_of_debugger(error: BaseException) -> None:
+    """Write on stderr where a terminal comes from, if a debugger that found none has ended the script."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    is_by_pdb = (
+        isinstance(error, SystemExit) and frames and frames[-1].f_globals.get("__name__") == "pdb"
+    )  # from 3.14 on
+    if (is_by_pdb or type(error).__module__ == "bdb") and _reads_nothing():  # BdbQuit
+        sys.stderr.write(
+            "paceline: a debugger found no terminal in this worker: `paceline run --debug RANK script.py` gives "
+            "one worker this one\n"
+        )
 
 
 def _reads_nothing() -> bool:

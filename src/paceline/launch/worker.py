@@ -14,7 +14,7 @@ from typing import Final
 from paceline.job.environment import claim_place
 from paceline.launch.entry import die_with_launcher
 from paceline.launch.script import OPTION, source_of
-from paceline.launch.script_exit import ended_well, report_error, script_ended
+from paceline.launch.script_exit import ended_well, report_error, script_ended, tell_of_debugger
 
 EXIT_INTERRUPTED: Final = 130
 
@@ -35,6 +35,9 @@ def main() -> None:
         run_script(script, module)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
+    except SystemExit as ending:
+        tell_of_debugger(ending)
+        raise
 
 
 def run_script(script: str, module: str | None = None) -> None:
