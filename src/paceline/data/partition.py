@@ -60,7 +60,7 @@ def _report_nothing(*_: object) -> None:
 class Sharding:
     """The share of one worker in the data, and what reading it calls.
 
-    Sent to another process, as to one of a `DataLoader` that does not begin as a copy of this one, it is the share alone.
+    Sent to another process, such as one of a `DataLoader` that is no copy of this one, it is the share alone.
 
     Args:
         rank: number of this worker.
