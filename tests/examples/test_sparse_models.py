@@ -42,7 +42,7 @@ def test_filters_save_bytes_and_change_nothing(tmp_path: Path, alone: Alone) -> 
     assert found(r"([\d.]+)% saved; and", done) == ["50.0000"]
     (sent,) = found(r"key caching and KKT .* ([\d.]+)%\n", done)
     assert float(sent) > 60
-    assert all(float(auc) > 0.7 for auc in found(r"0\.\d{6}\s+(0\.\d{4})", done))
+    assert all(float(auc) > 0.6 for auc in found(r"0\.\d{6}\s+(0\.\d{4})", done))
     assert picture.stat().st_size > 10_000
 
 

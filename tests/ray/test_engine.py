@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -114,7 +115,8 @@ class Launcher:
     def job(self) -> set[int]:
         """The processes of the job that runs, and what they have started."""
         family = psutil.Process(self.process.pid).children(recursive=True)
-        ours = [child for child in family if "paceline" in str(child.as_dict(["cmdline"]))]
+        # Not those of Ray, whose programs may lie in a folder of that name, too.
+        ours = [child for child in family if re.search(r"paceline[./]launch", str(child.as_dict(["cmdline"])))]
         return {other.pid for child in ours for other in (child, *child.children(recursive=True))}
 
     def result(self) -> tuple[int, list[str]]:
