@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from paceline.data.partition import DataCut
 from paceline.data.sharding import ShardedStream, shard_source
 from paceline.errors import UsageError
+from paceline.notices import tell
 
 
 class Numbers:
@@ -117,6 +118,7 @@ def test_a_stream_goes_to_a_process_that_is_no_copy_of_this_one() -> None:
     sent = pickle.loads(pickle.dumps(stream))  # noqa: S301 - our own
     assert [batch.tolist() for batch in DataLoader(sent, batch_size=2)] == [[1, 3]]
     assert sent.state_dict() == {"epoch": 1, "num_done": 0}
+    assert sent._sharding.tell is tell
 
 
 @pytest.mark.parametrize("source", [Numbers(0), iter(())])

@@ -92,7 +92,7 @@ class Sharding:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Return what another process makes it from."""
-        return Sharding, (self.rank, self.size, self.seed, *(_report_nothing,) * 3, self.is_elastic)
+        return Sharding, (self.rank, self.size, self.seed, _report_nothing, _report_nothing, tell, self.is_elastic)
 
     def evaluation(self) -> Sharding:
         """Return the share of this worker in an evaluation: everything, where a part may have no worker."""
