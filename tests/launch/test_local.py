@@ -56,6 +56,25 @@ def test_workers_learn_addresses_and_ranks(tmp_path: Path) -> None:
     assert "[worker 1] ('fake://0', 'fake://1') 1 1 0 2" in result.stdout
 
 
+@pytest.mark.parametrize("ending", ["", "sys.exit(0)", "sys.exit()"])
+def test_a_script_that_never_joins_is_told_once(tmp_path: Path, ending: str) -> None:
+    result = launch(write_script(tmp_path, ending), num_workers=3)
+
+    told = [line for line in result.stderr.splitlines() if "has never joined the job" in line]
+    assert [line.partition(" the script")[0] for line in told] == ["[worker 0] paceline:"]
+    assert "each of the 3 workers has run all of it for itself" in told[0]
+
+
+@pytest.mark.parametrize(("ending", "num_workers"), [("", 1), ("sys.exit(143)", 2), ("when_script_ends(print)", 2)])
+def test_a_script_that_runs_once_has_joined_or_was_told_to_leave_is_not_told_to_join(
+    tmp_path: Path, ending: str, num_workers: int
+) -> None:
+    joins = "from paceline.launch.script_exit import when_script_ends\n"
+    result = launch(write_script(tmp_path, joins + ending), num_workers=num_workers)
+
+    assert "has never joined the job" not in result.stderr
+
+
 def test_what_is_kept_and_what_is_not(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     script = write_script(
@@ -176,7 +195,7 @@ def test_a_crashed_worker_is_told_to_all_servers_and_the_others_go_on(tmp_path: 
 
     assert result.code == EXIT_LOST
     assert result.stdout.count("done") == 1
-    told, last = result.stderr.splitlines()
+    told, last = (line for line in result.stderr.splitlines() if not line.startswith("[worker"))
     assert re.fullmatch(r"paceline: worker 1 \(pid \d+\) was killed by SIGKILL; the others go on without it", told)
     without = r"paceline: the run has ended without worker 1, which was killed by SIGKILL at [\d:]{8} \(exit code 75\)"
     assert re.fullmatch(without, last)

@@ -133,6 +133,19 @@ def test_servers_have_a_time_to_start(tmp_path: Path, capsys: pytest.CaptureFixt
     assert last.endswith("server 0 did not say where it listens within 30 s (missing: server 0)")
 
 
+def test_a_slow_start_is_told_once_with_what_is_not_ready(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(Machine(deque([0.25] * 100)), tmp_path) == 0
+
+    told = [line for line in capsys.readouterr().err.splitlines() if "still starting" in line]
+    assert len(told) == 1
+    assert "still starting after 15 s (not ready: server 0); the machine may be busy" in told[0]
+
+
+def test_a_usual_start_is_not_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(Machine(deque([0.25] * 50)), tmp_path) == 0
+    assert "still starting" not in capsys.readouterr().err
+
+
 def test_servers_that_still_start_when_the_run_ends_are_killed_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

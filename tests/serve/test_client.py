@@ -55,13 +55,17 @@ def test_where_no_address_leads_there_the_host_is_looked_up_again(tcp: TcpTransp
         line.open_connection(VISIT, timeout_s=30.0).close()
 
 
-def test_servers_that_were_learned_are_tried_after_the_hosts_were_looked_up_again(tcp: TcpTransport) -> None:
+def test_servers_that_were_learned_are_tried_after_the_hosts_were_looked_up_again(
+    tcp: TcpTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with closing(tcp.listen("127.0.0.1:0")) as listener:
         line = NamespaceTransport(WHERE, tcp, lambda: (NOWHERE,))
         line.learn((NOWHERE, listener.address))
 
-        with pytest.raises(DeadlineExceeded):
-            line.open_connection(VISIT, timeout_s=0.0)
+        monkeypatch.setattr(TcpTransport, "connect", Mock(side_effect=ConnectionLost("it is away")))
+        with pytest.raises(ConnectionLost, match="it is away"):
+            line.open_connection(VISIT, timeout_s=30.0)
+        monkeypatch.undo()
         line.open_connection(VISIT, timeout_s=30.0).close()
 
 

@@ -251,7 +251,7 @@ def test_what_is_not_saved_in_time_at_the_end_is_told(served: Daemon, monkeypatc
         ps.close(politely=False)
     assert served.told.lines == [namespace.unsaved]
     assert namespace.unsaved == (
-        "namespace 'job' could not be saved, the snapshot before it counts: namespace 'job' was busy for 0.1 s"
+        "namespace 'job' could not be saved, no snapshot of it is there: namespace 'job' was busy for 0.1 s"
     )
     busy.set()
     namespace.wait_end(60.0)
@@ -269,7 +269,7 @@ def test_what_the_disk_does_not_take_is_told_and_tried_again(tmp_path: Path, mon
     with daemon(tmp_path / "state", snapshot_every_s=0.01) as served:
         with served.connect() as ps:
             values = train(ps, 1)
-        served.told.wait("could not be saved, the snapshot before it counts: No space left on device; free some space")
+        served.told.wait("could not be saved, no snapshot of it is there: No space left on device; free some space")
         with served.connect() as ps:  # it could not be put away, so it is still there
             assert torch.equal(open_weights(ps).pull(), values)
         full.clear()

@@ -136,7 +136,7 @@ def test_after_a_snapshot_that_was_given_up_clients_wait_for_the_next(
         assert held.began.wait(WAIT_S)
         step(ps, tables)  # which finds no room for what it changes
         held.goes_on.set()
-        served.told.wait("could not be saved, the snapshot before it counts: a cut was given up")
+        served.told.wait("could not be saved, no snapshot of it is there: a cut was given up")
         step(ps, tables)
         values = pulled(tables)
         save_now(served)

@@ -73,6 +73,11 @@ def when_script_ends(call: Callable[[bool], None]) -> None:
     _calls.append(call)
 
 
+def will_leave() -> bool:
+    """Return whether there is something to leave: whether this process has joined a job since it began."""
+    return bool(_calls)
+
+
 def script_ended(*, well: bool) -> None:
     """Make the calls that were asked for, once."""
     calls = tuple(_calls)

@@ -27,6 +27,7 @@ CLOCK: Final = "%H:%M:%S"
 STARTING_TURN_S: Final = 0.01
 TURN_S: Final = 0.25
 KILL_TIMEOUT_S: Final = 5.0
+SLOW_START_S: Final = 15.0  # then it is told who is still awaited
 SAVING_S: Final = 30.0  # at least so long, workers that have lost a server may save what they hold
 
 
@@ -335,6 +336,7 @@ class Supervisor:
         self._met = False
         self._now = now
         self._since_start: Stopwatch | None = None  # from when processes were started
+        self._since_begin: Stopwatch | None = None  # None once it is told that the start is slow
         self._servers_stopped = False
         self._ending: Ending | None = None
         self._num_finished = 0
@@ -351,6 +353,7 @@ class Supervisor:
     def run(self, launches: Sequence[Launch]) -> int:
         """Run the job to its end; blocks, and returns the exit code of the whole."""
         self._next_refresh_s = 0.0
+        self._since_begin = Stopwatch(now=self._now)
         try:
             self._prepare()
             if self._ending is None:
@@ -388,7 +391,10 @@ class Supervisor:
 
     def _meet(self) -> None:
         self._met = self._met or self._rendezvous.poll()
-        if self._met or self._ending is not None or self._start_left_s() > 0:
+        if self._met or self._ending is not None:
+            return
+        self._tell_of_slow_start()
+        if self._start_left_s() > 0:
             return
         missing = self._rendezvous.missing()
         slowest = next(child for child in self._running if child.name in missing)
@@ -397,6 +403,18 @@ class Supervisor:
             f"(missing: {', '.join(missing)})"
         )
         self._ending = Ending(1, reason, culprit=slowest)
+
+    def _tell_of_slow_start(self) -> None:
+        """Tell once who is awaited, where the machine is slow or busy: nothing else is heard until servers listen."""
+        if self._since_begin is None or self._since_begin.elapsed_s() < SLOW_START_S:
+            return
+        self._since_begin = None
+        awaited = [each.name for each in self._running] if self._since_start is None else self._rendezvous.missing()
+        if awaited:
+            self._console.announce(
+                f"still starting after {SLOW_START_S:g} s (not ready: {', '.join(awaited)}); the machine may be busy, "
+                "or the disk slow from which Python loads torch"
+            )
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name

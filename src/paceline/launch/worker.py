@@ -11,10 +11,12 @@ import sys
 import threading
 from typing import Final
 
-from paceline.job.environment import claim_place
+from paceline.job.environment import Place, claim_place, find_place
+from paceline.job.spec import ClusterSpec
 from paceline.launch.entry import die_with_launcher
 from paceline.launch.script import OPTION, source_of
-from paceline.launch.script_exit import ended_well, report_error, script_ended, tell_of_debugger
+from paceline.launch.script_exit import ended_well, report_error, script_ended, tell_of_debugger, will_leave
+from paceline.notices import tell
 
 EXIT_INTERRUPTED: Final = 130
 
@@ -45,16 +47,32 @@ def run_script(script: str, module: str | None = None) -> None:
 
     Where threads of the script go on, the job is left when they have ended, as the interpreter waits for them, too.
     """
+    place = find_place()
     try:
         if module is None:
             runpy.run_path(script, run_name="__main__")
         else:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
     except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            _tell_if_alone(place)
         script_ended(well=ended_well(error))
         raise
     if not _threads_go_on():
+        _tell_if_alone(place)
         script_ended(well=True)
+
+
+def _tell_if_alone(place: Place | None) -> None:
+    """Tell, in the first of several workers, that the script has ended and has not trained together with its copies."""
+    if will_leave() or place is None or place.rank or not place.spec_path.exists():
+        return
+    num_workers = ClusterSpec.read(place.spec_path).num_workers
+    if num_workers > 1:
+        tell(
+            f"the script has ended and has never joined the job: each of the {num_workers} workers has run all of it "
+            "for itself. Call paceline.distributed(optimizer), or paceline.init() and use its tables"
+        )
 
 
 def _threads_go_on() -> bool:

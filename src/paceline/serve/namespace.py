@@ -73,6 +73,7 @@ _END_TIMEOUT_S: Final = 10.0
 _FILL_TIMEOUT_S: Final = 5.0  # to find another server that takes what this one has
 _RETRY_S: Final = 10.0  # until a snapshot that failed is made again, at most
 MEMORY_PREFIX: Final = "namespace/"  # and the name, of the memory of a namespace
+_NOTHING: Final = TableVersions(0, ())
 _OPENED: Final = "opened"
 _OPENED_BYTES: Final = 32 * MAX_WORKERS
 
@@ -308,7 +309,7 @@ class Namespace:
         # Used by the thread of the node alone, but for `_looking`, which only keeps looks from piling up.
         self._looking = False
         self._is_closing = False  # no snapshot is begun any more, but for the last
-        self._saved_versions = TableVersions(0, ())
+        self._saved_versions = _NOTHING
         self._interval_s = config.snapshot_every_s or LEAST_AUTO_S
         self._due_s = 0.0  # when the next snapshot is
         self._holds_workers = False  # while the next one is written
@@ -721,7 +722,8 @@ class Namespace:
     def _note_unsaved(self, error: Exception) -> None:
         self._due_s = time.monotonic() + min(self._interval_s, _RETRY_S)
         why = explain(error) if isinstance(error, OSError) else describe_error(error)
-        self.unsaved = f"namespace '{self.name}' could not be saved, the snapshot before it counts: {why}"
+        counts = "no snapshot of it is there" if self._saved_versions == _NOTHING else "the snapshot before it counts"
+        self.unsaved = f"namespace '{self.name}' could not be saved, {counts}: {why}"
         self._config.tell(self.unsaved)
 
 
