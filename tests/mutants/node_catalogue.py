@@ -16,7 +16,8 @@ CONNECTIONS, PERMISSIONS = "server/connections.py", "wire/messages.py"
 CACHE, DENSE = "worker/cache.py", "worker/dense.py"
 CLIENT, ROWS, SILENCE = "worker/rows/client.py", "server/row_table.py", "transport/channel.py"
 SECURITY = "transport/handshake.py"
-REPLICA, LINE = "server/replica.py", "server/line_watch.py"
+REPLICA, LINK, REPLAY = "server/replica.py", "server/replica_link.py", "server/replay.py"
+LINE = "server/line_watch.py"
 PLACES = "launch/rendezvous/node_places.py"
 LAG, CATCH_UP, CORE = "server/replica_lag.py", "server/catch_up.py", "core/worker.py"
 
@@ -38,7 +39,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     # -- replicas of servers -----------------------------------------------------------------------------------------
     _of(
         "an answer leaves before the replica has what it rests on",
-        REPLICA,
+        LINK,
         "while self._connection is not None and not self.has_received(may_lag=may_lag):",
         "while False:",
         "server/test_replica",
@@ -46,7 +47,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     ),
     _of(
         "a head that was cut off goes on",
-        REPLICA,
+        LINK,
         "        if not is_head:\n",
         "        if False:\n",
         "server/test_replica",
@@ -70,7 +71,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     ),
     _of(
         "an old state is told without asking",
-        REPLICA,
+        LINK,
         "            self._send(Checked())\n",
         "            pass\n",
         "server/test_replica",
@@ -101,7 +102,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     ),
     _of(
         "a replica is not told of first values",
-        REPLICA,
+        LINK,
         "            self._send(Happened(now, encode_written(Asked(*life, encode(request)))), body)\n",
         "            pass\n",
         "nodes/test_replicas",
@@ -109,7 +110,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     ),
     _of(
         "a replica is made anew while pushes wait",
-        REPLICA,
+        LINK,
         "not any(table.num_waiting or not table.has_values",
         "not any(not table.has_values",
         "nodes/test_replicas",
@@ -133,7 +134,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     ),
     _of(
         "a replica drops what its core holds",
-        REPLICA,
+        REPLAY,
         "if table is not None and push.id not in held:",
         "if table is not None:",
         "nodes/test_replicas",
@@ -187,7 +188,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     ),
     _of(
         "a server that is to leave does not tell its replica to serve",
-        REPLICA,
+        LINK,
         "        self._send(Leaving())\n",
         "        pass\n",
         "nodes/test_replicas",

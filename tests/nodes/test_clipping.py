@@ -19,7 +19,7 @@ from paceline.job.addresses import SPEC_NAME
 from paceline.job.spec import ClusterSpec
 from paceline.launch.replaying import replay_server
 from paceline.server.record import RecordFile, record_path
-from paceline.server.replica import ReplicaLink
+from paceline.server.replica_link import ReplicaLink
 from paceline.update.clipping import with_clip
 from paceline.update.named_rules import SGD
 from paceline.update.shard import Shard

@@ -18,8 +18,8 @@ from tests.nodes.test_faults import NUM_CLOCKS, NUM_WORKERS, Ledger
 from tests.nodes.test_replicas import WithKeyCache, check, replicated, undisturbed
 from tests.nodes.test_successors import MOMENTUM, POLICIES, SIZES, Fate, Trained, make_distant, push_to_read
 
-from paceline.server import replica
-from paceline.server.replica import ReplicaLink
+from paceline.server import replica_link
+from paceline.server.replica_link import ReplicaLink
 from paceline.server.replica_messages import CODEC, Pushed
 from paceline.transport.base import EMPTY, Connection
 from paceline.worker.dense import DenseClient
@@ -84,7 +84,7 @@ def slow_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         hear(link, timeout_s)
 
     monkeypatch.setattr(ReplicaLink, "_hear", wrapped)
-    monkeypatch.setattr(replica, "SendQueue", SlowLine)
+    monkeypatch.setattr(replica_link, "SendQueue", SlowLine)
     monkeypatch.setattr(SlowLine, "num_lost", 0)
     monkeypatch.setattr(SlowLine, "of_threads", {})
     monkeypatch.setattr(SlowLine, "chance", random.Random(7))
@@ -138,7 +138,7 @@ def test_nothing_is_lost_or_doubled_at_any_point(policy: str, lag: int, point: i
 def test_a_server_that_is_killed_again_and_again_has_a_new_replica_each_time(
     kind: type[Trained], tmp_path: Path, calm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica, "_IDLE_LOOK_S", 0.0)
+    monkeypatch.setattr(replica_link, "_IDLE_LOOK_S", 0.0)
     job = kind(Ledger("bsp"), MOMENTUM)
     with replicated(tmp_path / "job", (89,), repeats=True, lag=2) as (servers, [pair]):
         servers.run(NUM_WORKERS, job.work)

@@ -24,7 +24,8 @@ from paceline.observe.trace import Trace
 from paceline.server.node import ServerNode
 from paceline.server.record import RecordFile, digests, read_frames, record_path
 from paceline.server.record_follower import Moment
-from paceline.server.replica import Diverged, ReplicaLink
+from paceline.server.replay import Diverged
+from paceline.server.replica_link import ReplicaLink
 from paceline.server.replica_messages import CODEC, Looked
 from paceline.update.named_rules import SGD, Merging
 from paceline.update.rows.spec import Lifecycle, RowTableSpec

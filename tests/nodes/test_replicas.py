@@ -29,11 +29,12 @@ from torch import Tensor
 from paceline.core.settings import ServerSettings
 from paceline.job.views import FIRST, View, Views
 from paceline.observe.trace import Trace
-from paceline.server import replica
+from paceline.server import replica_link
 from paceline.server.node import ServerNode
-from paceline.server.replica import Follower, ReplicaLink, Superseded
+from paceline.server.replica import Follower
 from paceline.server.replica_lag import ReplicaLag
-from paceline.server.replica_place import ReplicaPlace
+from paceline.server.replica_link import ReplicaLink
+from paceline.server.replica_place import ReplicaPlace, Superseded
 from paceline.server.row_table import ServedRowTable
 from paceline.server.served_table import ServedTable
 from paceline.transport.base import Transport
@@ -351,7 +352,7 @@ def test_a_replica_knows_what_its_head_knows_when_that_ends(kind: type[Trained],
 def test_a_server_that_is_killed_again_and_again_has_a_new_replica_each_time(
     kind: type[Trained], tmp_path: Path, calm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica, "_IDLE_LOOK_S", 0.0)
+    monkeypatch.setattr(replica_link, "_IDLE_LOOK_S", 0.0)
     job = kind(Ledger("bsp"), MOMENTUM)
     with replicated(tmp_path / "job", (89,), repeats=True) as (servers, [pair]):
         servers.run(NUM_WORKERS, job.work)
@@ -367,7 +368,7 @@ def test_a_server_that_is_killed_again_and_again_has_a_new_replica_each_time(
 def test_a_server_that_leaves_again_and_again_loses_and_doubles_nothing(
     lag: int, tmp_path: Path, calm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica, "_IDLE_LOOK_S", 0.0)
+    monkeypatch.setattr(replica_link, "_IDLE_LOOK_S", 0.0)
     job, moves = Trained(Ledger("bsp"), MOMENTUM), Moves(stride=60)
     with replicated(tmp_path / "job", (0,), repeats=True, lag=lag, moves=moves) as (servers, [pair]):
         servers.run(NUM_WORKERS, job.work)
@@ -384,7 +385,7 @@ def test_a_replica_is_replaced_and_the_one_that_came_last_serves(
     tmp_path: Path, calm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The place of a replica moves while the replica is there, and the head is killed after that."""
-    monkeypatch.setattr(replica, "_IDLE_LOOK_S", 0.0)
+    monkeypatch.setattr(replica_link, "_IDLE_LOOK_S", 0.0)
     job = Trained(Ledger("bsp"), MOMENTUM)
     with replicated(tmp_path / "job", (203,), repeats=True) as (servers, [pair]):
         pair.nodes.append(pair.nodes[0])  # processes are counted by them: that of number 2 never was

@@ -25,7 +25,7 @@ from paceline.server import node
 from paceline.server.journal import COLD, COLD_BYTES, JOURNAL, JOURNAL_BYTES, Asked, Journal
 from paceline.server.node import ServerNode
 from paceline.server.recovery import CannotGoOn
-from paceline.server.replica import ReplicaLink
+from paceline.server.replica_link import ReplicaLink
 from paceline.server.work_queue import read_answer
 from paceline.transport import MemoryTransport
 from paceline.transport.base import Transport

@@ -32,7 +32,7 @@ from paceline.serve.messages import EnterFrame
 from paceline.serve.namespace import Namespace, NamespaceConfig, NamespaceConnection
 from paceline.serve.replicas import Companions, NamespaceReplicas, NamespaceViews, own_number
 from paceline.serve.state import StateFolder
-from paceline.server import replica
+from paceline.server import replica_link
 from paceline.transport import MemoryTransport
 from paceline.wire.messages import Hello, encode
 
@@ -93,7 +93,7 @@ def fate(monkeypatch: pytest.MonkeyPatch) -> Fate:
 
     monkeypatch.setattr(namespaces, "ServerNode", WatchedServer)
     monkeypatch.setattr(Namespace, "_live", watched)
-    monkeypatch.setattr(replica, "_IDLE_LOOK_S", 0.05)
+    monkeypatch.setattr(replica_link, "_IDLE_LOOK_S", 0.05)
     monkeypatch.setattr(replicas, "_LOOK_S", 0.05)
     return found
 

@@ -15,14 +15,16 @@ from tests.nodes.cluster import hosted_tables
 from paceline.core.events import Died, Timeout
 from paceline.core.messages import Push, PushId
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError
-from paceline.server import replica
 from paceline.server.buffers import ReceiveBuffers
 from paceline.server.connections import Stop
-from paceline.server.journal import Asked
+from paceline.server.journal import Asked, encode_written
+from paceline.server.line_watch import LineWatch
 from paceline.server.recovery import Declarations
-from paceline.server.replica import Follower, LineWatch, Replay, ReplicaLink, Superseded
+from paceline.server.replay import Replay
+from paceline.server.replica import Follower
+from paceline.server.replica_link import ReplicaLink
 from paceline.server.replica_messages import ANSWERS, CODEC, Attached, Checked, Ended, Happened, Pushed, Received
-from paceline.server.replica_place import ReplicaPlace
+from paceline.server.replica_place import ReplicaPlace, Superseded
 from paceline.transport import MemoryTransport
 from paceline.transport.base import Connection, Listener
 from paceline.wire.messages import Hello, PushFrame, encode
@@ -319,7 +321,7 @@ class Following:
 
 
 def happened(event: Any, now: float) -> Happened:
-    return Happened(now, replica.encode_written(event))
+    return Happened(now, encode_written(event))
 
 
 def test_a_replica_does_what_it_is_told_and_serves_once_its_head_is_gone(other: Other, listener: Listener) -> None:

@@ -28,7 +28,7 @@ from paceline.launch.server import record_file, server_settings
 from paceline.launch.signals import ABORT_MARKER_NAME, EXIT_PREEMPTED, PreemptionNotice
 from paceline.observe.trace import Trace, trace_path
 from paceline.server.node import ServerNode
-from paceline.server.replica import ReplicaLink
+from paceline.server.replica_link import ReplicaLink
 from paceline.transport.memory import MemoryTransport
 
 _START_TIMEOUT_S = 30.0

@@ -34,8 +34,9 @@ from paceline.observe.trace import Trace, trace_path
 from paceline.server.journal import LISTENER
 from paceline.server.node import ServerNode
 from paceline.server.record import RecordFile, record_path
-from paceline.server.replica import Follower, ReplicaLink
+from paceline.server.replica import Follower
 from paceline.server.replica_lag import ReplicaLag
+from paceline.server.replica_link import ReplicaLink
 from paceline.server.replica_place import ReplicaPlace
 from paceline.transport.base import HandsOver, Listener, SocketListener, Transport
 from paceline.transport.lasting_memory import LastingMemory

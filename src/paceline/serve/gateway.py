@@ -38,7 +38,7 @@ from paceline.serve.namespace import (
 )
 from paceline.serve.replicas import NamespaceReplicas, ServedElsewhere
 from paceline.server.readers import ReaderService, is_reader
-from paceline.server.replica import ROLE
+from paceline.server.replica_messages import ROLE
 from paceline.version import __version__
 from paceline.wire.malformed import describe_error
 from paceline.wire.messages import Hello, decode

@@ -37,7 +37,10 @@ from paceline.serve.saving import NamespaceCut, Read, TableVersions, restore_tab
 from paceline.server.journal import COLD, COLD_BYTES
 from paceline.server.node import ServerNode
 from paceline.server.recovery import CannotGoOn
-from paceline.server.replica import Diverged, Follower, ReplicaLink, Superseded
+from paceline.server.replay import Diverged
+from paceline.server.replica import Follower
+from paceline.server.replica_link import ReplicaLink
+from paceline.server.replica_place import Superseded
 from paceline.server.tables import ServerState
 from paceline.snapshots.increments import Increments
 from paceline.snapshots.options import LEAST_AUTO_S, auto_interval_s

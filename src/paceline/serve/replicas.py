@@ -26,7 +26,7 @@ from paceline.serve.access import DEFAULT_NAMESPACE
 from paceline.serve.messages import EnterFrame, EnterRequest, NamespaceStanding, encode
 from paceline.serve.standing import ask_standing
 from paceline.serve.state import folder_name, write_durably
-from paceline.server.replica import ReplicaLink
+from paceline.server.replica_link import ReplicaLink
 from paceline.server.replica_place import ReplicaPlace
 from paceline.version import __version__
 

@@ -11,6 +11,7 @@ from paceline.transport.base import Connection, MeasuresSilence
 
 LOOK_S: Final = 0.25  # between two looks
 SILENCE_S: Final = 1.0  # of a machine that is spoken to all the while
+SILENT: Final = f"its machine has confirmed nothing for {SILENCE_S:g} s"
 
 
 @final

@@ -56,8 +56,10 @@ from paceline.server.record_follower import RecordFollower
 from paceline.server.records import ServerRecords
 from paceline.server.recovery import CannotGoOn, Declarations, JournalReplay, Recovery, ServerParts
 from paceline.server.repeated_pushes import RepeatedPushes
-from paceline.server.replica import Follower, Replay, ReplicaLink
+from paceline.server.replay import Replay
+from paceline.server.replica import Follower
 from paceline.server.replica_lag import may_lag
+from paceline.server.replica_link import ReplicaLink
 from paceline.server.requests import RequestHandler, WaitReports
 from paceline.server.served_table import ACCEPTED, Acceptance, TableHost
 from paceline.server.table_rpc import TableRpc
@@ -167,6 +169,7 @@ class ServerNode:
     def __post_init__(self) -> None:
         """Connect the parts; nothing runs yet."""
         settings, transport = self.settings, self.transport
+        self.without = self.without or f"the run ends if server {settings.server} is killed"
         self._is_replicated = self.follows is not None or self.replica.is_wanted
         self._core = ServerCore(settings, started=time.monotonic())
         if self.replica.lag is not None:
@@ -654,20 +657,19 @@ class ServerNode:
 
     def _serve(self, effect: Serve) -> None:
         life, message = (effect.worker, effect.incarnation), effect.message
-        connection = self._peers.connection_of(*life)
+        table, connection = self._tables[message.table], self._peers.connection_of(*life)
         if connection is None:
-            self._tables[message.table].miss_reader(life, message)
+            table.miss_reader(life, message)
             return
         try:
-            values = self._tables[message.table].serve(life, connection, message)
+            values = table.serve(life, connection, message)
         except UsageError as error:
             request = message.request if isinstance(message, Fetched) else _NO_REQUEST
             self._peers.send_worker(*life, PullRefused(request, message.table, str(error)))
             return
         if values is not None:
-            said: object = message
-            if values.num_early and isinstance(message, Fetched):
-                said = FetchedRest(message, values.num_early)
+            early = values.num_early
+            said = FetchedRest(message, early) if early and isinstance(message, Fetched) else message
             self._peers.send_worker(*life, said, values.body, values.lent)
 
     def _on_membership(self, effect: MembershipChanged) -> None:
@@ -724,10 +726,7 @@ class ServerNode:
         if journal is not None:
             journal.close(reason)
             if tells:
-                self.tell(f"{self._without()}: {reason}")
-
-    def _without(self) -> str:
-        return self.without or f"the run ends if server {self.settings.server} is killed"
+                self.tell(f"{self.without}: {reason}")
 
     def _keep(self) -> bool:
         """Write down all that there is now; return whether another process can go on with it."""
@@ -754,7 +753,7 @@ class ServerNode:
             self._journal = journal = Journal(self.memory)
         except OSError as error:
             why = f"memory that outlives it cannot be made ({error.strerror}; /dev/shm full, or `ulimit -f`?)"
-            self.tell(f"{self._without()}: {why}")
+            self.tell(f"{self.without}: {why}")
             return None
         if journal.is_new:
             self._write_snapshot(journal)

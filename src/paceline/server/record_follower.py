@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, final
 from paceline.errors import PeerError
 from paceline.server.journal import Written, decode_written
 from paceline.server.record import UnreadableRecord, read_frames
-from paceline.server.replica import Replay
+from paceline.server.replay import Replay
 from paceline.server.replica_messages import CODEC, Ended, Happened, Proved
 from paceline.transport.base import Frame
 

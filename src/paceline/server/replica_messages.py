@@ -8,6 +8,10 @@ from typing import Final
 from paceline.update.rules import Hyper
 from paceline.wire.messages import MessageCodec
 
+ROLE: Final = "head"  # of the process that serves, towards its replica
+FOLDER: Final = "paceline-replica-"  # where a table is, for as long as it takes to send or to restore it
+ANSWER_TIMEOUT_S: Final = 30.0  # the connection itself says sooner that a machine is gone
+
 
 @dataclass(frozen=True, slots=True)
 class Attached:

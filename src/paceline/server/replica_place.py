@@ -6,7 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from paceline.errors import PacelineError
 from paceline.transport.base import Transport
+
+
+class Superseded(PacelineError):
+    """Another process serves in the place of this one, or none is to."""
 
 
 class Promotion(Protocol):

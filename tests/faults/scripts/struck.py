@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 
 from paceline.job.views import Views
-from paceline.server import replica
+from paceline.server import replica_link
 from paceline.server.connections import Connections
 from paceline.server.journal import Journal
 from paceline.server.node import ServerNode
-from paceline.server.replica import Replay, ReplicaLink
+from paceline.server.replay import Replay
+from paceline.server.replica_link import ReplicaLink
 from paceline.server.replica_messages import CODEC, Pushed
 from paceline.transport.base import EMPTY
 from paceline.update.lasting import Record, RowsMemory, SavedTensors, UpdateProgress
@@ -171,7 +172,7 @@ def make_slow() -> None:
             link._queue.send_next()
         hear(link, timeout_s)
 
-    setattr(replica, "SendQueue", SlowLine)  # noqa: B010 - it is another class
+    setattr(replica_link, "SendQueue", SlowLine)  # noqa: B010 - it is another class
     setattr(ReplicaLink, "_hear", wrapped)  # noqa: B010 - it is final
 
 
