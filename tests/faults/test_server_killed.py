@@ -5,7 +5,8 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-from tests.faults.running import SCRIPTS, Run, run_to_end, running
+from tests.faults.running import LEFT_WITHIN_S, SCRIPTS, Run, run_to_end, running
+from tests.launch.launching import wait_gone
 
 OUTLIVED = SCRIPTS / "outlived.py"
 NUM_CLOCKS = 40
@@ -27,14 +28,26 @@ def ended(run: Run) -> set[str]:
 
 
 def kill_fork_server(run: Run) -> None:
-    """Kill what forks processes for the job, and those that wait to be told what they are."""
-    forked = [
-        pid for pid in run.family() if b"paceline.launch.forkserver.child" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
-    assert forked
-    for pid in forked:
-        with suppress(ProcessLookupError):  # those that wait end with the one that has forked them
-            os.kill(pid, signal.SIGKILL)
+    """Kill what forks processes for the job, and those that wait to be told what they are, until none is left.
+
+    Each is waited for: a launcher may yet take one that is about to end for a server, and then tells of its end, too.
+    """
+    killed: set[int] = set()
+    while forked := {pid for pid in run.family() if is_forked(pid)}:
+        for pid in forked:
+            with suppress(ProcessLookupError):  # those that wait end with the one that has forked them
+                os.kill(pid, signal.SIGKILL)
+        assert wait_gone(forked, LEFT_WITHIN_S) == set()
+        killed |= forked
+    assert killed
+
+
+def is_forked(pid: int) -> bool:
+    """Whether a process forks others, or is not told yet what it is."""
+    try:
+        return b"paceline.launch.forkserver.child" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return False
 
 
 def test_training_goes_on_as_if_no_server_had_been_killed(tmp_path: Path) -> None:

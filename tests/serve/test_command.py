@@ -159,7 +159,7 @@ def test_a_full_disk_loses_nothing_and_the_exit_code_tells(tmp_path: Path) -> No
             table = open_wide(ps)
             assert push(ps, table) == 1.0
             assert process.stderr is not None
-            assert "namespace 'job' could not be saved, the snapshot before it counts" in process.stderr.readline()
+            assert "namespace 'job' could not be saved, no snapshot of it is there" in process.stderr.readline()
             assert push(ps, table) == 2.0
             process.send_signal(signal.SIGTERM)
             process.communicate(timeout=DEADLINE_S)
