@@ -135,6 +135,7 @@ def test_after_a_snapshot_that_was_given_up_clients_wait_for_the_next(
         save_now(served)
         assert held.began.wait(WAIT_S)
         step(ps, tables)  # which finds no room for what it changes
+        pulled(tables)  # so that it is applied
         held.goes_on.set()
         served.told.wait("could not be saved, no snapshot of it is there: a cut was given up")
         step(ps, tables)
