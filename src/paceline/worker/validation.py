@@ -201,8 +201,8 @@ def _array(ids: npt.NDArray[np.generic], where: str) -> npt.NDArray[np.int64]:
     """Return ids as an array that torch accepts: contiguous, writable, in native byte order."""
     if ids.size and ids.dtype.kind not in "iu":
         raise _wrong_type(where, str(ids.dtype))
-    if ids.size and ids.dtype.kind == "u" and int(ids.max()) > _LARGEST:
-        raise _too_large(where, int(ids.max()))
+    if ids.size and ids.dtype.kind == "u" and (largest := int(ids.astype(np.uint64, copy=False).max())) > _LARGEST:
+        raise _too_large(where, largest)
     return np.require(ids, np.int64, ["C", "W"])
 
 
