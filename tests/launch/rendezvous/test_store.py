@@ -15,7 +15,7 @@ from paceline.job.addresses import CLUSTER_NAME
 from paceline.job.folders import check_folder
 from paceline.job.machines import Machine
 from paceline.job.spec import ClusterSpec, write_token
-from paceline.launch.rendezvous.liveness_lock import LivenessLock, missing_ranks, wait_end
+from paceline.launch.rendezvous.liveness_lock import LivenessLock, missing_ranks, takes_part, wait_end
 from paceline.launch.rendezvous.roster import Roster, declare_complete, wait_complete, wait_settled
 from paceline.launch.rendezvous.store import FolderRendezvous, Invitation, TorchRendezvous
 
@@ -154,6 +154,22 @@ def test_without_numbers_the_first_takes_the_first_place(tmp_path: Path) -> None
         LivenessLock.acquire(tmp_path, "server", None, 2)
     for liveness_lock in taken:
         liveness_lock.release()
+
+
+def test_one_that_waits_for_the_end_of_a_process_is_not_taken_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    LivenessLock.acquire(tmp_path, "worker", 0, 1).release()
+    close, seen = os.close, list[bool]()
+
+    def look_before(descriptor: int) -> None:
+        monkeypatch.setattr(os, "close", close)
+        seen.append(takes_part(tmp_path, "worker", 0))
+        close(descriptor)
+
+    monkeypatch.setattr(os, "close", look_before)
+    wait_end(tmp_path, "worker", 0)
+    assert seen == [False]
 
 
 def test_the_end_of_a_process_is_seen_however_it_ends(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def wait_end(run_dir: Path, role: Role, index: int) -> None:
     except FileNotFoundError:  # the job is over, and its folder is cleared
         return
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)  # which others that wait, or look, do not take for the process
     finally:
         os.close(descriptor)
 
@@ -292,6 +292,8 @@ def announcing_wait(spec: ClusterSpec, worker: int, after_s: float = _TELL_AFTER
 
     def tell_why() -> None:
         others = [rank for rank in range(spec.num_workers) if takes_part(Path(spec.run_dir), "worker", rank)]
+        if not others:  # the last has just left
+            return
         have = "has" if len(others) == 1 else "have"
         tell(
             f"worker {worker} has ended its script; its process stays until {names(others)} {have} left the job, as "
