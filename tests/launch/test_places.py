@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections import deque
@@ -16,6 +17,7 @@ from tests.launch.test_supervise import launch as describe
 from paceline.errors import ConnectionLost, PacelineError, UsageError
 from paceline.job.addresses import SPEC_NAME
 from paceline.job.environment import Place
+from paceline.job.folders import make_once
 from paceline.job.spec import ClusterSpec
 from paceline.launch.child import Launch
 from paceline.launch.output import Console
@@ -54,6 +56,17 @@ def test_a_request_is_answered_once(tmp_path: Path) -> None:
 
     assert (found, answers, places.requested()) == (3, ["done"], None)
     assert {path.name for path in tmp_path.iterdir()} == {SPEC_NAME}
+
+
+def test_a_file_that_is_read_and_removed_at_once_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = os.link
+
+    def link_for_one_that_is_quick(unfinished: Path, path: Path) -> None:
+        link(unfinished, path)
+        path.unlink()
+
+    monkeypatch.setattr(os, "link", link_for_one_that_is_quick)
+    assert make_once(tmp_path / REQUEST_NAME, b"3")
 
 
 def test_a_request_that_is_not_answered_is_taken_back(tmp_path: Path) -> None:

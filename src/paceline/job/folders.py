@@ -9,7 +9,6 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -50,9 +49,11 @@ def make_once(path: Path, content: bytes) -> bool:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        with suppress(OSError):  # a client of NFS may repeat what was done; the number of links tells
+        try:
             os.link(unfinished, path)
-        return unfinished.stat().st_nlink > 1
+        except OSError:  # a client of NFS may repeat what was done; the number of links tells
+            return unfinished.stat().st_nlink > 1
+        return True  # be it that another process has read and removed it by now
     finally:
         unfinished.unlink(missing_ok=True)
 
