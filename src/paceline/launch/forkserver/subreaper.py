@@ -98,8 +98,11 @@ class Orphans:
 
 def _children() -> set[int]:
     """Return the children of this process, as far as the kernel tells."""
-    found = Path("/proc/self/task").glob("*/children")
-    return {int(pid) for path in found for pid in path.read_text().split()}
+    found = set[int]()
+    for path in Path("/proc/self/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended: its children are another one's
+            found.update(map(int, path.read_text().split()))
+    return found
 
 
 def _prctl(option: int, value: object) -> None:
