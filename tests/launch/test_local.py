@@ -62,7 +62,7 @@ def test_a_script_that_never_joins_is_told_once(tmp_path: Path, ending: str) -> 
 
     told = [line for line in result.stderr.splitlines() if "has never joined the job" in line]
     assert [line.partition(" the script")[0] for line in told] == ["[worker 0] paceline:"]
-    assert "each of the 3 workers has run all of it for itself" in told[0]
+    assert "unless other workers have, each of the 3 has run all of it for itself" in told[0]
 
 
 @pytest.mark.parametrize(("ending", "num_workers"), [("", 1), ("sys.exit(143)", 2), ("when_script_ends(print)", 2)])
@@ -195,7 +195,9 @@ def test_a_crashed_worker_is_told_to_all_servers_and_the_others_go_on(tmp_path: 
 
     assert result.code == EXIT_LOST
     assert result.stdout.count("done") == 1
-    told, last = (line for line in result.stderr.splitlines() if not line.startswith("[worker"))
+    [alone] = (line for line in result.stderr.splitlines() if line.startswith("[worker"))
+    assert alone.startswith("[worker 0] paceline: the script has ended and has never joined the job")
+    told, last = (line for line in result.stderr.splitlines() if line != alone)
     assert re.fullmatch(r"paceline: worker 1 \(pid \d+\) was killed by SIGKILL; the others go on without it", told)
     without = r"paceline: the run has ended without worker 1, which was killed by SIGKILL at [\d:]{8} \(exit code 75\)"
     assert re.fullmatch(without, last)

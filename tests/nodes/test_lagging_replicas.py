@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -168,6 +167,7 @@ def test_what_is_lost_with_a_worker_and_its_server_at_once_is_told(
     spec, values = table("sums", NUM_WORKERS, "bsp"), torch.empty(NUM_WORKERS)
     at_last = threading.Barrier(NUM_WORKERS)
     with replicated(tmp_path / "job", (0,), lag=lag) as (servers, [pair]):
+        servers.retry_s = PATIENCE_S  # a tick that is said again makes the head wait for what its replica may lack yet
 
         def work(node: WorkerNode) -> None:
             rank = node.settings.sender.worker
@@ -192,10 +192,9 @@ def test_what_is_lost_with_a_worker_and_its_server_at_once_is_told(
         run_threads([partial(live, rank) for rank in range(NUM_WORKERS)])
     [line] = pair.lost
     assert line.startswith("worker 1 (incarnation 0) did not come back to server 0, whose replica serves: ")
-    lost_from = int(re.findall(rf"from clock (\d+) on, of {lag} clocks", line)[0])
-    assert last - lag <= lost_from < last, "a server that waits for long lets its replica have more"
-    assert line.endswith(f"others have read values with its clocks {lost_from} to {last - 1}")
-    assert values.tolist() == [2 * last, lost_from, 2 * last]
+    assert f"from clock {last - lag} on, of {lag} clocks" in line
+    assert line.endswith(f"others have read values with its clocks {last - lag} to {last - 1}")
+    assert values.tolist() == [2 * last, last - lag, 2 * last]
 
 
 @pytest.mark.parametrize("lag", [1, 3])

@@ -27,6 +27,7 @@ from tests.nodes.test_successors import (
 from torch import Tensor
 
 from paceline.core.settings import ServerSettings
+from paceline.job.spec import write_private
 from paceline.job.views import FIRST, View, Views
 from paceline.observe.trace import Trace
 from paceline.server import replica_link
@@ -118,7 +119,7 @@ class Pair:
 
     def make(self, process: int) -> ServerNode:
         listener = self.transport.listen("tcp://127.0.0.1:0")
-        self.views.published(process).write_text(listener.address)
+        write_private(self.views.published(process), listener.address.encode())  # whole, as a head may look just then
         place = self.place(1, FIRST.number) if process == FIRST.head else None
         settings = ServerSettings(
             self.rank, self.num_servers, workers=tuple(range(NUM_WORKERS)), lease_s=PATIENCE_S, retry_s=0.05

@@ -274,6 +274,13 @@ def test_what_the_disk_does_not_take_is_told_and_tried_again(tmp_path: Path, mon
             assert torch.equal(open_weights(ps).pull(), values)
         full.clear()
         served.wait_empty()
+        full.set()
+        with served.connect() as ps:
+            assert torch.equal(open_weights(ps).pull(), values)
+            values = train(ps, 1)
+        served.told.wait("could not be saved, the snapshot before it counts: No space left on device; free some space")
+        full.clear()
+        served.wait_empty()
     with daemon(tmp_path / "state") as served, served.connect() as ps:
         assert torch.equal(open_weights(ps).pull(), values)
 

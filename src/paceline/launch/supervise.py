@@ -406,13 +406,13 @@ class Supervisor:
 
     def _tell_of_slow_start(self) -> None:
         """Tell once who is awaited, where the machine is slow or busy: nothing else is heard until servers listen."""
-        if self._since_begin is None or self._since_begin.elapsed_s() < SLOW_START_S:
+        if self._since_begin is None or (after_s := self._since_begin.elapsed_s()) < SLOW_START_S:
             return
-        self._since_begin = None
         awaited = [each.name for each in self._running] if self._since_start is None else self._rendezvous.missing()
-        if awaited:
+        if awaited:  # else there is no room for them yet, which is told by what looks for it
+            self._since_begin = None
             self._console.announce(
-                f"still starting after {SLOW_START_S:g} s (not ready: {', '.join(awaited)}); the machine may be busy, "
+                f"still starting after {after_s:.0f} s (not ready: {', '.join(awaited)}); the machine may be busy, "
                 "or the disk slow from which Python loads torch"
             )
 

@@ -12,7 +12,6 @@ import threading
 from typing import Final
 
 from paceline.job.environment import Place, claim_place, find_place
-from paceline.job.spec import ClusterSpec
 from paceline.launch.entry import die_with_launcher
 from paceline.launch.script import OPTION, source_of
 from paceline.launch.script_exit import ended_well, report_error, script_ended, tell_of_debugger, will_leave
@@ -67,11 +66,13 @@ def _tell_if_alone(place: Place | None) -> None:
     """Tell, in the first of several workers, that the script has ended and has not trained together with its copies."""
     if will_leave() or place is None or place.rank or not place.spec_path.exists():
         return
+    from paceline.job.spec import ClusterSpec  # deferred: a script that joins has it by then, and begins sooner
+
     num_workers = ClusterSpec.read(place.spec_path).num_workers
     if num_workers > 1:
         tell(
-            f"the script has ended and has never joined the job: each of the {num_workers} workers has run all of it "
-            "for itself. Call paceline.distributed(optimizer), or paceline.init() and use its tables"
+            f"the script has ended and has never joined the job: unless other workers have, each of the {num_workers} "
+            "has run all of it for itself. Call paceline.distributed(optimizer), or paceline.init() and use its tables"
         )
 
 

@@ -42,6 +42,7 @@ from paceline.server.replica import Follower
 from paceline.server.replica_link import ReplicaLink
 from paceline.server.replica_place import Superseded
 from paceline.server.tables import ServerState
+from paceline.snapshots.folder import snapshots_in
 from paceline.snapshots.increments import Increments
 from paceline.snapshots.options import LEAST_AUTO_S, auto_interval_s
 from paceline.transport.base import EMPTY, Connection, Frame, MeasuresSilence, PeerIdentity, Place
@@ -76,7 +77,6 @@ _END_TIMEOUT_S: Final = 10.0
 _FILL_TIMEOUT_S: Final = 5.0  # to find another server that takes what this one has
 _RETRY_S: Final = 10.0  # until a snapshot that failed is made again, at most
 MEMORY_PREFIX: Final = "namespace/"  # and the name, of the memory of a namespace
-_NOTHING: Final = TableVersions(0, ())
 _OPENED: Final = "opened"
 _OPENED_BYTES: Final = 32 * MAX_WORKERS
 
@@ -312,7 +312,7 @@ class Namespace:
         # Used by the thread of the node alone, but for `_looking`, which only keeps looks from piling up.
         self._looking = False
         self._is_closing = False  # no snapshot is begun any more, but for the last
-        self._saved_versions = _NOTHING
+        self._saved_versions = TableVersions(0, ())
         self._interval_s = config.snapshot_every_s or LEAST_AUTO_S
         self._due_s = 0.0  # when the next snapshot is
         self._holds_workers = False  # while the next one is written
@@ -725,7 +725,7 @@ class Namespace:
     def _note_unsaved(self, error: Exception) -> None:
         self._due_s = time.monotonic() + min(self._interval_s, _RETRY_S)
         why = explain(error) if isinstance(error, OSError) else describe_error(error)
-        counts = "no snapshot of it is there" if self._saved_versions == _NOTHING else "the snapshot before it counts"
+        counts = "the snapshot before it counts" if snapshots_in(self._folder.path) else "no snapshot of it is there"
         self.unsaved = f"namespace '{self.name}' could not be saved, {counts}: {why}"
         self._config.tell(self.unsaved)
 

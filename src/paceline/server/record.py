@@ -1,7 +1,8 @@
 """The record of a server: what it is told, in a file, so that another process can do the same without the workers.
 
-It has what a replica would be told (`replica.py`), in the same order and form: events of the core with their times, the
-tensors of pushes, and requests that change tables. At the end it has a digest of each table, which a replay compares.
+It has what a replica would be told (`replica_link.py`), in the same order and form: events of the core with their
+times, the tensors of pushes, and requests that change tables. At its end is a digest of each table, which a replay
+compares.
 A frame counts once all of it is in the file, so a process that is killed leaves all that it was told before.
 """
 

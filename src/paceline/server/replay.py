@@ -38,13 +38,7 @@ from paceline.server.tables import ServedTables
 from paceline.transport.base import Frame
 from paceline.transport.buffer_pool import Buffer
 from paceline.wire.malformed import REQUEST_ERRORS, describe_error
-from paceline.wire.messages import (
-    PushFrame,
-    RowPullFrame,
-    RowPushFrame,
-    RowsUsed,
-    decode,
-)
+from paceline.wire.messages import PushFrame, RowPullFrame, RowPushFrame, RowsUsed, decode
 from paceline.wire.requests import MAX_HEARD_BYTES, Declare, DeclareRows, Request, WholeTable
 
 

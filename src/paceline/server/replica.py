@@ -36,10 +36,7 @@ from paceline.server.replica_place import Promotion, Superseded
 from paceline.server.tables import ServedTables
 from paceline.stopwatch import Stopwatch
 from paceline.transport.base import Connection, Listener
-from paceline.wire.messages import (
-    Hello,
-    decode,
-)
+from paceline.wire.messages import Hello, decode
 
 _MOST_BEATS: Final = 3600  # in a row, as the head reads them with its next answer
 _END_TIMEOUT_S: Final = 10.0

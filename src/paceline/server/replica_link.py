@@ -40,15 +40,7 @@ from paceline.server.replica_place import ReplicaPlace, Superseded
 from paceline.server.tables import ServedTables
 from paceline.stopwatch import Stopwatch
 from paceline.transport.base import EMPTY, Connection
-from paceline.wire.messages import (
-    Hello,
-    PushFrame,
-    RowPullFrame,
-    RowPushFrame,
-    RowsUsed,
-    check_server,
-    encode,
-)
+from paceline.wire.messages import Hello, PushFrame, RowPullFrame, RowPushFrame, RowsUsed, check_server, encode
 from paceline.wire.requests import Request, WholeTable
 from paceline.wire.send_queue import SendQueue
 

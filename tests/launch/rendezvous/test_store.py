@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,7 +16,13 @@ from paceline.job.addresses import CLUSTER_NAME
 from paceline.job.folders import check_folder
 from paceline.job.machines import Machine
 from paceline.job.spec import ClusterSpec, write_token
-from paceline.launch.rendezvous.liveness_lock import LivenessLock, missing_ranks, takes_part, wait_end
+from paceline.launch.rendezvous.liveness_lock import (
+    LivenessLock,
+    announcing_wait,
+    missing_ranks,
+    takes_part,
+    wait_end,
+)
 from paceline.launch.rendezvous.roster import Roster, declare_complete, wait_complete, wait_settled
 from paceline.launch.rendezvous.store import FolderRendezvous, Invitation, TorchRendezvous
 
@@ -170,6 +177,33 @@ def test_one_that_waits_for_the_end_of_a_process_is_not_taken_for_it(
     monkeypatch.setattr(os, "close", look_before)
     wait_end(tmp_path, "worker", 0)
     assert seen == [False]
+
+
+class TimerAtOnce:
+    def __init__(self, _after_s: float, call: Callable[[], None]) -> None:
+        self.start, self.daemon = call, False
+
+    def cancel(self) -> None: ...
+
+    def join(self) -> None: ...
+
+
+def test_a_process_that_stays_names_those_that_are_there_and_says_nothing_once_all_have_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("paceline.launch.rendezvous.liveness_lock.threading.Timer", TimerAtOnce)
+    spec = ClusterSpec(job="3f", num_workers=3, num_servers=1, transport="tcp", run_dir=str(tmp_path))
+    locks = [LivenessLock.acquire(tmp_path, "worker", rank, 3) for rank in range(3)]
+    for lock in locks[:2]:
+        lock.release()
+    with announcing_wait(spec, 0):
+        locks[2].release()
+    with announcing_wait(spec, 0):
+        pass
+    assert capsys.readouterr().err == (
+        "paceline: worker 0 has ended its script; its process stays until worker 2 has left the job, as others need "
+        "its servers or its folder\n"
+    )
 
 
 def test_the_end_of_a_process_is_seen_however_it_ends(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ PR_SET_CHILD_SUBREAPER: Final = 36
 PR_GET_CHILD_SUBREAPER: Final = 37
 POLL_INTERVAL_S: Final = 0.001
 END_TIMEOUT_S: Final = 5.0
+MOST_LOOKS: Final = 100  # for children, while threads end
 
 
 @contextmanager
@@ -98,11 +99,15 @@ class Orphans:
 
 def _children() -> set[int]:
     """Return the children of this process, as far as the kernel tells."""
-    found = set[int]()
-    for path in Path("/proc/self/task").glob("*/children"):
-        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended: its children are another one's
-            found.update(map(int, path.read_text().split()))
-    return found
+    for _ in range(MOST_LOOKS):
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread has ended: its children are another one's now
+            return _look_for_children()
+    return _look_for_children()
+
+
+def _look_for_children() -> set[int]:
+    found = Path("/proc/self/task").glob("*/children")
+    return {int(pid) for path in found for pid in path.read_text().split()}
 
 
 def _prctl(option: int, value: object) -> None:
