@@ -64,6 +64,23 @@ def test_workers_divide_into_replicas() -> None:
         wanted.num_replicas(6)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "num_workers", "needs_all"),
+    [
+        ("all-reduce", 2, True),
+        ("fsdp", 4, True),
+        ("pipeline:2+tensor:2", 4, True),
+        ("bsp+fsdp:2", 2, True),
+        ("ssp:1+pipeline:2", 4, False),
+        ("all-reduce", 1, False),
+        ("bsp", 2, False),
+        ("diloco", 2, False),
+    ],
+)
+def test_some_strategies_need_every_worker(strategy: str, num_workers: int, *, needs_all: bool) -> None:
+    assert Distribution.parse(strategy).needs_all(num_workers) is needs_all
+
+
 def test_servers_have_something_to_do_unless_workers_combine_gradients_themselves() -> None:
     busy = [text for text in (*DATA, "pipeline:2") if Distribution.parse(text).needs_servers]
     assert busy == ["parameter-server", "bsp", "ssp:3", "essp:0", "asynchronous", "backup:1", "diloco:50", "pipeline:2"]

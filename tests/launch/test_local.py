@@ -214,6 +214,18 @@ def test_a_crash_may_stop_the_run(tmp_path: Path) -> None:
     assert re.search(r"worker 1 \(pid \d+\) was killed by SIGKILL; the run stops\n", result.stderr)
 
 
+@pytest.mark.parametrize("on_crash", ["continue", "restart"])
+def test_a_crash_stops_a_run_whose_strategy_needs_every_worker(tmp_path: Path, on_crash: str) -> None:
+    script = write_script(tmp_path, CRASH.replace("print('done')", PAUSE))
+
+    result = launch(script, policy={"on_crash": on_crash}, strategy="all-reduce")
+
+    assert result.code == 137
+    assert re.search(
+        r"worker 1 \(pid \d+\) was killed by SIGKILL; the run stops: all-reduce needs every worker\n", result.stderr
+    )
+
+
 def test_a_crashed_worker_may_be_started_again(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     crash = CRASH.replace("place.rank == 1", "place.rank == 1 and place.incarnation < 2")

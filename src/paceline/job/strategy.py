@@ -57,6 +57,11 @@ class Distribution:
         """Whether servers hold tables, and not only barriers."""
         return self.data not in (ALL_REDUCE, FSDP)
 
+    def needs_all(self, num_workers: int) -> bool:
+        """Whether none of so many workers can take a step without each of the others."""
+        holds_one_model = self.ranks_per_replica * self.shards == num_workers
+        return num_workers > 1 and (holds_one_model or not self.needs_servers)
+
     def num_replicas(self, num_workers: int) -> int:
         """Return how many models so many workers hold.
 

@@ -270,6 +270,7 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
         start_timeout_s=run.start_timeout_s,
         grace_s=run.policy.grace_s,
         run_dir=run_dir,
+        needs_all=run.needs_all,
         meets_early=True,
     )
     with kept_terminal(), Signals() as signals, unblocked_output() as outlets, open_copy(run.copy_to) as copy:

@@ -95,6 +95,12 @@ class LocalRun:
         return range(self.num_workers if self.num_at_start is None else self.num_at_start)
 
     @property
+    def needs_all(self) -> str:
+        """The strategy, where no step is possible without every worker; else nothing."""
+        strategy = self.strategy or ""
+        return strategy if strategy and Distribution.parse(strategy).needs_all(self.num_workers) else ""
+
+    @property
     def words(self) -> tuple[str, ...]:
         """What a worker is told to run, as Python takes it."""
         return (str(self.script), *self.args) if self.module is None else (OPTION, self.module, *self.args)

@@ -300,6 +300,7 @@ class SupervisionConfig:
     run_dir: Path  # where workers are told that they are to end at once, or that a server is lost
     subject: str = "the run"  # what ends, in messages
     lets_finish: bool = False  # on Ctrl-C, too, each worker finishes its step
+    needs_all: str = ""  # the strategy, where no step is possible without every worker
     meets_early: bool = False  # the first workers join while the last are started, which find the addresses themselves
 
 
@@ -528,6 +529,8 @@ class Supervisor:
         was_told, has_joined = exit_code == EXIT_PREEMPTED, bool(child.launch.origin)
         decision = self._config.policy.decide(exit_code, child.launch.num_restarts)
         match CrashDecision.CONTINUE if has_joined else decision:
+            case CrashDecision.CONTINUE | CrashDecision.RESTART if self._config.needs_all and self._has_workers():
+                self._stop(child, exit_code, shell_code(exit_code), f": {self._config.needs_all} needs every worker")
             case CrashDecision.CONTINUE if not (self._num_finished or self._has_workers()):
                 told = self._exits.note_death(child, exit_code, f"no worker is left, and {self._config.subject} ends")
                 reason = f"{child.launch.title} {describe_exit(exit_code)}; no worker was left"
@@ -547,13 +550,14 @@ class Supervisor:
             case CrashDecision.STOP:
                 self._stop(child, exit_code, shell_code(exit_code))
 
-    def _stop(self, child: Member, exit_code: int, code: int) -> None:
+    def _stop(self, child: Member, exit_code: int, code: int, why: str = "") -> None:
         """End the run, because a process has ended."""
         policy, num = self._config.policy, child.launch.num_restarts
         after = f" after restart {num} of {policy.max_restarts}" if num and policy.is_used_up(exit_code, num) else ""
-        told = self._exits.note_death(child, exit_code, f"{self._config.subject} stops{after}")
+        told = self._exits.note_death(child, exit_code, f"{self._config.subject} stops{after}{why}")
         reason = f"{child.launch.title} {describe_exit(exit_code)}; {self._config.subject} was stopped{after}"
-        self._ending = Ending(code, reason, child, told=told)
+        culprit = None if exit_code == EXIT_PREEMPTED else child
+        self._ending = Ending(code, reason, culprit, told=told)
 
     def _restart(self, child: Member, exit_code: int) -> None:
         """Start a process again after a pause."""

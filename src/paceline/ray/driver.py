@@ -241,7 +241,11 @@ def _supervise(ray: ModuleType, run: LocalRun, options: RayOptions, run_dir: Pat
     write_token(run_dir)
     trace_folder = run_dir / TRACE_NAME
     config = SupervisionConfig(
-        policy=run.policy, start_timeout_s=options.start_timeout, grace_s=run.policy.grace_s, run_dir=run_dir
+        policy=run.policy,
+        start_timeout_s=options.start_timeout,
+        grace_s=run.policy.grace_s,
+        run_dir=run_dir,
+        needs_all=run.needs_all,
     )
     with open_copy(run.copy_to) as copy:
         console = Console(copy)
