@@ -124,7 +124,7 @@ print(f"worker {ps.rank} goes on from {told.clock if told else None} and has {ta
 
 def test_under_another_launcher_a_job_goes_on_from_its_snapshots_where_there_are_some(tmp_path: Path) -> None:
     script, kept = write(tmp_path, COUNT_ON), str(tmp_path / "kept")
-    both = {**STEP, "PACELINE_SNAPSHOTS": kept, "PACELINE_RESUME": kept}
+    both = {**STEP, "PACELINE_SNAPSHOTS": kept, "PACELINE_RESUME": kept, "XDG_CACHE_HOME": str(tmp_path)}
     for stop_at, begins in ((2, None), (5, 2)):  # the second is started as the first one
         lines, told = outcome([*SRUN], script, {**both, "STOP_AT": str(stop_at)})
         assert lines == [f"worker {rank} goes on from {begins} and has {3 * stop_at}" for rank in range(2)]

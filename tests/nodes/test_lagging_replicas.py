@@ -165,9 +165,15 @@ def test_what_is_lost_with_a_worker_and_its_server_at_once_is_told(
     monkeypatch.setattr(SlowLine, "share", 0.0)
     last, lag = 5, 2  # the clock in which both die, and how far the replica may be behind
     spec, values = table("sums", NUM_WORKERS, "bsp"), torch.empty(NUM_WORKERS)
-    at_last = threading.Barrier(NUM_WORKERS)
     with replicated(tmp_path / "job", (0,), lag=lag) as (servers, [pair]):
         servers.retry_s = PATIENCE_S  # a tick that is said again makes the head wait for what its replica may lack yet
+
+        def kill_head() -> None:
+            pair.fate.stride = 1
+
+        at_last = threading.Barrier(
+            NUM_WORKERS, kill_head
+        )  # before a tick of that clock comes, for which it waits, too
 
         def work(node: WorkerNode) -> None:
             rank = node.settings.sender.worker
@@ -176,7 +182,6 @@ def test_what_is_lost_with_a_worker_and_its_server_at_once_is_told(
                 if clock == last:
                     at_last.wait(PATIENCE_S)
                     if rank == 1:
-                        pair.fate.stride = 1
                         return
                 node.client("sums").push(torch.eye(NUM_WORKERS)[rank], count=1.0)
                 node.tick()
