@@ -148,10 +148,11 @@ def run_to_end(
     return code, run
 
 
-def went_on_without(name: str, happened: str = "was killed by SIGKILL") -> list[str]:
-    """What the launcher says of a run that has lost one worker, and ends with `EXIT_LOST`."""
+def went_on_without(name: str, happened: str = "was killed by SIGKILL", needs_all: str = "") -> list[str]:
+    """What the launcher says of a run that has lost one worker, also of one that this strategy needs."""
+    fails = f"the next step of the others fails, as {needs_all} needs every worker"
     return [
-        f"paceline: {name} {happened}; the others go on without it",
+        f"paceline: {name} {happened}; {fails if needs_all else 'the others go on without it'}",
         f"paceline: the run has ended without {name}, which {happened} (exit code {EXIT_LOST})",
     ]
 

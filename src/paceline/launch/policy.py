@@ -34,7 +34,7 @@ class Policy:
     ----------
     on_crash
         What to do when a worker is killed by a signal; a run that has gone on without one ends with exit code 75.
-        Where a strategy needs every worker at every step, as all-reduce does, the run stops.
+        Where a strategy needs every worker at every step, as all-reduce does, the next step of the others fails.
     on_error
         What to do when a worker's script fails.
     max_restarts

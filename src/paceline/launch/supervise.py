@@ -246,9 +246,9 @@ class Exits:
         self._show(member, f"dead since {self._clock()}")
         return line
 
-    def note_loss(self, member: Member, exit_code: int) -> None:
-        """Tell that the run goes on without a worker."""
-        self.note_death(member, exit_code, "the others go on without it")
+    def note_loss(self, member: Member, exit_code: int, then: str) -> None:
+        """Tell that the run goes on without a worker, and what that means."""
+        self.note_death(member, exit_code, then)
         self._lost.append(f"{member.launch.title}, which {describe_exit(exit_code)} at {self._clock()}")
 
     def conclude(self) -> int:
@@ -528,36 +528,39 @@ class Supervisor:
     def _on_worker_loss(self, child: Member, exit_code: int) -> None:
         was_told, has_joined = exit_code == EXIT_PREEMPTED, bool(child.launch.origin)
         decision = self._config.policy.decide(exit_code, child.launch.num_restarts)
+        then = self._fate_of_others() or "the others go on without it"
         match CrashDecision.CONTINUE if has_joined else decision:
-            case CrashDecision.CONTINUE | CrashDecision.RESTART if self._config.needs_all and self._has_workers():
-                self._stop(child, exit_code, shell_code(exit_code), f": {self._config.needs_all} needs every worker")
             case CrashDecision.CONTINUE if not (self._num_finished or self._has_workers()):
                 told = self._exits.note_death(child, exit_code, f"no worker is left, and {self._config.subject} ends")
                 reason = f"{child.launch.title} {describe_exit(exit_code)}; no worker was left"
                 culprit = None if was_told or has_joined else child
                 self._ending = Ending(shell_code(exit_code), reason, culprit, told=told)
             case CrashDecision.CONTINUE if was_told:
-                self._exits.note_left(child, exit_code, "the others go on without it")
+                self._exits.note_left(child, exit_code, then)
                 self._vacate(child.launch)
             case CrashDecision.CONTINUE if has_joined and exit_code > 0:  # told where it was started
-                self._exits.note_death(child, exit_code, "the others go on without it")
+                self._exits.note_death(child, exit_code, then)
                 self._vacate(child.launch)
             case CrashDecision.CONTINUE:
-                self._exits.note_loss(child, exit_code)
+                self._exits.note_loss(child, exit_code, then)
                 self._vacate(child.launch)
             case CrashDecision.RESTART:
                 self._restart(child, exit_code)
             case CrashDecision.STOP:
                 self._stop(child, exit_code, shell_code(exit_code))
 
-    def _stop(self, child: Member, exit_code: int, code: int, why: str = "") -> None:
+    def _fate_of_others(self) -> str:
+        """Return what becomes of them without a worker where no step is possible without all; else nothing."""
+        needs_all = self._config.needs_all
+        return f"the next step of the others fails, as {needs_all} needs every worker" if needs_all else ""
+
+    def _stop(self, child: Member, exit_code: int, code: int) -> None:
         """End the run, because a process has ended."""
         policy, num = self._config.policy, child.launch.num_restarts
         after = f" after restart {num} of {policy.max_restarts}" if num and policy.is_used_up(exit_code, num) else ""
-        told = self._exits.note_death(child, exit_code, f"{self._config.subject} stops{after}{why}")
+        told = self._exits.note_death(child, exit_code, f"{self._config.subject} stops{after}")
         reason = f"{child.launch.title} {describe_exit(exit_code)}; {self._config.subject} was stopped{after}"
-        culprit = None if exit_code == EXIT_PREEMPTED else child
-        self._ending = Ending(code, reason, culprit, told=told)
+        self._ending = Ending(code, reason, child, told=told)
 
     def _restart(self, child: Member, exit_code: int) -> None:
         """Start a process again after a pause."""
@@ -565,7 +568,9 @@ class Supervisor:
         pause_s = self._pauses.after_crash(child.name, now)
         self._due.append((now + pause_s, again))
         most = self._config.policy.max_restarts
-        self._exits.note_death(child, exit_code, f"restart {again.num_restarts} of {most} in {pause_s:g} s")
+        others = self._fate_of_others() if child.launch.role == "worker" else ""
+        then = ", and ".join(filter(None, [f"restart {again.num_restarts} of {most} in {pause_s:g} s", others]))
+        self._exits.note_death(child, exit_code, then)
 
     def _vacate(self, launch: Launch) -> None:
         """Let another worker come to the place of one that has ended."""
