@@ -88,6 +88,7 @@ from paceline.wire.messages import (
     encode,
 )
 from paceline.wire.requests import (
+    AwaitValues,
     Barrier,
     ClaimWork,
     Declare,
@@ -417,7 +418,7 @@ class ServerNode:
 
     def _do_request(self, life: Life, message: Request, body: memoryview) -> None:
         now = self._tell_time()
-        if isinstance(message, _KEPT):
+        if self._is_kept(message):
             self._write_down(Asked(*life, encode(message)), now)
         elif isinstance(message, Initialise | LoadState) or self._tables.merges(message):
             self.replica.note_request(life, message, body, now)
@@ -432,6 +433,13 @@ class ServerNode:
         if isinstance(message, Initialise) and message.table in self._tables and self._tables[message.table].cold:
             self._keep_no_more(self._tables[message.table].cold)
         self._request_handler.release(self._core.members)
+
+    def _is_kept(self, message: Request) -> bool:
+        """Return whether a request changes what is kept beside the core and the tables."""
+        if isinstance(message, Initialise | AwaitValues):  # which worker loads the rows of a snapshot, and that it has
+            table = self._tables.get(message.table)
+            return table is not None and table.keyed
+        return isinstance(message, _KEPT)
 
     def _note_declared(self, life: Life, message: object) -> None:
         if isinstance(message, Declare | DeclareRows):
