@@ -88,9 +88,6 @@ from paceline.wire.messages import (
     encode,
 )
 from paceline.wire.requests import (
-    AwaitValues,
-    Barrier,
-    ClaimWork,
     Declare,
     DeclareRows,
     Initialise,
@@ -105,7 +102,6 @@ from paceline.wire.requests import (
 _OVERSLEPT_S = 1.0
 _NO_REQUEST = -1  # of a delivery, which answers no pull
 _CLOSING_TIMEOUT_S = 10.0  # to wait for an import that is running
-_KEPT = Declare | DeclareRows | Barrier | ClaimWork  # requests that change what is kept beside the core and the tables
 
 
 @dataclass(slots=True)
@@ -418,7 +414,7 @@ class ServerNode:
 
     def _do_request(self, life: Life, message: Request, body: memoryview) -> None:
         now = self._tell_time()
-        if self._is_kept(message):
+        if self._request_handler.keeps(message):
             self._write_down(Asked(*life, encode(message)), now)
         elif isinstance(message, Initialise | LoadState) or self._tables.merges(message):
             self.replica.note_request(life, message, body, now)
@@ -433,13 +429,6 @@ class ServerNode:
         if isinstance(message, Initialise) and message.table in self._tables and self._tables[message.table].cold:
             self._keep_no_more(self._tables[message.table].cold)
         self._request_handler.release(self._core.members)
-
-    def _is_kept(self, message: Request) -> bool:
-        """Return whether a request changes what is kept beside the core and the tables."""
-        if isinstance(message, Initialise | AwaitValues):  # which worker loads the rows of a snapshot, and that it has
-            table = self._tables.get(message.table)
-            return table is not None and table.keyed
-        return isinstance(message, _KEPT)
 
     def _note_declared(self, life: Life, message: object) -> None:
         if isinstance(message, Declare | DeclareRows):

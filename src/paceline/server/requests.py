@@ -45,6 +45,7 @@ T = TypeVar("T")
 
 # Pending requests of one kind by one worker, which waits for each answer; one with more is a misbehaving peer.
 MAX_WAITING = 1024
+_KEPT = Declare | DeclareRows | Barrier | ClaimWork
 _MAX_REASON = 2000  # characters of the problem that a worker reports at a barrier
 
 
@@ -81,6 +82,13 @@ class RequestHandler:
         except REQUEST_ERRORS as error:
             self._answer(life, RequestFailed(request.number, describe_error(error)))
             return None
+
+    def keeps(self, request: Request) -> bool:
+        """Return whether a request changes what is kept here, or which tables there are, beside their values."""
+        if isinstance(request, Initialise | AwaitValues):  # which worker loads the rows of a snapshot, and that it has
+            table = self.tables.get(request.table)
+            return table is not None and table.keyed
+        return isinstance(request, _KEPT)
 
     def release(self, members: Sequence[int]) -> None:
         """Answer the pending requests that can be answered now; `members` are the ranks that take part."""
