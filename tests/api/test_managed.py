@@ -12,7 +12,7 @@ from tests.jobs import job, run_job
 
 import paceline
 from paceline.api.session import Session
-from paceline.errors import DeadlineExceeded, PeerError, UsageError
+from paceline.errors import DeadlineExceeded, PeerError, Refused, UsageError
 from paceline.worker.rows.table import RowTable
 
 ADD = paceline.update.Add()
@@ -178,6 +178,18 @@ def test_tables_that_leave_no_room_for_waiting_are_refused(changed: dict[str, ob
     given: dict[str, object] = {"update": ADD, "consistency": "ssp:2", "communication": paceline.managed(1.0)}
     with paceline.connect() as ps, pytest.raises(UsageError, match=said):
         ps.table("t", rows=2, **(given | changed))  # type: ignore[call-overload]
+
+
+def test_workers_hold_back_alike_as_reads_of_all_of_them_allow_for_it(tmp_path: Path) -> None:
+    with job(tmp_path, workers=2) as ready, ready.join(0) as first, ready.join(1) as second:
+        with pytest.raises(UsageError, match="held for 5 clocks"):
+            table(first, consistency="ssp:4", hold=5)
+        table(first, consistency="ssp:4", hold=1)
+        with pytest.raises(Refused, match="hold is 2 here and 1 there"):
+            table(second, consistency="ssp:4")
+        with pytest.raises(Refused, match="hold is 0 here and 1 there"):
+            second.table("t", rows=3, update=ADD, consistency="ssp:4")
+        table(second, 1.0, consistency="ssp:4", hold=1, priority="fifo")
 
 
 def test_what_cannot_be_summed_is_refused_and_the_table_goes_on() -> None:

@@ -28,7 +28,7 @@ from paceline.server.recovery import CannotGoOn
 from paceline.server.replica_link import ReplicaLink
 from paceline.server.work_queue import read_answer
 from paceline.transport import MemoryTransport
-from paceline.transport.base import Transport
+from paceline.transport.base import EMPTY, Transport
 from paceline.transport.lasting_memory import LastingMemory, MemoryHolder
 from paceline.update.named_rules import SGD, Add
 from paceline.update.named_rules import rule as rule_at
@@ -36,7 +36,7 @@ from paceline.update.rows.spec import RowTableSpec
 from paceline.update.rules import RuleSpec
 from paceline.update.torch_rule import torch_optim
 from paceline.wire.messages import encode
-from paceline.wire.requests import Barrier, ClaimWork, Declare
+from paceline.wire.requests import Barrier, ClaimWork, Declare, DeclareRows, Initialise
 from paceline.worker.dense import DenseClient
 from paceline.worker.metrics import StepMetrics
 from paceline.worker.node import WorkerNode
@@ -368,6 +368,20 @@ def test_a_table_is_known_to_every_successor_of_a_server_that_was_killed_while_i
         recovery = bare_server(holder, [])._restore()
         assert recovery is not None
         assert recovery.wanted == {push.id}
+
+
+def test_that_rows_of_a_snapshot_are_loaded_is_known_to_every_successor() -> None:
+    rows = RowTableSpec("rows", 1, "float32", Add(), "bsp", "sum", "reject")
+    with MemoryHolder() as holder:
+        holder.start()
+        server = bare_server(holder, [])
+        server._restore()
+        server._do_request((0, 0), DeclareRows(1, rows), EMPTY)
+        server._do_request((0, 0), Initialise(2, "rows"), EMPTY)
+        for _ in range(2):
+            server = bare_server(holder, [])
+            assert server._restore() is not None
+            assert server._request_handler._has_values("rows")
 
 
 def test_an_update_that_was_half_made_and_its_worker_ended_with_the_server_ends_the_run_and_is_told() -> None:

@@ -7,10 +7,13 @@ from tests.nodes.cluster import cluster, run_threads, table
 
 from paceline.core.messages import Leave, Left
 from paceline.errors import Refused
+from paceline.update.named_rules import Add
+from paceline.update.rows.spec import RowTableSpec
 from paceline.wire.requests import (
     AwaitValues,
     Barrier,
     Declare,
+    DeclareRows,
     Initialise,
     LoadState,
     RequestDone,
@@ -113,6 +116,42 @@ def test_the_first_of_those_left_is_asked_for_first_values(tmp_path: Path) -> No
         second.say(Initialise(3, "w"), ONES)
         assert second.hear(RequestDone)[0].number == 3
         assert third.hear(RequestDone)[0].number == 2
+
+
+def test_rows_of_a_snapshot_are_loaded_by_one_worker_at_a_time(tmp_path: Path) -> None:
+    rows = RowTableSpec("r", 1, "float32", Add(), "bsp", "sum", "reject")
+    with (
+        cluster("memory", tmp_path, num_workers=3, num_servers=1) as servers,
+        member(servers, 1) as second,
+        member(servers, 2) as third,
+    ):
+        for worker in (second, third):
+            worker.say(DeclareRows(1, rows))
+            worker.hear(RequestDone)
+            worker.say(AwaitValues(2, "r"))
+        servers.servers[0].report_death(0, 0, "it died before it loaded them")
+        assert "worker 1 is the first that takes part" in second.hear(RequestFailed)[0].reason
+
+        with member(servers, 0, incarnation=1) as first:
+            first.say(AwaitValues(2, "r"))
+            first.say(Declare(3, table("w", NUMEL, "bsp")))
+            assert first.hear(RequestDone)[0].number == 3, "it waits, as another one is at it"
+            second.say(Initialise(3, "r"))
+            assert [each.hear(RequestDone)[0].number for each in (second, first, third)] == [3, 2, 2]
+            first.say(AwaitValues(4, "r"))
+            assert first.hear(RequestDone)[0].number == 4
+
+
+def test_rows_of_a_snapshot_are_loaded_by_another_worker_where_the_first_dies_at_it(tmp_path: Path) -> None:
+    rows = RowTableSpec("r", 1, "float32", Add(), "bsp", "sum", "reject")
+    with cluster("memory", tmp_path, num_servers=1) as servers, member(servers, 0) as one, member(servers, 1) as other:
+        for worker in (one, other):
+            worker.say(DeclareRows(1, rows))
+            worker.hear(RequestDone)
+            worker.say(AwaitValues(2, "r"))
+        assert "worker 0 is the first that takes part" in one.hear(RequestFailed)[0].reason
+        servers.servers[0].report_death(0, 0, "it died while it loaded them")
+        assert "worker 1 is the first that takes part" in other.hear(RequestFailed)[0].reason
 
 
 def test_two_that_declare_a_table_differently_are_told_where(tmp_path: Path) -> None:

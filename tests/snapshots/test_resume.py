@@ -4,12 +4,13 @@ import errno
 import os
 import re
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from tests.jobs import job
+from tests.jobs import job, start_and_join
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
@@ -18,6 +19,7 @@ from paceline.errors import CheckpointError, UsageError
 from paceline.snapshots.files import FileWriter
 from paceline.snapshots.folder import Snapshot, newest
 from paceline.update import cuts
+from paceline.worker.rows.table import RowTable
 
 WAIT_S = 60.0
 NUM_CLOCKS, AT = 12, 5
@@ -125,6 +127,54 @@ def test_it_goes_on_from_a_snapshot_of_its_own_and_with_other_workers(tmp_path: 
     assert [table.name for table in manifest.tables] == ["new"], "what no worker has opened is not in the job"
     left = sorted(path.name for path in folder.glob("snapshot-*"))
     assert left == ["snapshot-1", "snapshot-2"], "what the job goes on from stays as long as it"
+
+
+def open_rows(session: Session) -> RowTable:
+    return session.table("rows", rows=1, update=paceline.update.Add(), consistency="asynchronous")
+
+
+def save_rows(directory: Path) -> Path:
+    """Make a snapshot of rows of one; return where it lies."""
+
+    def work(session: Session) -> None:
+        open_rows(session).push([3, -7], [[1.0], [1.0]]).result(WAIT_S)
+        session.clock()
+        ends = paceline.snapshot(directory / "snapshots")
+        assert ends is not None
+        ends.result(WAIT_S)
+
+    (directory / "first").mkdir()
+    with job(directory / "first") as started:
+        started.run(work)
+    return directory / "snapshots"
+
+
+def test_the_next_life_of_a_worker_meets_the_others_at_rows_that_are_opened_late(tmp_path: Path) -> None:
+    folder, found = save_rows(tmp_path), dict[int, float]()
+    (tmp_path / "second").mkdir()
+    with job(tmp_path / "second", workers=2, servers=2, **resuming(folder)) as started, started.join(0) as first:
+        started.kill(started.join(1))
+        with started.join(1, incarnation=1) as second:
+
+            def live(session: Session) -> None:
+                found[session.rank] = float(open_rows(session).pull([3]))
+
+            start_and_join([Thread(target=live, args=(session,), daemon=True) for session in (first, second)])
+    assert found == {0: 1.0, 1: 1.0}
+
+
+def test_rows_of_a_snapshot_are_loaded_once_by_whichever_life_opens_their_table_first(tmp_path: Path) -> None:
+    folder = save_rows(tmp_path)
+    (tmp_path / "second").mkdir()
+    with job(tmp_path / "second", servers=2, **resuming(folder)) as started:
+        started.kill(started.join(0))
+        second = started.join(0, incarnation=1)
+        table = open_rows(second)
+        assert table.pull([3, -7]).tolist() == [[1.0], [1.0]], "its former life had not opened it"
+        table.push([3], [[10.0]]).result(WAIT_S)
+        started.kill(second, incarnation=1)
+        with started.join(0, incarnation=2) as third:
+            assert open_rows(third).pull([3, -7]).tolist() == [[11.0], [1.0]], "its former life had pushed to it"
 
 
 def test_its_files_open_without_paceline_under_the_names_of_the_model(tmp_path: Path) -> None:

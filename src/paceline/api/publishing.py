@@ -31,7 +31,7 @@ def publish(
         rank: the worker that publishes; calls of others return None.
 
     Returns:
-        The version, whose `wait()` blocks until all servers have it.
+        The version, whose `wait()` blocks until all servers have cut it, which they copy then.
 
     Raises:
         UsageError: no server holds the values, or an argument is not valid.

@@ -262,7 +262,7 @@ class Session:
             if isinstance(life, dict | None):  # pyright: ignore[reportUnnecessaryIsInstance] - of the same fields to an encoder
                 raise UsageError(f"table '{name}': life is {brief(life)}, expected paceline.Lifecycle(...).")
             options = CacheOptions(cache, cache_rows, read_my_writes, communication)
-            row_spec = declared.rows(rows, init, life, tuple(filters))
+            row_spec = declared.rows(rows, init, life, tuple(filters), communication)
             return self.tables.find(row_spec, row_options(options)) or self.tables.open_rows(row_spec, options)
         only_rows = (cache is not None, cache_rows, filters, life != Lifecycle(), communication is not None)
         if shape is None or rows is not None or any(only_rows):

@@ -88,8 +88,6 @@ from paceline.wire.messages import (
     encode,
 )
 from paceline.wire.requests import (
-    Barrier,
-    ClaimWork,
     Declare,
     DeclareRows,
     Initialise,
@@ -104,7 +102,6 @@ from paceline.wire.requests import (
 _OVERSLEPT_S = 1.0
 _NO_REQUEST = -1  # of a delivery, which answers no pull
 _CLOSING_TIMEOUT_S = 10.0  # to wait for an import that is running
-_KEPT = Declare | DeclareRows | Barrier | ClaimWork  # requests that change what is kept beside the core and the tables
 
 
 @dataclass(slots=True)
@@ -417,7 +414,7 @@ class ServerNode:
 
     def _do_request(self, life: Life, message: Request, body: memoryview) -> None:
         now = self._tell_time()
-        if isinstance(message, _KEPT):
+        if self._request_handler.keeps(message):
             self._write_down(Asked(*life, encode(message)), now)
         elif isinstance(message, Initialise | LoadState) or self._tables.merges(message):
             self.replica.note_request(life, message, body, now)

@@ -45,6 +45,7 @@ T = TypeVar("T")
 
 # Pending requests of one kind by one worker, which waits for each answer; one with more is a misbehaving peer.
 MAX_WAITING = 1024
+_KEPT = Declare | DeclareRows | Barrier | ClaimWork
 _MAX_REASON = 2000  # characters of the problem that a worker reports at a barrier
 
 
@@ -60,6 +61,9 @@ class RequestHandler:
     work_host: WorkQueueHost = field(init=False)
     # Table -> the workers that wait for its initial values, with their request numbers. Invariant: no entry is empty.
     _awaiting: dict[str, dict[Life, int]] = field(default_factory=dict[str, dict[Life, int]])
+    # Row tables that have all rows of the snapshot from which the job goes on; and the workers that are loading them.
+    _loaded: set[str] = field(default_factory=set[str])
+    _loading: dict[str, Life] = field(default_factory=dict[str, Life])
     # Table -> the workers that wait for its declaration, with their request numbers. Invariant: no entry is empty.
     _describing: dict[str, dict[Life, int]] = field(default_factory=dict[str, dict[Life, int]])
     # Barrier -> the workers that have reached it, with their requests. Invariant: no entry is empty.
@@ -79,6 +83,13 @@ class RequestHandler:
             self._answer(life, RequestFailed(request.number, describe_error(error)))
             return None
 
+    def keeps(self, request: Request) -> bool:
+        """Return whether a request changes what is kept here, or which tables there are, beside their values."""
+        if isinstance(request, Initialise | AwaitValues):  # which worker loads the rows of a snapshot, and that it has
+            table = self.tables.get(request.table)
+            return table is not None and table.keyed
+        return isinstance(request, _KEPT)
+
     def release(self, members: Sequence[int]) -> None:
         """Answer the pending requests that can be answered now; `members` are the ranks that take part."""
         for place in [place for place, present in self._at_barriers.items() if _is_complete(present, members)]:
@@ -87,7 +98,7 @@ class RequestHandler:
             for life, request in present.items():
                 self._passed[life] = RequestFailed(request.number, reason) if reason else RequestDone(request.number)
                 self._answer(life, self._passed[life])
-        for table in [table for table in self._awaiting if self.tables[table].has_values]:
+        for table in [table for table in self._awaiting if self._has_values(table)]:
             for life, number in self._awaiting.pop(table).items():
                 self._answer(life, RequestDone(number))
         for table in [table for table in self._describing if table in self.tables]:
@@ -114,13 +125,25 @@ class RequestHandler:
         self.work_host.remove_worker(life)
         self._passed.pop(life, None)
         self._awaiting = _without(self._awaiting, life)
+        self._loading = {table: loader for table, loader in self._loading.items() if loader != life}
         self._describing = _without(self._describing, life)
         self._at_barriers = _without(self._at_barriers, life)
 
+    def _has_values(self, table: str) -> bool:
+        """Return whether a table is as a worker that opens it may find it."""
+        found = self.tables[table]
+        return table in self._loaded if found.keyed else found.has_values
+
     def _ask_for_values(self, first: int) -> None:
-        """Refuse to let the lowest rank wait for initial values: it has to send them itself."""
+        """Refuse to let the lowest rank wait for initial values: it has to send them itself.
+
+        Rows of a snapshot are loaded by one worker at a time: what a second one loads would come over pushes that are
+        made once the first one is done.
+        """
         asked = [(table, life) for table, waiting in self._awaiting.items() for life in waiting if life[0] == first]
         for table, life in asked:
+            if self.tables[table].keyed and self._loading.setdefault(table, life) != life:
+                continue
             number = self._awaiting[table].pop(life)
             reason = f"table '{table}' has no values yet, and worker {first} is the first that takes part"
             self._answer(life, RequestFailed(number, reason))
@@ -154,7 +177,12 @@ class RequestHandler:
                 require_short("a table", request.table)
                 self._wait(self._describing, request.table, life, request.number)
             case Initialise():
-                self.tables.require(request.table).initialise(body)
+                table = self.tables.require(request.table)
+                if table.keyed:  # its rows came before, piece by piece
+                    self._loaded.add(request.table)
+                    self._loading.pop(request.table, None)
+                else:
+                    table.initialise(body)
                 self._answer(life, RequestDone(request.number))
             case SaveState():
                 state = self.tables.require(request.table).state()

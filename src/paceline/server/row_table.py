@@ -293,20 +293,22 @@ class ServedRowTable:
         if not isinstance(frame, RowPushFrame):
             return Acceptance(f"'{self.spec.name}' is a table of rows")
         problem = self.broken or push_problem(self.spec, frame)
-        if not problem and not body and frame.keys.num:
-            problem = "its rows did not come with it"
-        if problem:
-            return Acceptance(problem)
+        if not body and frame.keys.num:
+            return Acceptance(problem or "its rows did not come with it")
         try:
             content = self._up.unpack(body, frame.keys.num, with_ids=frame.keys.sent)
         except PeerError as error:
             return Acceptance(str(error))
+        push_id = frame.push.id
+        # Of a push that is refused, too: its worker takes the list for known, and what names a list that is not here
+        # has to come again, behind later pushes and reads.
+        ids = self._ids((push_id.worker, push_id.incarnation), frame.keys, content.ids)
+        if problem:
+            return Acceptance(problem)
         num_bad = 0 if self.spec.nonfinite in ("zero", "ignore") else num_nonfinite(content.rows.view(-1))
         if num_bad:
             numel = content.rows.numel()
             return Acceptance(f"{num_bad} of its {numel} elements on {self.host.name} are NaN or infinite")
-        push_id = frame.push.id
-        ids = self._ids((push_id.worker, push_id.incarnation), frame.keys, content.ids)
         if ids is None:
             return Acceptance(wanted=KeysWanted(self.spec.name, push_id.seq, -1))
         contribution = RowContribution(

@@ -139,7 +139,8 @@ def saved_rows(snapshot: Snapshot, spec: RowTableSpec) -> SnapshotTable | None:
     known = spec_of(table)
     if isinstance(known, RowTableSpec):
         now = replace(spec, rule=replace(spec.rule, groups=known.rule.groups), consistency=known.consistency)
-        now = replace(now, scale=known.scale, nonfinite=known.nonfinite, life=known.life, filters=known.filters)
+        now = replace(now, scale=known.scale, nonfinite=known.nonfinite, life=known.life)
+        now = replace(now, filters=known.filters, hold=known.hold)
         _require_same(snapshot, spec.name, row_differences(now, known))
     else:
         _require_same(snapshot, spec.name, ["It has a shape there, and rows here."])

@@ -52,7 +52,10 @@ class Describe:
 
 @dataclass(frozen=True, slots=True)
 class Initialise:
-    """Use the values beside this (raw) as the first values of your part, if it has none yet."""
+    """Use the values beside this (raw) as the first values of your part, if it has none yet.
+
+    Of a row table: I have loaded all rows of the snapshot from which the job goes on.
+    """
 
     number: int
     table: str
@@ -60,7 +63,7 @@ class Initialise:
 
 @dataclass(frozen=True, slots=True)
 class AwaitValues:
-    """Reply as soon as your part of the table has values."""
+    """Reply as soon as your part of the table has values; a row table, as soon as the rows of a snapshot are loaded."""
 
     number: int
     table: str

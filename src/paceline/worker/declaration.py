@@ -10,11 +10,13 @@ from typing import Final
 import msgspec
 from torch import Tensor
 
+from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
 from paceline.update.filters.check import check_filters
 from paceline.update.rows.spec import FilterSpec, First, Lifecycle, RowTableSpec
 from paceline.update.rules import RuleSpec
 from paceline.update.table import DType, NonFinite, Scale, Segment, TableSpec
+from paceline.worker.rows.managed import Managed
 from paceline.worker.validation import brief
 
 _NAMED: Final = {"segments": "shape", "width": "rows", "rule": "update", "first": "init"}  # in `Session.table`
@@ -62,6 +64,7 @@ class Declaration:
         init: float | Tensor | Mapping[str, Tensor] | First,
         life: Lifecycle,
         filters: tuple[FilterSpec, ...],
+        communication: Managed | None = None,
     ) -> RowTableSpec:
         """Return the spec of a row table with `width` numbers a row."""
         if isinstance(init, Tensor):
@@ -86,6 +89,7 @@ class Declaration:
             first,
             life,
             filters,
+            0 if communication is None else communication.clocks_held(Consistency.parse(self.consistency)),
         )
         _require_types(spec)
         check_filters(filters)

@@ -40,11 +40,13 @@ class Publication:
 
     @property
     def is_done(self) -> bool:
-        """Whether every server has made its part, or refused to. Does not block."""
+        """Whether every server has cut its part, or refused to. Does not block."""
         return all(future.done() for future in self._futures)
 
     def wait(self) -> None:
-        """Wait until every server has copied its part; readers see the version a moment later.
+        """Wait until every server has cut its part, which it copies from then on: readers see the version soon after.
+
+        A server whose copy fails, as memory is short, says so itself, and there is no such version.
 
         Raises:
             Refused: a server cannot publish it; the message says why.

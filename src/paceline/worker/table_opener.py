@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from paceline.core.partition import Range
+from paceline.core.server import LEAD
 from paceline.errors import Refused, UsageError
 from paceline.transport.base import EMPTY
 from paceline.update.placement import spans, torch_dtype
 from paceline.update.rows.layout import RowPiece
 from paceline.update.rows.spec import First, RowTableSpec, row_differences
 from paceline.update.table import TableSpec, differences
-from paceline.wire.requests import AwaitValues, Barrier, Initialise, LoadState
+from paceline.wire.requests import AwaitValues, Initialise, LoadState
 from paceline.worker.dense import DenseClient
 from paceline.worker.metrics import StepMetrics
 from paceline.worker.node import WorkerNode
@@ -187,18 +188,20 @@ class TableOpener:
             )
 
     def _load_rows(self, spec: RowTableSpec, saved: SavedTables) -> None:
-        """Have the rows of a snapshot loaded before any worker pushes; blocks for all workers.
+        """Have the rows of a snapshot loaded before any worker pushes; blocks until they are.
 
-        The first worker loads them, in its first life: a later one finds the others past this.
+        Server 0 has the worker with the lowest rank load them, whichever life that is in, and no other after it.
         """
         pieces = saved.rows_of(spec)
-        if pieces is None or self.node.settings.sender.incarnation:
+        if pieces is None:
             return
-        if not self.rank:
+        try:
+            self._await_values(spec.name, 0, servers=(LEAD,))
+        except Refused:  # this worker has the lowest rank of those that take part
             for piece in pieces:
                 TableCalls(self.node, spec.name).write(piece)
-        place = f"rows of '{spec.name}'"
-        self.node.rpc.call(0, lambda number: Barrier(number, place, needs=0), "worker 0 to load rows from a snapshot")
+            what = f"server {LEAD} to note that the rows of '{spec.name}' are loaded"
+            self.node.rpc.call(LEAD, lambda number: Initialise(number, spec.name), what)
 
     def _give_first(self, client: DenseClient, write: Callable[[Tensor], object]) -> None:
         buffer = client.reserve()  # memory of pushes, so that initial values need none of their own
@@ -210,10 +213,11 @@ class TableOpener:
         )
         client.return_buffer(buffer)
 
-    def _await_values(self, table: str, first: int) -> None:
+    def _await_values(self, table: str, first: int, servers: Sequence[int] | None = None) -> None:
         self.node.rpc.call_all(
             lambda number: AwaitValues(number, table),
             f"the first values of table '{table}'",
+            servers=servers,
             about=About(workers=(first,)),
         )
 

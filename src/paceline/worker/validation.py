@@ -201,6 +201,8 @@ def _array(ids: npt.NDArray[np.generic], where: str) -> npt.NDArray[np.int64]:
     """Return ids as an array that torch accepts: contiguous, writable, in native byte order."""
     if ids.size and ids.dtype.kind not in "iu":
         raise _wrong_type(where, str(ids.dtype))
+    if np.ma.is_masked(ids):  # pyright: ignore[reportUnknownMemberType]
+        raise UsageError(f"{where}: ids are an array with a mask, expected all of them: give array.compressed().")
     is_wide = ids.dtype.kind == "u" and ids.dtype.itemsize == 8
     if ids.size and is_wide and (largest := int(ids.astype(np.uint64, copy=False).max())) > _LARGEST:
         raise _too_large(where, largest)

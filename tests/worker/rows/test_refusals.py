@@ -9,7 +9,9 @@ import torch
 from tests.worker.rows.tables import open_rows, rows_of
 from tests.worker.rows.world import World
 
+import paceline
 from paceline.update.filters import Cast, FilterSpec, Int8, TopK
+from paceline.update.named_rules import SGD
 from paceline.worker.rows.table import RowTable
 
 IDS = torch.arange(40)
@@ -68,3 +70,14 @@ def test_a_refused_push_takes_nothing_with_it_that_was_kept_back_before(
         assert torch.allclose(stored(world) + kept(table), given, rtol=0, atol=1e-12)
     finally:
         world.close()
+
+
+def test_a_list_of_ids_that_came_with_a_refused_push_is_known_to_the_server() -> None:
+    with paceline.connect() as ps:
+        table = ps.table(
+            "t", rows=1, update=SGD(lr=1.0), consistency="asynchronous", filters=(paceline.filters.KeyCache(),)
+        )
+        ids, rows = [3, -7], torch.ones(2, 1)
+        assert "missing" in table.push(ids, rows, hyper=({"lr": 1.0},)).result(60.0).reason
+        table.push(ids, rows, hyper=table.spec.rule.groups)
+        assert table.pull([3]).tolist() == [[-1.0]], "a read has all earlier pushes"

@@ -95,6 +95,7 @@ def test_nothing_may_be_pulled_and_pushed(tmp_path: Path) -> None:
 def test_ids_that_are_no_integers_of_64_bits_are_refused(tmp_path: Path) -> None:
     wrong: list[Any] = [[1.5], torch.ones(2), np.ones(2), torch.tensor([True]), np.array([True]), [True]]
     wrong += [[2**63], [-1, 2**63], ["a"], [[1], [2, 3]], [None], np.array([1], dtype=object)]
+    wrong += [np.ma.masked_equal([1, 2], 2)]
     with cluster("memory", tmp_path, num_workers=1) as servers, servers.joined(0) as node:
         table = open_rows(node, rows_of())
         for ids in wrong:

@@ -89,6 +89,7 @@ class RowTableSpec:
         first: the values of a row before its first update.
         life: when rows come and go.
         filters: what is left out or made smaller on the way.
+        hold: for how many clocks a worker may hold an update back; reads of all workers take that into account.
 
     Example:
         >>> spec = RowTableSpec("users", 16, "float32", RuleSpec("add", ({},)), "ssp:2", "sum", "reject")
@@ -105,6 +106,7 @@ class RowTableSpec:
     first: First = First()
     life: Lifecycle = Lifecycle()
     filters: tuple[FilterSpec, ...] = ()
+    hold: int = 0
 
     def validate(self) -> None:
         """Raise UsageError for the first invalid value; types are not checked."""
@@ -124,6 +126,8 @@ class RowTableSpec:
             yield f"its rule {self.rule.name} has {len(self.rule.groups)} hyperparameter groups, expected 1."
         if self.rule.quorum is not None:
             yield f"its rule {self.rule.name} waits for a quorum, which only tables of a shape do."
+        if self.hold < 0:
+            yield f"its updates may be held back for {self.hold} clocks, expected 0 or more."
         choices = (
             ("dtype", self.dtype, DType),
             ("scale", self.scale, Scale),

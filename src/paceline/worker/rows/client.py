@@ -126,10 +126,11 @@ class RowClient:
     @classmethod
     def open(cls, context: ClientContext, spec: RowTableSpec, options: CacheOptions) -> Self:
         """Declare a row table to all servers and open it; blocks and raises as `DenseClient.open` does."""
+        # First, so that options which contradict the declaration leave no table on the servers.
+        state = RowTableState.make(spec, options, context.row_sharding, context.core.settings.sender.worker)
         context.rpc.call_all(lambda number: DeclareRows(number, spec), f"servers to agree on table '{spec.name}'")
         tell_of_missing_library()
         with context.lock.changed:
-            state = RowTableState.make(spec, options, context.row_sharding, context.core.settings.sender.worker)
             client = cls(state, context, options.communication)
             context.add(spec.name, client, state.consistency)
         return client

@@ -69,13 +69,21 @@ class Managed:
                 f"table '{table}': managed communication sums pushes before they are sent, for which the rule "
                 f"{spec.rule.name} has to add: take update.Add(), or update.SGD without momentum and weight decay."
             )
-        hold = bound // 2 if self.hold is None else self.hold
+        hold = self.clocks_held(consistency)
         if hold > bound:
             raise UsageError(
                 f"table '{table}': updates would be held for {hold} clocks, but '{consistency}' promises reads that "
                 f"lack the last {bound} at most. Lower hold, or raise the bound."
             )
         return Deferral(consistency, hold)
+
+    def clocks_held(self, consistency: Consistency) -> int:
+        """Return for how many clocks updates of a table may wait: all its workers have to say the same.
+
+        >>> managed(1.0).clocks_held(Consistency.parse("ssp:5")), managed(1.0, hold=1).clocks_held(Consistency(5))
+        (2, 1)
+        """
+        return (consistency.bound or 0) // 2 if self.hold is None else self.hold
 
     @property
     def bytes_per_s(self) -> float:
@@ -102,7 +110,7 @@ def managed(
     For tables whose rule adds (`Add`, plain `SGD`) under a staleness bound of 1 or more. What is sent first is what
     changes most, so that other workers see it soon. What has waited `hold` clocks goes before the clock is finished:
     half of the budget is for that, and where this is not enough `clock` blocks until the rest is sent. Each worker may
-    choose for itself.
+    choose for itself, but for `hold`, which all workers of a table must give alike.
 
     Args:
         budget_mbps: what this worker may send for the table, in millions of bits a second, headers included; from 3.2
@@ -111,7 +119,8 @@ def managed(
         priority: "relative_magnitude" sends rows first whose numbers have changed most against their values, "fifo"
             those that wait longest, "random" any.
         hold: for how many clocks an update may wait; by default half of the staleness bound. Reads keep the table's
-            promise: they wait for others as under a bound that is smaller by `hold`.
+            promise: they wait for others as under a bound that is smaller by `hold`, so a worker that opens the table
+            with another one, or without this, is refused.
         chunk_kb: what is sent at a time, in thousands of bytes; never more than the budget carries in 10 ms, or 4 kB.
         seed: of the draws of "random".
 
