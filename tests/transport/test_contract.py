@@ -1,6 +1,7 @@
 """What every transport promises, asked of every transport."""
 
 import os
+import resource
 import select
 import signal
 import threading
@@ -603,3 +604,20 @@ def test_a_receive_that_is_interrupted_in_the_middle_of_a_frame_ends_the_connect
         pair.server.close()
         sent.exception(TIMEOUT_S)
     pair.close()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+def test_a_process_at_its_limit_of_open_files_cannot_connect_now(kind: str, tmp_path: Path) -> None:
+    carrier = make_carrier(kind, tmp_path)
+    listener = carrier.transport.listen(carrier.address)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+    try:
+        with pytest.raises(PeerError, match=r"cannot connect to .*: Too many open files"):
+            carrier.transport.connect(listener.address, b"worker 3", timeout_s=TIMEOUT_S)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    carrier.transport.connect(listener.address, b"worker 3", timeout_s=TIMEOUT_S).close()
+    listener.close()
