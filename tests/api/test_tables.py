@@ -4,6 +4,7 @@ import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from torch import Tensor
 
 import paceline
 from paceline.api.session import Session
-from paceline.errors import Refused, UsageError
+from paceline.errors import PeerError, Refused, UsageError
 from paceline.update.rules import RuleSpec
+from paceline.worker.dense import DenseClient
 
 SGD = paceline.update.SGD(lr=0.5)
 ADD = paceline.update.Add()
@@ -400,3 +402,17 @@ def test_without_a_view_the_reason_is_named(
         assert w.pull().tolist() == [0.0] * 128
 
     run_job(tmp_path, work, servers=servers, carrier=carrier)
+
+
+def test_a_read_for_later_ends_where_the_worker_fails_just_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise PeerError("the worker has failed")
+
+    with paceline.connect() as ps:
+        w = ps.table("w", shape=(1,), update=ADD)
+        with monkeypatch.context() as patch:
+            patch.setattr(DenseClient, "use_cache", fail)
+            later = w.pull_later()
+            assert not later.cancel()
+            with pytest.raises(PeerError, match="the worker has failed"):
+                later.result(timeout=30)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore
 
+from paceline.collective import failures
 from paceline.collective.failures import FailureReports, Liveness
 from paceline.errors import DeadlineExceeded, PeerError
 
@@ -58,3 +62,31 @@ def test_a_process_that_ends_unlocks_its_file_though_a_child_of_it_runs_on(tmp_p
         forking.wait(60)  # its child reads on, until this block is left
         assert own.has_ended(2)
     assert not own.has_ended(7), "of a worker that has never connected nothing is known"
+
+
+def test_two_threads_that_connect_at_once_lock_the_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, opened = Liveness(tmp_path, 0), list[int]()
+    second = threading.Thread(target=own.start, daemon=True)
+
+    def open_slowly(*args: Any) -> int:
+        opened.append(os.open(*args))
+        if len(opened) == 1:
+            second.start()
+            second.join(0.2)  # it comes to its end here, unless it waits for the first
+        return opened[-1]
+
+    monkeypatch.setattr(failures, "os", _Patched(open=open_slowly))
+    first = threading.Thread(target=own.start, daemon=True)
+    first.start()
+    first.join(60)
+    second.join(60)
+    assert not first.is_alive()
+    assert len(opened) == 1
+    own.stop()
+
+
+class _Patched:
+    """The module `os` with another `open`."""
+
+    def __init__(self, **changed: Any) -> None:
+        self.__dict__ = vars(os) | changed

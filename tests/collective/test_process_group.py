@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -30,9 +31,10 @@ from torch.distributed import HashStore
 from paceline.collective import process_group
 from paceline.collective.exchange import DIRECT_BYTES
 from paceline.collective.process_group import OwnGroup
-from paceline.collective.rounds import SLOT_BYTES
+from paceline.collective.rounds import SLOT_BYTES, Call, Round
 from paceline.collective.torch_backend import connect
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
+from paceline.transport.deadline import Deadline
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8)
 DIRECT, SLOT = DIRECT_BYTES // 4, SLOT_BYTES // 4
@@ -307,3 +309,64 @@ def test_a_single_value_with_strides_is_flat_in_its_own_memory() -> None:
     flat = process_group._flat(one)
     assert flat.view(torch.uint8).numel() == 4
     assert flat.data_ptr() == one.data_ptr()
+
+
+class Interrupted(BaseException):
+    """What the handler of a signal raises, in the middle of a call."""
+
+
+@pytest.mark.parametrize("backend", ["paceline", "memory"])
+def test_a_call_that_is_interrupted_ends_the_group_and_gives_no_other_call_its_values(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(group: Any, rank: int) -> None:
+        rounds = group._exchange._rounds
+        run = rounds.run
+
+        def run_in_part(call: Call, deadline: Deadline, steps: Iterable[Round]) -> None:
+            run(call, deadline, islice(steps, 1))
+            raise Interrupted
+
+        if rank == 1:
+            with pytest.raises(PeerError, match="worker 0: a call was interrupted by Interrupted"):
+                reduce_all(group, numbers(rank, 3 * SLOT))
+            return
+        with monkeypatch.context() as patch:
+            patch.setattr(rounds, "run", run_in_part)
+            with pytest.raises(Interrupted):
+                reduce_all(group, numbers(rank, 3 * SLOT))
+        with pytest.raises(PeerError, match="an earlier call was interrupted by Interrupted"):
+            reduce_all(group, numbers(rank, 3 * SLOT))
+
+    succeed(backend, 2, work)
+
+
+@pytest.mark.parametrize("backend", ["paceline", "memory"])
+def test_a_reduction_that_torch_does_not_have_begins_no_call(backend: str) -> None:
+    def work(group: Any, rank: int) -> None:
+        with pytest.raises(RuntimeError, match="not implemented for 'Float'"):
+            reduce_all(group, torch.ones(3 * SLOT), ReduceOp.BAND)
+        for value in (1.0, 2.0):
+            same(reduce_all(group, torch.full((3 * SLOT,), value)), torch.full((3 * SLOT,), 2 * value))
+
+    succeed(backend, 2, work)
+
+
+@pytest.mark.parametrize("backend", ["paceline", "memory"])
+def test_what_an_exchange_of_wrong_sizes_has_left_is_not_taken_by_the_next_one(backend: str) -> None:
+    def exchange(group: Any, found: list[Tensor], value: float) -> list[float]:
+        given = [torch.full((1,), value) for _ in found]
+        group.alltoall(found, given, AllToAllOptions()).wait()
+        return [one[0].item() for one in found]
+
+    def work(group: Any, rank: int) -> list[float]:
+        sizes = [1, 2 if rank == 0 else 1, 2 if rank == 2 else 1]
+        if rank == 1:
+            exchange(group, [torch.zeros(size) for size in sizes], 10.0 + rank)
+        else:
+            told = "expected 8 bytes from worker 1, got 4" if rank == 0 else "worker 2 gives itself 1 values for 2"
+            with pytest.raises(UsageError, match=told):
+                exchange(group, [torch.zeros(size) for size in sizes], 10.0 + rank)
+        return exchange(group, [torch.zeros(1) for _ in range(3)], 20.0 + rank)
+
+    assert succeed(backend, 3, work) == [[20.0, 21.0, 22.0]] * 3

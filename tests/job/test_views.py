@@ -2,9 +2,11 @@
 
 import threading
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from paceline.job import views as views_module
 from paceline.job.addresses import record_server_ended
 from paceline.job.spec import write_private
 from paceline.job.views import FIRST, View, Views
@@ -145,3 +147,12 @@ def test_a_server_whose_two_processes_end_at_once_has_ended(tmp_path: Path) -> N
 def test_a_server_without_a_replica_has_ended_with_its_process(tmp_path: Path) -> None:
     record_server_ended(tmp_path, 0, "was killed")
     assert Views(tmp_path, 0).how_ended() == "was killed"
+
+
+def test_nothing_is_known_while_the_folder_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_folder: Path) -> NoReturn:
+        raise OSError(24, "Too many open files")
+
+    views = begun(tmp_path)
+    monkeypatch.setattr(views_module, "names_in", fail)
+    assert (views.address(), views.how_ended()) == ("", "")

@@ -193,3 +193,31 @@ def test_a_successor_completes_the_record_by_the_journal(
     told = [CODEC.decode(header) for header, _, _ in read_frames(tmp_path / "record")]
     assert [each.now for each in told if isinstance(each, Happened)] == expected
     assert sum(isinstance(each, Attached) for each in told) == 1
+
+
+def test_a_successor_writes_nothing_behind_the_end_of_a_record(tmp_path: Path) -> None:
+    told: list[str] = []
+    first = RecordFile(tmp_path / "record", 200, told.append)
+    assert first.open()
+    first.append(b"first")
+    first.append(bytes(200))
+    first.append(b"behind the end")
+    first.close()
+    second = RecordFile(tmp_path / "record", GIB, told.append)
+    assert not second.open()
+    assert second.last_headers(9) == []
+    second.append(b"second")
+    second.close()
+    assert [header for header, _, _ in read_frames(tmp_path / "record")] == [b"first"]
+    assert len(told) == 1
+
+
+def test_a_file_that_is_no_record_is_not_written_to(tmp_path: Path) -> None:
+    told, path = list[str](), tmp_path / "record"
+    path.write_bytes(b"something else")
+    record = RecordFile(path, GIB, told.append)
+    assert not record.open()
+    record.append(b"first")
+    record.close()
+    assert path.read_bytes() == b"something else"
+    assert "is no record" in told[0]

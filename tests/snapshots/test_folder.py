@@ -149,3 +149,22 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path: Path, monkeypatch
         write_snapshot(tmp_path, fill_with(b"two"))
     monkeypatch.undo()
     assert newest(tmp_path).manifest.clock == len(b"one")
+
+
+def test_a_child_forked_while_a_snapshot_is_written_does_not_lock_the_folder(tmp_path: Path) -> None:
+    held: list[int] = []
+
+    def fill(folder: Path) -> SnapshotManifest:
+        lock = os.stat(folder.parent / ".lock")
+        numbers = [int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")]
+        # What a forked child has open is what its parent has, as is a descriptor that is made of another one.
+        held.extend(os.dup(number) for number in numbers if os.path.samestat(os.fstat(number), lock))
+        return fill_with(b"a")(folder)
+
+    try:
+        write_snapshot(tmp_path, fill)
+        assert len(held) == 1
+        assert write_snapshot(tmp_path, fill_with(b"b")).folder.name == "snapshot-2"
+    finally:
+        for number in held:
+            os.close(number)

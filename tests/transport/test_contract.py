@@ -1,8 +1,12 @@
 """What every transport promises, asked of every transport."""
 
 import os
+import resource
+import select
+import signal
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,8 +16,10 @@ from hypothesis import strategies as st
 from tests.transport.carriers import Carrier, Pair, connect_pair, make_carrier
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
-from paceline.transport import EMPTY, Frame, Limits, Listener
+from paceline.transport import EMPTY, Frame, Limits, Listener, TlsSettings
 from paceline.transport.base import MAX_TOGETHER, HandsOver, SocketListener
+from paceline.transport.channel import SocketChannel
+from paceline.transport.deadline import Deadline
 from paceline.transport.poller import receive_all
 
 TIMEOUT_S = 60.0
@@ -532,3 +538,86 @@ def test_any_trains_of_frames_arrive_as_one_sequence(pair: Pair, trains: list[li
     got = received(pair, len(said))
     assert [(frame.header, bytes(frame.body)) for frame in got] == said
     assert not pair.server.has_frame()
+
+
+class Interrupted(BaseException):
+    """What the handler of a signal raises."""
+
+
+@pytest.fixture
+def _raising_handler() -> Iterator[None]:
+    def interrupt(_number: int, _frame: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.usefixtures("_raising_handler")
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+def test_a_send_that_is_interrupted_in_the_middle_of_a_frame_ends_the_connection(kind: str, tmp_path: Path) -> None:
+    carrier = make_carrier(kind, tmp_path)
+    pair = connect_pair(carrier.transport, carrier.address)
+    arrived = pair.server.fileno()
+    assert arrived is not None
+
+    def interrupt() -> None:
+        select.select([arrived], [], [], TIMEOUT_S)  # a part has left; the rest cannot, as it is not read
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
+    with pytest.raises(Interrupted):
+        pair.client.send(b"values", memoryview(bytearray(b"\1" * (64 << 20))), timeout_s=TIMEOUT_S)
+    interrupting.join(TIMEOUT_S)
+    with pytest.raises(ConnectionLost, match="a signal handler has interrupted it"):
+        pair.client.send(b"next", timeout_s=0.1)
+    with pytest.raises(ConnectionLost):  # and not a body that ends with the next frame
+        pair.server.receive(timeout_s=TIMEOUT_S)
+    pair.close()
+
+
+@pytest.mark.usefixtures("_raising_handler")
+@pytest.mark.parametrize("kind", ["tcp", "tls", "shm"])
+def test_a_receive_that_is_interrupted_in_the_middle_of_a_frame_ends_the_connection(
+    kind: str, tmp_path: Path, certificates: TlsSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carrier = make_carrier(kind, tmp_path, tls=certificates if kind == "tls" else None)
+    pair = connect_pair(carrier.transport, carrier.address)
+    read = SocketChannel._read
+
+    def read_and_be_interrupted(self: SocketChannel, buffer: memoryview, deadline: Deadline, how: int) -> int:
+        num_bytes = read(self, buffer[:4096] if how else buffer, deadline, how)
+        if len(buffer) > 100_000:  # of a body
+            signal.raise_signal(signal.SIGUSR1)
+        return num_bytes
+
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(pair.client.send, b"values", memoryview(os.urandom(1 << 20)), timeout_s=TIMEOUT_S)
+        with monkeypatch.context() as patch:
+            patch.setattr(SocketChannel, "_read", read_and_be_interrupted)
+            with pytest.raises(Interrupted):
+                pair.server.receive(timeout_s=TIMEOUT_S)
+        with pytest.raises(ConnectionLost, match="a signal handler has interrupted it"):
+            pair.server.receive(timeout_s=TIMEOUT_S)
+        pair.server.close()
+        sent.exception(TIMEOUT_S)
+    pair.close()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+def test_a_process_at_its_limit_of_open_files_cannot_connect_now(kind: str, tmp_path: Path) -> None:
+    carrier = make_carrier(kind, tmp_path)
+    listener = carrier.transport.listen(carrier.address)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+    try:
+        with pytest.raises(PeerError, match=r"cannot connect to .*: Too many open files"):
+            carrier.transport.connect(listener.address, b"worker 3", timeout_s=TIMEOUT_S)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    carrier.transport.connect(listener.address, b"worker 3", timeout_s=TIMEOUT_S).close()
+    listener.close()

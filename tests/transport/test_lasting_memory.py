@@ -143,3 +143,19 @@ def test_memory_that_is_shared_cannot_be_written_through_what_peers_get(holder: 
     assert bytes(shown) == b"abcdefgh"
     shown[0:1] = b"X"  # a page of the peer's own
     assert bytes(region) == b"abcdefgh"
+
+
+def test_what_is_dropped_while_a_successor_takes_over_does_not_end_the_holder(holder: MemoryHolder) -> None:
+    first = LastingMemory.connect(holder.theirs)
+    for number in range(100):  # more than the socket takes at once, with names of this length
+        first.region(f"{number:08000}", 1)
+    holder.theirs.send(b"?12345678")
+    # The holder passes them on to a process that is killed meanwhile.
+    _, (taken,), _, _ = socket.recv_fds(holder.theirs, 1 << 14, 1)
+    os.close(taken)
+    for name in holder.names():
+        holder.drop(name)
+    last = LastingMemory.connect(holder.theirs)
+    assert last.names == []
+    last.region("new", 1)
+    assert holder.names() == ["new"]

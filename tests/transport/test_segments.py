@@ -112,3 +112,10 @@ def test_descriptors_that_no_frame_uses_are_refused_and_closed(hostile: tuple[so
         client.sendmsg([b"P"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
     with pytest.raises(PeerError, match="more descriptors"):
         server.receive(timeout_s=30)
+
+
+def test_a_transport_leaves_nothing_behind_that_is_called_at_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[object] = []
+    monkeypatch.setattr(os, "register_at_fork", lambda **calls: registered.append(calls))
+    ShmTransport("job")
+    assert not registered

@@ -19,9 +19,10 @@ from torch import Tensor
 import paceline
 from paceline.api.session import Session
 from paceline.errors import DeadlineExceeded, Refused, UsageError
+from paceline.transport.deadline import Deadline
 from paceline.update.rows import changes, cuts
 from paceline.update.rows.torch_ops import hash_of
-from paceline.versions.feed import RowChanges
+from paceline.versions.feed import RowChanges, RowFeed
 from paceline.versions.rows import RowCopy, SubscribedRows
 from paceline.worker.rows.table import RowTable
 
@@ -318,3 +319,28 @@ def test_rows_of_a_standalone_server_come_while_workers_take_part_and_go_on_with
             served.wait_empty("job")
         assert rows is not None
         rows.close()
+
+
+def test_changes_that_ctrl_c_keeps_from_the_copy_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    poll = RowFeed.poll
+
+    def interrupted(self: RowFeed, wait_s: float, deadline: Deadline) -> list[RowChanges]:
+        found = poll(self, wait_s, deadline)
+        if found:
+            raise KeyboardInterrupt
+        return found
+
+    with paceline.connect() as ps, paceline.subscribe(ps) as reader:
+        table = users(ps)
+        push(table, 1)
+        ps.clock()
+        with reader.table("users", follow=False, timeout_s=PATIENCE_S) as rows:
+            assert rows.advance(1, timeout_s=PATIENCE_S) == 1
+            push(table, 2)
+            ps.clock()
+            with monkeypatch.context() as patch:
+                patch.setattr(RowFeed, "poll", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    rows.advance(2, timeout_s=PATIENCE_S)
+            assert rows.advance(2, timeout_s=PATIENCE_S) == 2
+            assert torch.equal(rows.pull(IDS, max_age_s=None), table.pull(IDS))

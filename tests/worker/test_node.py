@@ -369,3 +369,24 @@ def test_a_push_that_a_server_has_no_memory_for_is_said_again(tmp_path: Path, mo
         assert node.client("w").push(torch.ones(4), count=1.0).result(timeout=30).applied
         assert failed.is_set()
         assert servers.values("w").tolist() == [1.0] * 4
+
+
+def test_a_worker_whose_timers_fail_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    has_joined = threading.Event()
+
+    def where(_server: int) -> str:
+        if has_joined.is_set():
+            raise LookupError
+        return ""
+
+    with cluster("memory", tmp_path, num_workers=2, num_servers=1) as servers:
+        node = servers.worker(0)
+        node.options = WorkerOptions(wait_timeout_s=30.0, where=where)
+        node.join()
+        has_joined.set()
+        with pytest.raises(PeerError, match="the thread that repeats what is not answered failed"):
+            node.rpc.call(0, lambda number: Barrier(number, "a place"), "what never comes")
+        node.close()
+    assert [each.exc_type for each in raised] == [LookupError]

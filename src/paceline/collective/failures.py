@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 from weakref import WeakMethod
@@ -33,12 +34,15 @@ class Liveness:
     run_dir: Path | None
     rank: int
     _descriptor: int | None = None
+    _starting: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self) -> None:
-        """Lock this worker's file, once it has connections that others rely on. May be repeated."""
-        if self.run_dir is None or self._descriptor is not None:
-            return
-        path = self._path(self.run_dir, self.rank)
+        """Lock this worker's file, once it has connections that others rely on. May be repeated, from any thread."""
+        with self._starting:  # a second lock of the same file would wait for the first for ever
+            if self.run_dir is not None and self._descriptor is None:
+                self._lock_file(self._path(self.run_dir, self.rank))
+
+    def _lock_file(self, path: Path) -> None:
         made = path.with_suffix(".new")
         self._descriptor = os.open(made, os.O_RDWR | os.O_CREAT, 0o600)
         # The lock belongs to the open file, which a forked child would keep open.

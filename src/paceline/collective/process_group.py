@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from queue import SimpleQueue
 from typing import Any, Final, final
 
@@ -97,7 +99,7 @@ class OwnGroup(ProcessGroup):
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Options) -> Work:
         """Replace each of some tensors by the reduction of those of all workers."""
-        how, combine = _reduction(opts.reduceOp)
+        how, combine = _reduction(opts.reduceOp, tensors)
 
         def act(flats: Sequence[Tensor], deadline: Deadline) -> None:
             for flat in flats:
@@ -118,7 +120,7 @@ class OwnGroup(ProcessGroup):
 
     def reduce(self, tensors: list[Tensor], opts: Options) -> Work:
         """Replace the root's tensor by the reduction of those of all workers."""
-        how, combine = _reduction(opts.reduceOp)
+        how, combine = _reduction(opts.reduceOp, tensors)
         root: int = opts.rootRank
         return self._call(
             tensors,
@@ -224,9 +226,20 @@ class OwnGroup(ProcessGroup):
             found, given = flats[:num_workers], flats[num_workers:]
             for other in self.peers.others:
                 self._send(given[other], other, _SPLIT_TAG)
-            found[own].copy_(given[own])
+            problems: list[UsageError] = []
+            if len(found[own]) == len(given[own]):
+                found[own].copy_(given[own])
+            else:
+                problems.append(
+                    UsageError(f"worker {own} gives itself {len(given[own])} values for {len(found[own])}.")
+                )
             for other in self.peers.others:
-                self._receive(found[other], [other], _SPLIT_TAG, deadline)
+                try:
+                    self._receive(found[other], [other], _SPLIT_TAG, deadline)
+                except UsageError as error:  # first all is taken: what was left would be taken by the next call
+                    problems.append(error)
+            if problems:
+                raise problems[0]
 
         return self._call([*output_tensors, *input_tensors], opts, act, num_results=num_workers)
 
@@ -295,13 +308,9 @@ class OwnGroup(ProcessGroup):
     def agree(self, words: Tensor) -> list[Tensor]:
         """Return the words of all workers, by rank; blocks until all have called this."""
         found = [torch.empty_like(words) for _ in range(self.peers.size)]
-        with self._calling:
+        with self._calling, self._ending_on_failure():
             call = _call_over("agree", words)
-            try:
-                self._exchange.all_gather(call, words, found, Deadline.after(self._timeout_s))
-            except PeerError as error:
-                self.peers.end(f"an earlier call has failed: {error}", error)
-                raise
+            self._exchange.all_gather(call, words, found, Deadline.after(self._timeout_s))
         return found
 
     def receive(self, tensors: list[Tensor], sources: Sequence[int], tag: int, timeout_s: float | None) -> int:
@@ -312,6 +321,24 @@ class OwnGroup(ProcessGroup):
         return source
 
     # -- how ---------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _ending_on_failure(self) -> Generator[None]:
+        """End the group if a call inside is left in the middle: its rounds would be taken for those of the next one.
+
+        A call that is refused, as others make another one, was left by all workers at the same place.
+        """
+        try:
+            yield
+        except UsageError:
+            raise
+        except PeerError as error:
+            self.peers.end(f"an earlier call has failed: {error}", error)
+            raise
+        except BaseException as error:  # torch's, or what the handler of a signal raises
+            told = f"worker {self.peers.rank}: a call was interrupted by {type(error).__name__}"
+            self.peers.end(f"an earlier call was interrupted by {type(error).__name__}", PeerError(told))
+            raise
 
     def _all_gather(self, found: list[Tensor], given: Tensor, opts: Options) -> Work:
         num_found = len(found)
@@ -326,7 +353,7 @@ class OwnGroup(ProcessGroup):
         )
 
     def _reduce_scatter(self, found: Tensor, given: list[Tensor], opts: Options) -> Work:
-        how, combine = _reduction(opts.reduceOp)
+        how, combine = _reduction(opts.reduceOp, given)
         _require_alike([found, *given])
         return self._call(
             [found, *given],
@@ -373,11 +400,8 @@ class OwnGroup(ProcessGroup):
         def make() -> None:
             with self._calling, torch.no_grad():
                 flats = [_flat(tensor) for tensor in tensors]
-                try:
+                with self._ending_on_failure():
                     act(flats, deadline)
-                except PeerError as error:
-                    self.peers.end(f"an earlier call has failed: {error}", error)
-                    raise
                 for tensor, flat in zip(results, flats, strict=False):
                     _copy_back(tensor, flat)
 
@@ -542,13 +566,21 @@ def _timeout_s(timeout: timedelta, usual_s: float) -> float:
     return timeout.total_seconds() if timeout.total_seconds() > 0 else usual_s
 
 
-def _reduction(op: Options) -> tuple[int, Combine]:
-    """Return the number and the function of a reduction."""
+def _reduction(op: Options, tensors: Sequence[Tensor]) -> tuple[int, Combine]:
+    """Return the number and the function of a reduction; raises RuntimeError where torch has none for these dtypes."""
     kind = getattr(op, "op", op)
     name = str(getattr(kind, "name", kind))
     if name not in COMBINE:
         raise UsageError(f"the backend {NAME!r} does not reduce by {name}: it has {', '.join(REDUCTIONS)}.")
+    for tensor in tensors:
+        _try_out(name, tensor.dtype)
     return REDUCTIONS.index(name), COMBINE[name]
+
+
+@cache
+def _try_out(name: str, dtype: torch.dtype) -> None:
+    """Reduce two values, which raises what torch says of it, before a call begins in which others take part."""
+    COMBINE[name](torch.ones(1, dtype=dtype), torch.ones(1, dtype=dtype))
 
 
 def _call_over(kind: str, flat: Tensor, how: int = 0) -> Call:

@@ -230,7 +230,7 @@ class SharedRounds:
         self._words[peers.rank][_SLEEPS] = 1
         try:
             peers.wait(self._missing, call.kind, deadline)
-        except PeerError:  # a worker that comes late is not to go on without this one
+        except BaseException:  # a worker that comes late is not to go on without this one
             self._words[peers.rank][_GAVE_UP] = self._num_rounds
             raise
         finally:

@@ -174,16 +174,19 @@ class Views:
         return self._run_dir / f"{process_name(self._rank, process)}{address_path(self._run_dir, 'server', 0).suffix}"
 
     def how_ended(self) -> str:
-        """Return how the server has ended, once no process of it is left to serve; "" before that."""
-        view = self.newest()
+        """Return how the server has ended, once no process of it is left to serve; "" before that, or if unknown."""
+        try:
+            view = self.newest()
+        except OSError:  # too many open files, or a folder on a network that is not reached now
+            return ""
         left = [FIRST.head] if view is None else [view.head, *([] if view.replica == NO_PROCESS else [view.replica])]
         told = [how_server_ended(self._run_dir, self._rank, process) for process in left]
         return told[0] if all(told) else ""
 
     def address(self) -> str:
         """Return where the process that serves listens; "" where that is not known."""
-        view = self.newest()
         try:
+            view = self.newest()
             return "" if view is None else self.published(view.head).read_text()
         except OSError:
             return ""

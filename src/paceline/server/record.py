@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import struct
 import zlib
 from collections import deque
@@ -48,7 +49,8 @@ def record_path(run_dir: Path, server: int) -> Path:
 class RecordFile:
     """Appends frames to the record of a server, at most `max_bytes` in all. Used by one thread.
 
-    What cannot be written, or has no room, ends the record, with one notice; the run goes on.
+    What cannot be written, or has no room, ends the record, with one notice; the run goes on. A record that has ended
+    is read-only: a process in the place of this one would write what comes after a gap.
 
     Args:
         path: of the file; what a process before this one has written there is gone on with.
@@ -69,6 +71,9 @@ class RecordFile:
             return False
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._is_over = self._is_over or (self.path.exists() and not self.path.stat().st_mode & stat.S_IWUSR)
+            if self._is_over:  # as a process before this one has told
+                return False
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             if os.fstat(self._descriptor).st_size == 0:
                 self._write(_START.pack(_MARK, FORMAT))
@@ -102,8 +107,10 @@ class RecordFile:
         if not self._is_over:
             self._is_over = True
             self.tell(f"the record {self.path} ends here, and so will its replay; the run goes on: {reason}")
-            with suppress(OSError):  # a frame of which only a part is there
-                os.truncate(self.path, self._size)
+            with suppress(OSError):
+                if self._size:  # else it is a file that cannot be read, and stays as it is
+                    os.truncate(self.path, self._size)  # a frame of which only a part is there
+                self.path.chmod(stat.S_IRUSR)
 
     def close(self) -> None:
         """Let go of the file."""

@@ -325,7 +325,10 @@ def _locked(folder: Path) -> Generator[None]:
             raise UsageError(
                 f"another process writes a snapshot to {folder} now: give each job a folder of its own"
             ) from None
-        yield
+        try:
+            yield
+        finally:  # a child that was forked meanwhile, to load samples, has the file open for as long as it lives
+            fcntl.flock(lock, fcntl.LOCK_UN)
     finally:
         os.close(lock)
 

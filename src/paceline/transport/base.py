@@ -134,7 +134,11 @@ class NotServed(DeadlineExceeded):
 
 
 class Connection(Protocol):
-    """One end of an open connection; either end may send at any time."""
+    """One end of an open connection; either end may send at any time.
+
+    Where bytes are carried, an exception that is none of those below, as the handler of a signal raises it in the
+    middle of a frame, ends the connection: what follows would be taken for the rest of that frame.
+    """
 
     @property
     def peer(self) -> str:

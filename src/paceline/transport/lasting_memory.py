@@ -250,9 +250,9 @@ class MemoryHolder:
     def _answer(self, request: bytes, name: bytes, descriptors: list[int]) -> None:
         if request == _ALL:
             with self._lock:
-                kept = dict(self._kept)  # changed by this thread alone while another process uses it
-            for known, descriptor in kept.items():
-                socket.send_fds(self._requests, [name + known], [descriptor])
+                known = list(self._kept)
+            for each in known:
+                self._pass_on(name, each)
             self._requests.send(_END + name)
             return
         with self._lock:
@@ -263,6 +263,17 @@ class MemoryHolder:
             _close_all(dict(enumerate(descriptors)))
             is_done = request == _DROP or name in self._kept
         self._requests.send(_KEPT if is_done else _REFUSED)
+
+    def _pass_on(self, mark: bytes, name: bytes) -> None:
+        """Send a descriptor, unless it was dropped meanwhile: its number may stand for another file by then."""
+        with self._lock:
+            if name not in self._kept:
+                return
+            descriptor = os.dup(self._kept[name])
+        try:
+            socket.send_fds(self._requests, [mark + name], [descriptor])  # without the lock, as it may block
+        finally:
+            os.close(descriptor)
 
 
 def _receive(end: socket.socket) -> tuple[bytes, list[int]]:

@@ -234,8 +234,7 @@ class Segments:
         self._create_memory = create_memory
         self._notice = notice
         self.regions: Final = MemoryRegions()
-        forked = weakref.WeakMethod(self._keep_private)
-        os.register_at_fork(after_in_child=lambda: act() if (act := forked()) is not None else None)
+        _all_segments.add(self)
 
     def allocate(self, size_bytes: int) -> memoryview:
         """Return memory that peers will map, or plain memory when shared memory is not available."""
@@ -270,11 +269,24 @@ class Segments:
         """Return the segment that a flat body lies wholly inside, and where in it, or None."""
         return self.regions.find(body)
 
-    def _keep_private(self) -> None:
+    def keep_private(self) -> None:
         """Keep what this forked child writes from the processes that share the memory."""
         for region in self.regions.alive():
             if region.descriptor is not None:
                 map_privately(region.start, region.size_bytes, region.descriptor)
+
+
+# What is registered for forks stays registered, and a reader makes a transport each time it connects anew: so one call
+# is registered for all of them.
+_all_segments: Final[weakref.WeakSet[Segments]] = weakref.WeakSet()
+
+
+def _keep_all_private() -> None:
+    for segments in list(_all_segments):
+        segments.keep_private()
+
+
+os.register_at_fork(after_in_child=_keep_all_private)
 
 
 def create_memory(size_bytes: int, *, sparse: bool = False) -> int:

@@ -237,7 +237,10 @@ def _remove_dead(path: Path, name: str) -> None:
 
 
 def _open(name: Path | str, peer: str, timeout_s: float) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:  # too many open files: some may be closed by the next attempt
+        raise PeerError(f"cannot connect to {peer}: {error.strerror}") from error
     # A full backlog makes connect wait; only this option bounds that wait on a Unix socket.
     timeout_us = max(1, round(timeout_s * 1e6))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(*divmod(timeout_us, 1_000_000)))

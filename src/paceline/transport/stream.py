@@ -22,6 +22,9 @@ from paceline.transport.payloads import Payloads, Placement
 _AHEAD_BYTES: Final = 16 * 1024
 # A frame brings at most one descriptor; a few may wait while the frame before theirs is still being read.
 _MAX_WAITING_DESCRIPTORS: Final = 4
+# Python calls handlers of signals, which may raise anything, between two instructions: also behind a system call whose
+# result is lost then. What follows in the stream would be taken for the rest of a frame.
+_INTERRUPTED: Final = "a signal handler has interrupted it in the middle of a frame"
 
 
 @final
@@ -140,6 +143,11 @@ class StreamConnection:
         try:
             self._check_open()
             yield deadline
+        except (PeerError, UsageError):
+            raise
+        except BaseException:
+            self._end(_INTERRUPTED)
+            raise
         finally:
             self._sending.release()
 
@@ -158,6 +166,11 @@ class StreamConnection:
             self._send_frames(checked, Deadline.after(timeout_s), timeout_s)
         except DeadlineExceeded:
             self._end(f"frames could be sent only in part within {seconds(timeout_s)}")
+            raise
+        except (PeerError, UsageError):
+            raise
+        except BaseException:
+            self._end(_INTERRUPTED)
             raise
         finally:
             self._sending.release()
@@ -185,6 +198,12 @@ class StreamConnection:
             except (EOFError, OSError) as error:
                 self._readable = False
                 raise self._loss(error) from None
+            except (UsageError, MemoryError):  # of the place for a body, before any of it was taken
+                raise
+            except BaseException:
+                self._end(_INTERRUPTED)
+                self._readable = False
+                raise
 
     def has_frame(self) -> bool:
         """Return whether the next frame was read ahead; see `Connection.has_frame`."""

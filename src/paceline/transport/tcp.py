@@ -152,7 +152,10 @@ CARRIER: Final = Carrier(
 
 def _open(family: socket.AddressFamily, host: str, port: int, timeout_s: float) -> socket.socket:
     peer = _format((host, port))
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:  # too many open files: some may be closed by the next attempt
+        raise PeerError(f"cannot connect to {peer}: {error.strerror}") from error
     try:
         sock.settimeout(max(timeout_s, 0.001))
         sock.connect((host, port))

@@ -201,7 +201,7 @@ class SubscribedRows:
                     return wanted
             if not deadline.remaining_s():
                 raise DeadlineExceeded(f"rows of '{self.name}' did not come to clock {wanted} within {timeout_s:g} s")
-            self._handle(self._feed.poll(_WAIT_S, deadline), self._note)
+            self._poll(deadline, self._note)
 
     def items(self) -> tuple[Tensor, Tensor]:
         """Return copies of the ids, (n,), and values, (n, width), of all rows in the copy."""
@@ -291,25 +291,33 @@ class SubscribedRows:
         while not self._links.is_closed:
             began_s = time.monotonic()
             try:
-                found = self._feed.poll(_WAIT_S, Deadline.after(_POLL_TIMEOUT_S))
-                self._handle(found, self._take)
+                has_found = self._poll(Deadline.after(_POLL_TIMEOUT_S), self._take)
                 self._confirm()
             except (PacelineError, MemoryError, RuntimeError) as error:
                 self._problem = describe_error(error)
                 self._links.wait_closed(_ERROR_PAUSE_S)
                 continue
-            if found:
+            if has_found:
                 self._links.wait_closed(max(0.0, _LEAST_POLL_S - (time.monotonic() - began_s)))
 
-    def _handle(self, found: list[RowChanges], take: Callable[[RowChanges], None]) -> None:
-        """Have changes taken one by one; where that fails the feed begins anew, as nothing else has what is lost."""
+    def _poll(self, deadline: Deadline, take: Callable[[RowChanges], None]) -> bool:
+        """Have what comes next taken change by change; return whether anything came.
+
+        Where it comes and is not taken, the feed begins anew, as nothing else has what is lost: also where Ctrl-C is
+        between the two.
+        """
+        has_come = False
         try:
+            found = self._feed.poll(_WAIT_S, deadline)
+            has_come = True
             for changes in found:
                 with self._changed:
                     take(changes)
-        except BaseException:
-            self._feed = RowFeed(self._links, self.name)
+        except BaseException as error:
+            if has_come or not isinstance(error, PacelineError):
+                self._feed = RowFeed(self._links, self.name)
             raise
+        return bool(found)
 
     def _confirm(self) -> None:
         """Note until when the copy has all changes."""

@@ -14,7 +14,7 @@ from paceline.update.named_rules import Add
 from paceline.update.table import DType, Segment, TableSpec, decode_table
 from paceline.wire.malformed import read_answer_of
 from paceline.wire.requests import NAMED, Describe
-from paceline.worker.pushes import PushOutcome
+from paceline.worker.pushes import PushOutcome, pending_future
 from paceline.worker.table import Table
 from paceline.worker.table_opener import TableOpener
 
@@ -73,7 +73,7 @@ class NamedTensors:
     def pull_later(self, name: str) -> Future[Tensor]:
         """Request the tensor of this name; blocks until it exists, but not for its values."""
         found = self._opened(name)
-        result: Future[Tensor] = Future()
+        result = pending_future(Tensor)
 
         def finish(done: Future[Tensor]) -> None:
             error = done.exception()

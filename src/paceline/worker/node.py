@@ -419,12 +419,16 @@ class WorkerNode:
 
     def _run_due(self) -> bool:
         """Send repeats and report waits that are due; also after a failure, as collective calls go on."""
-        self._repeat_due()
-        for connection in self._connections:
-            connection.follow()
-        lines = self.waits.report_due()
-        if lines:
-            self.options.tell(lines)
+        try:
+            self._repeat_due()
+            for connection in self._connections:
+                connection.follow()
+            lines = self.waits.report_due()
+            if lines:
+                self.options.tell(lines)
+        except BaseException:  # without repeats, a wait for what was lost on its way would not end
+            self._fail("the thread that repeats what is not answered failed; the traceback is on stderr")
+            raise
         return True
 
     def _repeat_due(self) -> None:

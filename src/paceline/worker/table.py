@@ -15,7 +15,7 @@ from paceline.core.calls import checked_late
 from paceline.core.consistency import Consistency
 from paceline.core.effects import ReadDone
 from paceline.core.partition import holders
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
 from paceline.update.placement import spans, torch_dtype
 from paceline.update.rules import Number
 from paceline.update.table import Hyper, TableSpec
@@ -23,7 +23,7 @@ from paceline.worker.cache import TableCache
 from paceline.worker.dense import DenseClient, PendingRead
 from paceline.worker.metrics import StepMetrics
 from paceline.worker.node import WorkerNode
-from paceline.worker.pushes import PendingPush, PushBuffer, PushOutcome
+from paceline.worker.pushes import PendingPush, PushBuffer, PushOutcome, pending_future
 from paceline.worker.table_calls import TableCalls
 from paceline.worker.validation import as_count, as_hyper, as_indices, as_output, as_values, shortened
 
@@ -202,16 +202,17 @@ class Table:
     @checked_late
     def pull_later(self, *, refresh: bool = True) -> Future[Tensor]:
         """Request the values without blocking; the future holds them. One such request a table at a time."""
-        result: Future[Tensor] = Future()
+        result = pending_future(Tensor)
 
         def finish(done: Future[ReadDone]) -> None:
-            error = done.exception()
-            if error is not None:
-                result.set_exception(error)
-                return
-            values = self._new()
-            self.client.use_cache(lambda cache: cache.read_into(values.view(-1)))
-            result.set_result(values)
+            try:
+                done.result()
+                values = self._new()
+                self.client.use_cache(lambda cache: cache.read_into(values.view(-1)))
+            except (PacelineError, RuntimeError, MemoryError) as error:
+                result.set_exception(error)  # of this worker, or of torch: else the future would never end
+            else:
+                result.set_result(values)
 
         self.client.start_read(refresh=refresh).future.add_done_callback(finish)
         return result
