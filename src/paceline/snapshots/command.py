@@ -10,7 +10,7 @@ from cyclopts import App, Parameter
 
 from paceline.errors import CheckpointError, UsageError
 from paceline.notices import printable
-from paceline.snapshots.folder import Snapshot, newest, snapshots_in
+from paceline.snapshots.folder import MANIFEST, Snapshot, newest, snapshots_in
 
 EXIT_DAMAGED: Final = 1
 Target = Literal["torch", "dcp", "parquet"]
@@ -27,8 +27,9 @@ def list_snapshots(folder: Path) -> int:
     folder
         What was given to --snapshots.
     """
+    found = _all_in(folder)
     print("snapshot            clock      size       age  took")
-    for snapshot in _all_in(folder):
+    for snapshot in found:
         manifest = snapshot.manifest
         age_s, size = max(0.0, time.time() - manifest.written_at_s), _size(manifest.size_bytes)
         name = snapshot.folder.name
@@ -78,8 +79,8 @@ def verify(folder: Path) -> int:
     folder
         Of one snapshot, or of several.
     """
-    exit_code = 0
-    for path in [folder] if not snapshots_in(folder) else snapshots_in(folder):
+    exit_code, is_one = 0, (folder / MANIFEST).exists()
+    for path in [folder] if is_one else _required_in(folder):
         try:
             found = Snapshot.read(path)
             found.verify_files()
@@ -115,7 +116,11 @@ def convert(folder: Path, out: Path, *, to: Annotated[Target, Parameter(name="--
 
 
 def _all_in(folder: Path) -> list[Snapshot]:
-    found = [Snapshot.read(path) for path in snapshots_in(folder)]
+    return [Snapshot.read(path) for path in _required_in(folder)]
+
+
+def _required_in(folder: Path) -> list[Path]:
+    found = snapshots_in(folder)
     if not found:
         raise UsageError(f"there is no snapshot in {folder}: name a folder that was given to --snapshots")
     return found

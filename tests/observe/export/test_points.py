@@ -66,8 +66,8 @@ def test_all_names_of_a_script_are_merged_and_nan_stays_nan() -> None:
 
 def test_values_whose_sum_is_not_finite_have_a_mean_that_is_not() -> None:
     maker = PointMaker()
-    for worker, value in enumerate(("inf", "-inf")):
-        feed(maker, ReportedValues(0.0, worker, 0, {"both": value, "large": 1.5e308}))
+    feed(maker, ReportedValues(0.0, 0, 0, {"both": "inf", "large": 1.5e308}))
+    feed(maker, ReportedValues(0.0, 1, 0, {"both": "-inf", "large": 1.5e308}))
     merged = named(maker.pop_merged(is_over=True))
     assert math.isnan(merged["both", 0])
     assert merged["large", 0] == math.inf
