@@ -135,7 +135,10 @@ class Snapshot:
         """Read a snapshot's manifest; raises CheckpointError if that is missing, damaged, or of another format."""
         path = folder / MANIFEST
         try:
-            content, expected = _manifest(path), _start_of(folder / MANIFEST_DIGEST, _DIGEST_BYTES).decode().strip()
+            with open_file(path) as manifest_file, open_file(folder / MANIFEST_DIGEST) as digest_file:
+                if os.fstat(manifest_file.fileno()).st_size > MAX_MANIFEST_BYTES:
+                    raise CheckpointError(f"{path} has more than {MAX_MANIFEST_BYTES} bytes: it is no manifest")
+                content, expected = manifest_file.read(), digest_file.read(_DIGEST_BYTES).decode().strip()
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"the snapshot {folder} cannot be read: {error}") from error
         found = hashlib.sha256(content).hexdigest()
@@ -197,18 +200,6 @@ class Snapshot:
     def table(self, name: str) -> SnapshotTable | None:
         """Return a table of the snapshot, or None."""
         return next((each for each in self.manifest.tables if each.name == name), None)
-
-
-def _manifest(path: Path) -> bytes:
-    content = _start_of(path, MAX_MANIFEST_BYTES + 1)
-    if len(content) > MAX_MANIFEST_BYTES:
-        raise CheckpointError(f"{path} has more than {MAX_MANIFEST_BYTES} bytes: it is no manifest")
-    return content
-
-
-def _start_of(path: Path, most_bytes: int) -> bytes:
-    with open_file(path) as file:
-        return file.read(most_bytes)
 
 
 def snapshots_in(folder: Path) -> list[Path]:
