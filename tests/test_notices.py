@@ -2,10 +2,13 @@
 
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from paceline.cli import answer
+from paceline.launch.output import Console
 from paceline.notices import tell
 
 
@@ -18,6 +21,16 @@ def said_by(program: str) -> str:
 def test_a_notice_is_one_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     tell("one\ntwo")
     assert capsys.readouterr().err == "paceline: one two\n"
+
+
+def test_what_a_terminal_obeys_is_not_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Notices and errors quote what other processes and files say."""
+    tell("worker 1 says \x1b[2J")
+    Console().announce("worker 1 says \x1b[2J\n\tand goes on")
+    assert answer(["top", f"{tmp_path}/\x1b[2J"]) == 2
+    assert "\x1b" not in (said := capsys.readouterr().err)
+    assert said.count("?[2J") == 3
+    assert "\n\tand goes on\n" in said
 
 
 def test_a_notice_is_one_write_so_that_no_other_process_writes_in_between(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from paceline import __version__
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.limits import explain, is_shortage
 from paceline.launch.output import occupy_closed_streams
+from paceline.notices import for_terminal
 from paceline.tools.join import join
 from paceline.tools.run import run, take_config
 
@@ -112,7 +113,7 @@ def answer(tokens: Sequence[str]) -> int:
     except (PacelineError, CycloptsError) as error:
         if wants_traceback:
             traceback.print_exception(error)
-        print(f"paceline: {error}", file=sys.stderr)
+        print(f"paceline: {for_terminal(str(error))}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, UsageError | CycloptsError) else EXIT_FAILURE
     except (OSError, MemoryError, RuntimeError) as error:
         if wants_traceback or not is_shortage(error):

@@ -31,7 +31,7 @@ def tell(text: str, level: int = logging.WARNING) -> None:
     """
     logger = logging.getLogger(_folder_of_caller())
     rank = next((each.rank for each in logging.getLogger(_ROOT).handlers if isinstance(each, StderrHandler)), _NO_RANK)
-    logger.log(level, "%s", " ".join(text.splitlines()), stacklevel=2, extra={"rank": rank})
+    logger.log(level, "%s", for_terminal(" ".join(text.splitlines())), stacklevel=2, extra={"rank": rank})
 
 
 def _folder_of_caller() -> str:
@@ -108,3 +108,12 @@ def printable(text: str) -> str:
     'worker 1 ?[2J'
     """
     return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def for_terminal(text: str) -> str:
+    r"""Return a message, which may quote another process or a file, as `printable` does; lines and tabs stay.
+
+    >>> for_terminal("worker 1:\n\t\x1b[2J")
+    'worker 1:\n\t?[2J'
+    """
+    return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text)

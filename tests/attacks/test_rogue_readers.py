@@ -14,6 +14,7 @@ import paceline
 from paceline.api.session import Session
 from paceline.core.messages import Clock, Join, Leave, Push, PushId, Sender
 from paceline.errors import PeerError
+from paceline.server import feeds
 from paceline.server.feeds import MAX_SHOWN
 from paceline.transport.base import Connection
 from paceline.wire import messages as wire
@@ -71,6 +72,9 @@ BREACHES: dict[str, list[tuple[bytes, bytes]]] = {
     "nothing": [(b"", b"")],
     "noise": [(os.urandom(50), b"")],
     "a negative size": [(spoken.encode(FetchBytes(1, KNOWN, 0, 0, 1))[:-1] + b"\xff", b"")],
+    "more versions than there can be": [
+        (spoken.encode(FindVersions(1, "w", tuple(PublicationId("w", "s", each) for each in range(1000)), 0.0)), b"")
+    ],
     "a name that is too long": [(spoken.encode(FindVersions(1, "w" * 10_000, (), 0.0)), b"")],
 }
 
@@ -199,6 +203,25 @@ def test_readers_that_are_shown_all_rows_at_once_are_few(tmp_path: Path) -> None
             rogue.send(spoken.encode(FollowRows(1, "rows")), timeout_s=PATIENCE_S)
             answers.append(spoken.decode(rogue.receive(timeout_s=PATIENCE_S).header))
         assert [type(each).__name__ for each in answers] == ["RowsShown"] * MAX_SHOWN + ["ReaderRefused"]
+
+
+def test_a_reader_that_falls_silent_gives_way_and_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are kept as they were for as long as it is shown them, and few readers may be."""
+    with job(tmp_path, carrier="tcp") as started, started.join(0) as ps, ExitStack() as opened:
+        rows = ps.table("rows", rows=2, update=paceline.update.Add())
+        rows.push([1], [[1.0, 1.0]])
+        ps.clock()
+        silent = [opened.enter_context(reading(started)) for _ in range(MAX_SHOWN)]
+        for rogue in silent:
+            rogue.send(spoken.encode(FollowRows(1, "rows")), timeout_s=PATIENCE_S)
+            assert isinstance(spoken.decode(rogue.receive(timeout_s=PATIENCE_S).header), spoken.RowsShown)
+        monkeypatch.setattr(feeds, "SILENT_S", 0.0)
+        with paceline.subscribe(ps) as reader, reader.table("rows", timeout_s=PATIENCE_S) as copy:
+            assert copy.pull([1], timeout_s=PATIENCE_S).tolist() == [[1.0, 1.0]]
+        silent[0].send(spoken.encode(FetchRows(2, 0)), timeout_s=PATIENCE_S)
+        assert is_cut(silent[0])
+        silent[1].send(spoken.encode(FetchRows(2, 0)), timeout_s=PATIENCE_S)
+        assert isinstance(spoken.decode(silent[1].receive(timeout_s=PATIENCE_S).header), spoken.RowsFetched)
 
 
 def test_a_worker_cannot_say_what_readers_say(tmp_path: Path) -> None:

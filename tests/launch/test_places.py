@@ -76,6 +76,23 @@ def test_a_request_that_is_not_answered_is_taken_back(tmp_path: Path) -> None:
     assert not (tmp_path / REQUEST_NAME).exists()
 
 
+NO_NUMBERS = (b"", b"-1", b"3\n", "\u00b2".encode(), b"\xff", b"9" * 10, b"9" * 5000)
+
+
+@pytest.mark.parametrize("content", NO_NUMBERS, ids=range(len(NO_NUMBERS)))
+def test_what_is_no_number_is_no_request(tmp_path: Path, content: bytes) -> None:
+    places = WorkerPlaces(tmp_path, [])
+    (tmp_path / REQUEST_NAME).write_bytes(content)
+    assert places.requested() is None
+    assert not (tmp_path / REQUEST_NAME).exists()
+
+
+def test_a_pipe_holds_up_no_launcher(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / REQUEST_NAME)
+    assert WorkerPlaces(tmp_path, []).requested() is None
+    assert not (tmp_path / REQUEST_NAME).exists()
+
+
 def test_two_requests_at_a_time_are_one_too_many(tmp_path: Path) -> None:
     spec_in(tmp_path, 2)
     (tmp_path / REQUEST_NAME).write_text("4")

@@ -72,6 +72,13 @@ def test_a_loss_that_is_not_finite_is_told_before_all() -> None:
     assert found.text.startswith("the loss of worker 2 is inf since clock 17, on fresh values")
 
 
+def test_losses_whose_sum_is_beyond_floats_are_told() -> None:
+    trend = LossTrend()
+    for clock in range(NUM_SPANS):
+        trend.take_in(Step(100 + clock / 2, 0, clock, 8, 1.5e308, 0.0, 0.5))
+    assert trend.verdict(None).text == "the loss stands at inf"
+
+
 def test_memory_is_bounded_and_time_may_go_back() -> None:
     trend = LossTrend()
     for t in (50.0, 1e6, 49.0, 2e6, 60.0):

@@ -1,11 +1,14 @@
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from paceline.errors import UsageError
 from paceline.observe.runs import TraceFollower, read_run
+from paceline.observe.story import story_lines
 from paceline.observe.trace import (
     AppliedRecord,
     BoundRecord,
@@ -122,6 +125,43 @@ def test_a_broken_whole_line_is_refused_by_name(tmp_path: Path) -> None:
     path.write_text('{"kind":"yodel"}\n')
     with pytest.raises(UsageError, match=r"worker-0\.jsonl is not a trace.*yodel"):
         read_run(tmp_path)
+
+
+BEYOND = ("1e13", "1" + 30 * "0", "-1e13", "1" + 400 * "0")
+
+
+@pytest.mark.parametrize("number", BEYOND, ids=range(len(BEYOND)))
+@pytest.mark.parametrize("name", ["t", "samples", "step_s"])
+def test_numbers_whose_sums_would_not_be_finite_are_refused(tmp_path: Path, name: str, number: str) -> None:
+    path = trace_path(tmp_path, "worker", 0)
+    with Trace(path) as trace:
+        trace.record(step(1.0))
+    fields = {**msgspec.json.decode(path.read_bytes()), name: "here"}
+    path.write_bytes(path.read_bytes() + msgspec.json.encode(fields).replace(b'"here"', number.encode()) + b"\n")
+    with pytest.raises(UsageError, match=rf"is not a trace.*\$\[1\]\.{name}"):
+        read_run(tmp_path)
+    with pytest.raises(UsageError, match=rf"is not a trace.*\.{name}"):
+        TraceFollower(path.parent).poll()
+
+
+def test_what_a_trace_has_in_the_place_of_a_word_is_told_without_what_a_terminal_obeys(tmp_path: Path) -> None:
+    path = trace_path(tmp_path, "worker", 0)
+    path.parent.mkdir()
+    path.write_bytes(msgspec.json.encode({"kind": "yodel \x1b[2J" + 10_000 * "o"}) + b"\n")
+    with pytest.raises(UsageError, match=r"worker-0\.jsonl is not a trace.*yodel \?\[2J") as refused:
+        read_run(tmp_path)
+    assert len(str(refused.value)) < 1000
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["a pipe", "a folder"])
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    """Without that, a reader waits for as long as no process writes to the pipe."""
+    path = trace_path(tmp_path, "worker", 0)
+    path.parent.mkdir()
+    make(path)
+    for read in (read_run, story_lines, lambda folder: TraceFollower(folder / "trace").poll()):
+        with pytest.raises(UsageError, match=r"cannot read the trace .*worker-0\.jsonl"):
+            read(tmp_path)
 
 
 def test_a_folder_without_traces_is_refused(tmp_path: Path) -> None:

@@ -12,8 +12,11 @@ import paceline
 from paceline.api.session import Session
 from paceline.cli import answer
 from paceline.errors import UsageError
-from paceline.snapshots.folder import newest
+from paceline.snapshots.files import write_file
+from paceline.snapshots.folder import SnapshotManifest, SnapshotTable, newest, write_snapshot
 from paceline.snapshots.options import SnapshotOptions
+from paceline.update.rules import RuleSpec
+from paceline.update.table import Segment, TableSpec, encode_table
 
 WAIT_S = 60.0
 
@@ -47,6 +50,27 @@ def test_snapshots_are_listed_and_shown(folder: Path, capsys: pytest.CaptureFixt
     assert "snapshot-1              2" in said
     assert "table model: 8 float32 in 2 tensors, torch.optim.Adam, exp_avg, exp_avg_sq" in said
     assert "table users: 2 rows of 2 float32, add" in said
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify"])
+def test_a_folder_without_snapshots_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert answer(["snapshot", command, str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"paceline: there is no snapshot in {tmp_path}: name a folder")
+    assert said.out == ""
+
+
+def test_names_are_shown_without_what_a_terminal_obeys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def fill(unfinished: Path) -> SnapshotManifest:
+        spec = TableSpec("w", (Segment("w", (1,)),), "float32", RuleSpec("add", ({},)), "bsp", "mean", "reject")
+        table = SnapshotTable("w\x1b[2J", "shape", encode_table(spec), 1, (1,), b"", ("w",), "w", {"m\x1b[2J": "w"})
+        return SnapshotManifest(1, 1, 1, 1, (table,), (write_file(unfinished / "w", b""),), written_by="\x1b[2J")
+
+    write_snapshot(tmp_path, fill)
+    assert answer(["snapshot", "show", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
+    assert said.count("?[2J") == 3
 
 
 def test_verify_ends_with_1_for_a_damaged_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,15 @@ import pytest
 
 from paceline.errors import CheckpointError, UsageError
 from paceline.snapshots.files import FileWriter, write_file
-from paceline.snapshots.folder import MANIFEST, Snapshot, SnapshotManifest, newest, snapshots_in, write_snapshot
+from paceline.snapshots.folder import (
+    MANIFEST,
+    Snapshot,
+    SnapshotManifest,
+    SnapshotTable,
+    newest,
+    snapshots_in,
+    write_snapshot,
+)
 
 
 class Killed(BaseException):
@@ -114,13 +122,43 @@ def test_a_folder_without_snapshots_and_a_folder_in_use_are_refused(tmp_path: Pa
     assert write_snapshot(tmp_path, meanwhile).folder == snapshots_in(tmp_path)[0]
 
 
-def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["../0.bin", "..", ".", "", "/dev/zero", "a/0.bin", "0\0"])
+def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
     def fill(folder: Path) -> SnapshotManifest:
         entry = write_file(folder / "0.bin", b"x")
-        return SnapshotManifest(1, 1, 1, 1, (), (type(entry)("../0.bin", entry.sha256, 1),))
+        return SnapshotManifest(1, 1, 1, 1, (), (type(entry)(name, entry.sha256, 1),))
 
     with pytest.raises(CheckpointError, match="names a file outside of its folder"):
         Snapshot.read(write_snapshot(tmp_path, fill).folder)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        SnapshotTable("w", "shape", b"", 1, (), b"", values="../0.bin"),
+        SnapshotTable("w", "shape", b"", 1, (), b"", values="0.bin", states={"momentum": "/0.bin"}),
+        SnapshotTable("w", "shape", b"", 1, (), b"", values="0.bin", fixed="1.bin"),
+        SnapshotTable("w", "rows", b"", 1, (), b"", rows=("0.bin", "../0.bin")),
+        SnapshotTable("w", "rows", b"", 1, (), b"", rows=("0.bin",), removed="1.bin"),
+    ],
+    ids=["values", "a state", "fixed states", "rows", "rows that are gone"],
+)
+def test_a_table_is_in_files_that_the_manifest_lists(tmp_path: Path, table: SnapshotTable) -> None:
+    def fill(folder: Path) -> SnapshotManifest:
+        return SnapshotManifest(1, 1, 1, 1, (table,), (write_file(folder / "0.bin", b"x"),))
+
+    with pytest.raises(CheckpointError, match=r"lists no file '.*', which table 'w' is to be in"):
+        Snapshot.read(write_snapshot(tmp_path, fill).folder)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(tmp_path: Path) -> None:
+    """Without that, a reader waits for as long as no process writes to the pipe."""
+    found = write_snapshot(tmp_path, fill_with(b"content"))
+    for name, match in (("0.bin", "is not whole"), ("manifest.sha256", "cannot be read"), (MANIFEST, "cannot be read")):
+        (found.folder / name).unlink()
+        os.mkfifo(found.folder / name)
+        with pytest.raises(CheckpointError, match=match):
+            Snapshot.read(found.folder).verify()
 
 
 @pytest.mark.parametrize("stray", ["file", "link", "folder"])

@@ -23,7 +23,6 @@ from tests.server.test_row_changes import Bits, Changing, bits_of
 from tests.versions.rehearsal import Lines, Place, ReaderEnd
 
 from paceline.errors import PacelineError
-from paceline.server.feeds import MAX_SHOWN
 from paceline.server.readers import Published
 from paceline.server.served_table import SavedFile
 from paceline.server.tables import ServerState
@@ -221,7 +220,7 @@ class FeedWorld:
         for each in self.consumers:
             each.links.close()
         for part in self.places:
-            if part.feeds._free._value != MAX_SHOWN:  # pyright: ignore[reportAttributeAccessIssue]
+            if part.feeds._places:
                 raise WrongFeedError("F7: rows are shown to consumers that have gone")
         for table in self.tables:
             table.tables.close()

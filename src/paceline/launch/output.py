@@ -18,6 +18,7 @@ from errno import EPIPE
 from typing import IO, Final, NamedTuple, TextIO, final
 
 from paceline.job.environment import wants_colour
+from paceline.notices import for_terminal
 
 FULL_BYTES: Final = 1 << 20
 # What comes all the same (from an engine, or the last words of processes) is dropped beyond this, and counted.
@@ -201,7 +202,7 @@ class Console:
     def announce(self, message: str) -> None:
         """Write a message of the launcher itself, on stderr."""
         self._latest.append(message)
-        self._tell(f"paceline: {message}\n")
+        self._tell(f"paceline: {for_terminal(message)}\n")
 
     def shows(self, message: str) -> bool:
         """Return whether a message of the launcher is still on the screen."""

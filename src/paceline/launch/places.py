@@ -1,5 +1,6 @@
 """The places of workers that come and go while a job runs, and requests to its launcher for another number of them."""
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -15,6 +16,7 @@ from paceline.launch.child import Launch
 REQUEST_NAME: Final = "workers.wanted"
 ANSWER_NAME: Final = "workers.answer"
 POLL_S: Final = 0.02
+_MOST_DIGITS: Final = 9  # of a number of workers
 
 
 @final
@@ -30,12 +32,15 @@ class WorkerPlaces:
         """Return how many workers there are to be, if that was asked since the last call; does not block."""
         path = self._run_dir / REQUEST_NAME
         try:
-            text = path.read_text()
-        except OSError:
+            with open(path, "rb", opener=_without_waiting) as file:
+                text = file.read(_MOST_DIGITS + 1)
+        except FileNotFoundError:
             return None
+        except OSError:
+            text = b""  # it is no file
         with suppress(OSError):
             path.unlink()
-        return int(text) if text.isdigit() else None
+        return int(text) if text.isdigit() and len(text) <= _MOST_DIGITS else None
 
     def answer(self, text: str) -> None:
         """Tell the process that asked."""
@@ -50,6 +55,11 @@ class WorkerPlaces:
     def give_back(self, launch: Launch) -> None:
         """Note that the worker of this place has ended, so that another may come."""
         self._vacant[launch.rank] = replace(launch.anew(), origin="")
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a file, be it a pipe that no process writes to: the launcher has more to do."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_elastic(run_dir: Path, num: int) -> ClusterSpec:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from statistics import fmean, median
+from statistics import median
 from typing import TYPE_CHECKING, Final, Literal
 
+from paceline.observe.averages import mean
 from paceline.observe.trace import Reported, Step
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class LossTrend:
         ago = _ago((len(before) - lowest) * in_part * self._width_s)
         if last - low > max(_SURELY * error, _LOST_SHARE * (max(before) - low), _LEAST_RISE * abs(low)):
             return "rises", f"the loss rises: {last:.4g}, and {low:.4g} {ago}"
-        earlier = fmean(before[-3:])
+        earlier = mean(before[-3:])
         if earlier - last > _LIKELY * error:
             return "falls", f"the loss falls: {last:.4g}, and {parts[0]:.4g} {_ago(len(places) * self._width_s)}"
         return "stands", f"the loss stands at {last:.4g}"
@@ -129,7 +130,7 @@ class LossTrend:
 def _parts(means: Sequence[float], in_part: int) -> list[float]:
     """Return the means of equal parts, the last of which ends with the last span."""
     used = means[len(means) - _NUM_PARTS * in_part :]
-    return [fmean(used[first : first + in_part]) for first in range(0, len(used), in_part)]
+    return [mean(used[first : first + in_part]) for first in range(0, len(used), in_part)]
 
 
 def _standard_error(means: Sequence[float], in_part: int) -> float:

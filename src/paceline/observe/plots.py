@@ -297,7 +297,7 @@ STALENESS = Chart(
     "How old the values were that workers read",
     "At -1 a read has all updates of all earlier clocks; each bar further left is one clock older. Dark: the newest "
     "values there were, since some worker was late. Pale: newer ones lay on the servers.",
-    lambda subject: bool(subject.summary.differentials) and not subject.is_baseline,
+    lambda subject: bool(subject.summary.num_reads) and not subject.is_baseline,
     draw_staleness,
     small_multiples=True,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, BinaryIO, Final, TypeVar
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, BinaryIO, Final, TypeVar
 import msgspec
 
 from paceline.errors import UsageError
+from paceline.notices import printable
 from paceline.observe.trace import (
     OLDER,
     AppliedRecord,
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _decoder = msgspec.json.Decoder(Record)
+_MOST_REASON: Final = 200  # characters of what is wrong with a trace, which quotes it
 _R = TypeVar(
     "_R",
     ReadRecord,
@@ -105,7 +108,32 @@ def read_run(folder: Path) -> Run:
             f"No trace was found: expected files like worker-0.jsonl in {folder / 'trace'}. "
             "Give the folder of a run (the one that holds 'trace')."
         )
-    return gather(record for path in paths for record in decode_lines(path.read_bytes(), path))
+    return gather(record for path in paths for record in read_records(path))
+
+
+def read_records(path: Path) -> list[Record]:
+    """Return the records of a trace file; raises as `read_run`."""
+    with open_trace(path) as file:
+        return decode_lines(file.read(), path)
+
+
+def open_trace(path: Path) -> BinaryIO:
+    """Open a trace file to read it; does not block, be it a pipe that no process writes to.
+
+    Raises:
+        UsageError: it cannot be read, or is no file.
+        FileNotFoundError: it is not there.
+    """
+    try:
+        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UsageError(f"cannot read the trace {path}: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise UsageError(f"cannot read the trace {path}: it is no file. Remove it")
+    return file
 
 
 def gather(records: Iterable[Record]) -> Run:
@@ -147,8 +175,8 @@ def decode_lines(content: bytes, path: Path) -> list[Record]:
         return _decoder.decode_lines(whole)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(
-            f"{path} is not a trace of this version of paceline: {error}. Remove the file, or read it with the "
-            "version that wrote it."
+            f"{path} is not a trace of this version of paceline: {printable(str(error)[:_MOST_REASON])}. Remove the "
+            "file, or read it with the version that wrote it."
         ) from error
 
 
@@ -201,7 +229,7 @@ class TraceFollower:
     def _news(self, path: Path, newest: Path) -> bytes:
         number, offset = self._places.get(path, (0, 0))
         try:
-            with path.open("rb") as file:
+            with open_trace(path) as file:
                 found = os.fstat(file.fileno())
                 if found.st_ino != number:
                     # What was the newest part at the last look is the one before it now.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from paceline.notices import printable
 from paceline.observe.disk import look_at_disk
 from paceline.observe.loss_trend import LossTrend
-from paceline.observe.runs import decode_lines
+from paceline.observe.runs import read_records
 from paceline.observe.screen import event_line
 from paceline.observe.trace import (
     ENDED,
@@ -66,8 +66,7 @@ def story_lines(folder: Path, seconds: float = 10.0) -> list[str]:
 def _records(path: Path) -> list[Record]:
     """Return the records of a process, with those of the file before, where its trace is bounded."""
     older = path.with_name(path.name + OLDER)
-    before = decode_lines(older.read_bytes(), older) if older.exists() else []
-    return [*before, *decode_lines(path.read_bytes(), path)]
+    return [*(read_records(older) if older.exists() else []), *read_records(path)]
 
 
 def _on_disk(folder: Path) -> list[str]:

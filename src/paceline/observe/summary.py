@@ -9,6 +9,7 @@ from operator import attrgetter
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
+from paceline.observe.averages import mean
 from paceline.observe.trace import NO_SERVER, MembershipRecord, MinClock, ReadRecord, RowRead, Step
 
 if TYPE_CHECKING:
@@ -39,12 +40,12 @@ class WorkerSummary:
     @property
     def wait_share(self) -> float:
         """Return the share of its time that the worker waited for others."""
-        return self.wait_s / (self.wait_s + self.busy_s) if self.wait_s else 0.0
+        return self.wait_s / ((self.wait_s + self.busy_s) or 1.0)
 
     @property
     def comm_share(self) -> float:
         """Return the share of its time that the worker's training loop spent on communication, waiting included."""
-        return self.comm_s / (self.wait_s + self.busy_s) if self.comm_s else 0.0
+        return self.comm_s / ((self.wait_s + self.busy_s) or 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +120,12 @@ class RunSummary:
     @property
     def current_share(self) -> float | None:
         """Return the share of reads at differential -1: with every update of all earlier clocks."""
-        return self.differentials.get(-1, 0) / self.num_reads if self.differentials else None
+        return self.differentials.get(-1, 0) / self.num_reads if self.num_reads else None
 
     @property
     def freshest_share(self) -> float | None:
         """Return the share of reads of the newest complete values of the servers."""
-        return sum(self.freshest.values()) / self.num_reads if self.freshest is not None else None
+        return sum(self.freshest.values()) / self.num_reads if self.freshest is not None and self.num_reads else None
 
     @property
     def slow_worker(self) -> int | None:
@@ -229,11 +230,11 @@ def _mean_by_clock(steps: Iterable[Step]) -> list[tuple[float, float]]:
     for step in steps:
         if step.loss is not None:
             losses.setdefault(step.clock + 1, []).append(step.loss)
-    return [(clock, fmean(of_clock)) for clock, of_clock in sorted(losses.items())]
+    return [(clock, mean(of_clock)) for clock, of_clock in sorted(losses.items())]
 
 
 def curve(points: Sequence[tuple[float, float]]) -> tuple[CurvePoint, ...]:
     """Average consecutive points in at most CURVE_POINTS groups of equal size; single steps are too noisy to read."""
     size = max(1, -(-len(points) // CURVE_POINTS))
     groups = (points[start : start + size] for start in range(0, len(points), size))
-    return tuple(CurvePoint(fmean(at for at, _ in group), fmean(loss for _, loss in group)) for group in groups)
+    return tuple(CurvePoint(mean(at for at, _ in group), mean(loss for _, loss in group)) for group in groups)

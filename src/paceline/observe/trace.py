@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from io import FileIO
 from threading import Lock
-from typing import TYPE_CHECKING, Final, Literal, Self, final
+from typing import TYPE_CHECKING, Annotated, Final, Literal, Self, final
 
 import msgspec
 
@@ -120,16 +120,21 @@ def _end_of_lines(descriptor: int) -> int:
 FLUSH_INTERVAL_S = 0.02
 NO_SERVER = -1  # in place of a server's rank, for records of the worker itself
 
+# What is read back keeps to these, so that sums and differences are finite, and floats: a trace may come from anywhere.
+MOST_SECONDS: Final = 1e12
+Seconds = Annotated[float, msgspec.Meta(ge=-MOST_SECONDS, le=MOST_SECONDS)]
+Whole = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
 
 class ReadRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="read"):
     """A worker at `clock` read the values of a table, complete up to `value_clock`."""
 
-    t: float
-    worker: int
+    t: Seconds
+    worker: Whole
     table: str
-    clock: int
-    value_clock: int
-    waited_s: float
+    clock: Whole
+    value_clock: Whole
+    waited_s: Seconds
     source: Literal["fetch", "cache", "delivery"]
 
     @property
@@ -149,12 +154,12 @@ class RowRead(msgspec.Struct, frozen=True, tag_field="kind", tag="row_read"):
     Rows may also contain later pushes of the reader, which do not count.
     """
 
-    t: float
-    worker: int
+    t: Seconds
+    worker: Whole
     table: str
-    clock: int
-    num_rows: dict[int, int]
-    waited_s: float
+    clock: Whole
+    num_rows: dict[Whole, Whole]
+    waited_s: Seconds
 
     @property
     def differentials(self) -> dict[int, int]:
@@ -171,15 +176,15 @@ class Step(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
     for batches of a sharded loader. `comm_s` and `load_s` are 0 in traces of older versions.
     """
 
-    t: float
-    worker: int
-    clock: int
-    samples: int
+    t: Seconds
+    worker: Whole
+    clock: Whole
+    samples: Whole
     loss: float | None
-    wait_s: float
-    step_s: float
-    comm_s: float = 0.0
-    load_s: float = 0.0
+    wait_s: Seconds
+    step_s: Seconds
+    comm_s: Seconds = 0.0
+    load_s: Seconds = 0.0
 
     @property
     def own_s(self) -> float:
@@ -190,9 +195,9 @@ class Step(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
 class Evaluated(msgspec.Struct, frozen=True, tag_field="kind", tag="evaluated"):
     """A worker evaluated the model on held-out data; `accuracy` is between 0 and 1. None: not a finite number."""
 
-    t: float
-    worker: int
-    clock: int
+    t: Seconds
+    worker: Whole
+    clock: Whole
     loss: float | None
     accuracy: float | None
 
@@ -203,9 +208,9 @@ class Reported(msgspec.Struct, frozen=True, tag_field="kind", tag="reported"):
     In the last case `loss` is None, which JSON supports, and `text` is the number.
     """
 
-    t: float
-    worker: int
-    clock: int
+    t: Seconds
+    worker: Whole
+    clock: Whole
     loss: float | None
     text: Literal["", "nan", "inf", "-inf"] = ""
 
@@ -216,20 +221,20 @@ NonFinite = Literal["nan", "inf", "-inf"]  # how JSON has a number that is not f
 class ReportedValues(msgspec.Struct, frozen=True, tag_field="kind", tag="values"):
     """A worker at `clock` reported values under names of its script's."""
 
-    t: float
-    worker: int
-    clock: int
+    t: Seconds
+    worker: Whole
+    clock: Whole
     values: dict[str, float | NonFinite]
 
 
 class Resources(msgspec.Struct, frozen=True, tag_field="kind", tag="resources"):
     """A worker leaves: the peak memory of its process, and the traffic of its TCP connections."""
 
-    t: float
-    worker: int
-    peak_bytes: int
-    sent_bytes: int
-    received_bytes: int
+    t: Seconds
+    worker: Whole
+    peak_bytes: Whole
+    sent_bytes: Whole
+    received_bytes: Whole
 
 
 class Load(msgspec.Struct, frozen=True, tag_field="kind", tag="load"):
@@ -239,13 +244,13 @@ class Load(msgspec.Struct, frozen=True, tag_field="kind", tag="load"):
     busiest of its TCP connections had unacknowledged data for `sending_s`, by the counters of the kernel.
     """
 
-    t: float
-    server: int
-    in_use_s: float
-    busy_s: float
-    sending_s: float
-    received_bytes: int
-    sent_bytes: int
+    t: Seconds
+    server: Whole
+    in_use_s: Seconds
+    busy_s: Seconds
+    sending_s: Seconds
+    received_bytes: Whole
+    sent_bytes: Whole
 
 
 class Fed(msgspec.Struct, frozen=True, tag_field="kind", tag="fed"):
@@ -254,13 +259,13 @@ class Fed(msgspec.Struct, frozen=True, tag_field="kind", tag="fed"):
     `samples` are those in the batches; `skipped` could not be decoded.
     """
 
-    t: float
-    data_server: int
-    batches: int
-    samples: int
-    skipped: int
-    bytes: int
-    busy_s: float
+    t: Seconds
+    data_server: Whole
+    batches: Whole
+    samples: Whole
+    skipped: Whole
+    bytes: Whole
+    busy_s: Seconds
 
 
 class Epoch(msgspec.Struct, frozen=True, tag_field="kind", tag="epoch"):
@@ -269,31 +274,31 @@ class Epoch(msgspec.Struct, frozen=True, tag_field="kind", tag="epoch"):
     `skipped` could not be decoded; `again` were read again, after workers died with them.
     """
 
-    t: float
-    worker: int
-    epoch: int
-    samples: int
-    skipped: int
-    again: int
+    t: Seconds
+    worker: Whole
+    epoch: Whole
+    samples: Whole
+    skipped: Whole
+    again: Whole
 
 
 class MinClock(msgspec.Struct, frozen=True, tag_field="kind", tag="min_clock"):
     """On this server all workers have now finished every clock below `clock` for this table."""
 
-    t: float
-    server: int
+    t: Seconds
+    server: Whole
     table: str
-    clock: int
+    clock: Whole
 
 
 class BoundRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="bound"):
     """This server has moved the adaptive bound of a table, as `BoundMoved` of its core says."""
 
-    t: float
-    server: int
+    t: Seconds
+    server: Whole
     table: str
-    before: int
-    bound: int
+    before: Whole
+    bound: Whole
     waiting: float
     staleness: float
 
@@ -301,21 +306,21 @@ class BoundRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="bound"):
 class AppliedRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="applied"):
     """A server applied the updates of these workers, in this order; `took_s` is how long it took until `t`."""
 
-    t: float
-    server: int
+    t: Seconds
+    server: Whole
     table: str
-    workers: tuple[int, ...]
-    clock: int
-    took_s: float = 0.0
+    workers: tuple[Whole, ...]
+    clock: Whole
+    took_s: Seconds = 0.0
 
 
 class ArrivedRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="arrived"):
     """The end of a worker's `clock` has come to a server, and with it, or before it, what that worker pushed."""
 
-    t: float
-    server: int
-    worker: int
-    clock: int
+    t: Seconds
+    server: Whole
+    worker: Whole
+    clock: Whole
 
 
 class Serving(msgspec.Struct, frozen=True, tag_field="kind", tag="serving"):
@@ -326,15 +331,15 @@ class Serving(msgspec.Struct, frozen=True, tag_field="kind", tag="serving"):
     replica.
     """
 
-    t: float
-    server: int
-    in_use_s: float
-    busy_s: float
-    received_bytes: int
-    sent_bytes: int
-    num_waiting: int
-    hot_rows: tuple[tuple[str, int, float], ...] = ()
-    num_behind: int | None = None
+    t: Seconds
+    server: Whole
+    in_use_s: Seconds
+    busy_s: Seconds
+    received_bytes: Whole
+    sent_bytes: Whole
+    num_waiting: Whole
+    hot_rows: tuple[tuple[str, Whole, float], ...] = ()
+    num_behind: Whole | None = None
 
 
 class Carried(msgspec.Struct, frozen=True, tag_field="kind", tag="carried"):
@@ -344,10 +349,10 @@ class Carried(msgspec.Struct, frozen=True, tag_field="kind", tag="carried"):
     first values, counts for links only.
     """
 
-    t: float
-    server: int
-    links: tuple[tuple[int, int, int], ...]
-    tables: tuple[tuple[str, int, int], ...]
+    t: Seconds
+    server: Whole
+    links: tuple[tuple[Whole, Whole, Whole], ...]
+    tables: tuple[tuple[str, Whole, Whole], ...]
 
 
 class Sampled(msgspec.Struct, frozen=True, tag_field="kind", tag="sampled"):
@@ -366,24 +371,24 @@ class Sampled(msgspec.Struct, frozen=True, tag_field="kind", tag="sampled"):
         host: name of its machine.
     """
 
-    t: float
+    t: Seconds
     role: Literal["worker", "server"]
-    rank: int
-    pid: int
-    cpu_s: float
-    delayed_s: float
-    gc_s: float
-    num_faults: int
-    num_resent: int = 0
+    rank: Whole
+    pid: Whole
+    cpu_s: Seconds
+    delayed_s: Seconds
+    gc_s: Seconds
+    num_faults: Whole
+    num_resent: Whole = 0
     host: str = ""
 
 
 class Refusal(msgspec.Struct, frozen=True, tag_field="kind", tag="refusal"):
     """A server refused a request for good. With server -1, the worker reports a push or step that was not applied."""
 
-    t: float
-    server: int
-    worker: int
+    t: Seconds
+    server: Whole
+    worker: Whole
     table: str
     reason: str
 
@@ -391,10 +396,10 @@ class Refusal(msgspec.Struct, frozen=True, tag_field="kind", tag="refusal"):
 class MembershipRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="membership"):
     """A server saw a worker join or leave."""
 
-    t: float
-    server: int
-    worker: int
-    incarnation: int
+    t: Seconds
+    server: Whole
+    worker: Whole
+    incarnation: Whole
     event: Literal["joined", "left", "died"]
 
 
@@ -405,14 +410,14 @@ class Exit(msgspec.Struct, frozen=True, tag_field="kind", tag="exit"):
     and `then` are texts on its end and on the reaction of the run.
     """
 
-    t: float
+    t: Seconds
     name: str
     role: str
-    rank: int
-    incarnation: int
-    pid: int | None
-    exit_code: int
-    unix_s: float
+    rank: Whole
+    incarnation: Whole
+    pid: Whole | None
+    exit_code: Whole
+    unix_s: Seconds
     happened: str
     then: str
 
@@ -423,18 +428,18 @@ BARRIER: Final = "barrier()"  # as `State.call`
 class State(msgspec.Struct, frozen=True, tag_field="kind", tag="state"):
     """State of a worker that has finished no clock for a while, and its duration: its process runs."""
 
-    t: float
-    worker: int
-    clock: int
+    t: Seconds
+    worker: Whole
+    clock: Whole
     doing: Literal["computing", "communicating"]
-    for_s: float
+    for_s: Seconds
     call: str = ""  # that it is in, where that waits for other workers whatever their clocks are
 
 
 class Handled(msgspec.Struct, frozen=True, tag_field="kind", tag="handled"):
     """A core handled one event with these effects: the full protocol log, written only on request."""
 
-    t: float
+    t: Seconds
     server_or_worker: str
     event: dict[str, object]
     effects: list[dict[str, object]]

@@ -38,6 +38,7 @@ _NUM_SAMPLES: Final = 4 * NUM_STEPS
 _NUM_STALENESS: Final = 256
 _NUM_REFUSALS: Final = 64
 _NEAR_S: Final = 0.001  # a read that waited for less did not wait
+_LEAST_STEP_S: Final = 1e-9  # as shares of steps are told
 
 Blamed = tuple[Literal["worker", "link", "server"], int]
 _K = TypeVar("_K")
@@ -199,7 +200,7 @@ def worker_times(window: Window) -> dict[int, WorkerTime]:
         times[worker] = WorkerTime(
             worker,
             num,
-            fmean(step.step_s for step in steps),
+            max(_LEAST_STEP_S, fmean(step.step_s for step in steps)),
             fmean(step.own_s for step in steps),
             fmean(step.load_s for step in steps),
             {blamed: seconds / num for blamed, seconds in waited.items()},

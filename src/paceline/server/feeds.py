@@ -16,7 +16,7 @@ from typing import Final, TypeVar, final
 import torch
 from torch import Tensor
 
-from paceline.errors import PeerError, UsageError
+from paceline.errors import ConnectionLost, PeerError, UsageError
 from paceline.server.served_table import ServedTable
 from paceline.server.tables import ServedTables, ServerState
 from paceline.transport.base import EMPTY
@@ -43,6 +43,7 @@ from paceline.wire.versions import (
 MAX_SHOWN: Final = 2  # readers of one server that are shown all rows at once; others ask again later
 _LOOK_S: Final = 0.5  # between two looks at whether the reader is closed
 _BUSY_S: Final = 30.0  # after which a server that has not answered is too busy
+SILENT_S: Final = 60.0  # without a request for a piece, after which another reader may take the place of one
 _PAUSES: Final = 3.0  # in times of what a piece took on the server's thread, which has three quarters of its time left
 _LONGEST_PAUSE_S: Final = 0.1
 _T = TypeVar("_T")
@@ -64,6 +65,14 @@ class _Server:
     followed: set[str] = field(default_factory=set[str])  # tables that may have logs; for the server's thread
 
 
+@dataclass(slots=True)
+class _Place:
+    """A reader is shown all rows: when it has asked last, and what is kept for it."""
+
+    asked_s: float
+    cut: RowsCut | None = None
+
+
 @final
 class RowFeeds:
     """The row tables of one server, as its readers see them, whatever node serves them. Thread-safe.
@@ -79,7 +88,8 @@ class RowFeeds:
         self.is_followed = False
         self._absence = absence
         self._server: _Server | None = None
-        self._free = threading.BoundedSemaphore(MAX_SHOWN)
+        self._lock = threading.Lock()
+        self._places: dict[RowReading, _Place] = {}  # of the readers that are shown all rows
 
     def attach(self, do: Callable[[Callable[[ServerState], None]], None], tables: ServedTables) -> None:
         """Serve these tables from now on."""
@@ -142,13 +152,43 @@ class RowFeeds:
                 log.note_clock(clock_of(name))
         self.is_followed = bool(server.followed)
 
-    def begin(self) -> bool:
-        """Return whether one reader more may be shown all rows; `end` is due then."""
-        return self._free.acquire(blocking=False)
+    def begin(self, reading: RowReading) -> bool:
+        """Return whether one reader more may be shown all rows; `end` is due then.
 
-    def end(self, cut: RowsCut | None) -> None:
+        It may take the place of one that has been silent for `SILENT_S`, which begins anew when it goes on.
+        """
+        silent: _Place | None = None
+        with self._lock:
+            if len(self._places) >= MAX_SHOWN:
+                longest = min(self._places, key=lambda each: self._places[each].asked_s)
+                if time.monotonic() - self._places[longest].asked_s < SILENT_S:
+                    return False
+                silent = self._places.pop(longest)
+            self._places[reading] = _Place(time.monotonic())
+        if silent is not None:
+            self._close(silent.cut)
+        return True
+
+    def keep(self, reading: RowReading, cut: RowsCut) -> None:
+        """Note what a reader is shown."""
+        with self._lock:
+            if reading in self._places:
+                self._places[reading].cut = cut
+
+    def note_asked(self, reading: RowReading) -> bool:
+        """Note that a reader asks for a piece; return whether it still has its place."""
+        with self._lock:
+            if reading in self._places:
+                self._places[reading].asked_s = time.monotonic()
+            return reading in self._places
+
+    def end(self, reading: RowReading, cut: RowsCut | None) -> None:
         """Note that a reader has all rows, or needs no more of them."""
-        self._free.release()
+        with self._lock:
+            self._places.pop(reading, None)
+        self._close(cut)
+
+    def _close(self, cut: RowsCut | None) -> None:
         server = self._server
         if server is not None and cut is not None:
             server.do(lambda _: cut.close())  # on the thread that may be keeping rows for it
@@ -202,7 +242,7 @@ class RowReading:
         """Let go of the rows that the reader was shown. Idempotent."""
         cut, self._cut = self._cut, None
         if cut is not None:
-            self._feeds.end(cut)
+            self._feeds.end(self, cut)
 
     def _describe(self, name: str) -> memoryview:
         table = self._feeds.table(name)
@@ -213,16 +253,17 @@ class RowReading:
     def _show(self, request: FollowRows) -> RowsShown:
         """Have the rows of now kept for this reader."""
         self.close()
-        if not self._feeds.begin():
+        if not self._feeds.begin(self):
             raise UsageError(f"{MAX_SHOWN} readers are being shown all rows of a table already: ask again")
         try:
             self._log, sequence, cut, clock = self._feeds.ask(
                 lambda held: self._feeds.follow(held, request.table), self._closing.is_set
             )
         except UsageError:
-            self._feeds.end(None)
+            self._feeds.end(self, None)
             raise
         self._cut = cut
+        self._feeds.keep(self, cut)
         if cut.is_over:  # there is no row
             self.close()
         return RowsShown(request.number, self._log.name, sequence, clock, cut.num_pieces)
@@ -232,6 +273,8 @@ class RowReading:
         cut = self._cut
         if cut is None or self._log is None:
             raise UsageError("no rows were asked for, or all were had")
+        if not self._feeds.note_asked(self):
+            raise ConnectionLost(f"it asked for no rows for {SILENT_S:g} s, and others did")
 
         def read(_: ServerState) -> tuple[dict[str, Tensor], float]:
             began_s = time.monotonic()

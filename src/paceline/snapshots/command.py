@@ -9,7 +9,8 @@ from typing import Annotated, Final, Literal
 from cyclopts import App, Parameter
 
 from paceline.errors import CheckpointError, UsageError
-from paceline.snapshots.folder import Snapshot, newest, snapshots_in
+from paceline.notices import printable
+from paceline.snapshots.folder import MANIFEST, Snapshot, newest, snapshots_in
 
 EXIT_DAMAGED: Final = 1
 Target = Literal["torch", "dcp", "parquet"]
@@ -26,12 +27,13 @@ def list_snapshots(folder: Path) -> int:
     folder
         What was given to --snapshots.
     """
+    found = _all_in(folder)
     print("snapshot            clock      size       age  took")
-    for snapshot in _all_in(folder):
+    for snapshot in found:
         manifest = snapshot.manifest
         age_s, size = max(0.0, time.time() - manifest.written_at_s), _size(manifest.size_bytes)
         name = snapshot.folder.name
-        since = f"  changes since {manifest.base}" if manifest.base else ""
+        since = f"  changes since {printable(manifest.base)}" if manifest.base else ""
         print(f"{name:<16} {manifest.clock:>8} {size:>9} {_time(age_s):>9} {_time(manifest.took_s):>5}{since}")
     return 0
 
@@ -50,18 +52,19 @@ def show(folder: Path) -> int:
 
     found = newest(folder)
     manifest = found.manifest
-    print(f"{found.folder}: clock {manifest.clock}, {_size(manifest.size_bytes)}, of paceline {manifest.written_by}")
+    version = printable(manifest.written_by)
+    print(f"{found.folder}: clock {manifest.clock}, {_size(manifest.size_bytes)}, of paceline {version}")
     print(f"workers: {manifest.num_workers}, servers: {manifest.num_servers}, generation: {manifest.generation}")
     for table in manifest.tables:
-        spec = spec_of(table)
+        spec, name = spec_of(table), printable(table.name)
         if isinstance(spec, TableSpec):
-            states = ", ".join(table.states) or "no state by element"
+            states = printable(", ".join(table.states)) or "no state by element"
             size = f"{spec.numel} {spec.dtype} in {len(spec.segments)} tensors"
-            print(f"table {table.name}: {size}, {spec.rule.name}, {states}")
+            print(f"table {name}: {size}, {spec.rule.name}, {states}")
         else:
             rows = f"{table.num_rows} rows of {spec.width} {spec.dtype}"
-            since = f", changed since {manifest.base}" if table.changed_only else ""
-            print(f"table {table.name}: {rows}, {spec.rule.name}{since}")
+            since = f", changed since {printable(manifest.base)}" if table.changed_only else ""
+            print(f"table {name}: {rows}, {spec.rule.name}{since}")
     for number, position in enumerate(manifest.sources):
         print(f"source {number}: epoch {position.get('epoch', '?')}, {position.get('num_done', '?')} batches done")
     return 0
@@ -76,8 +79,8 @@ def verify(folder: Path) -> int:
     folder
         Of one snapshot, or of several.
     """
-    exit_code = 0
-    for path in [folder] if not snapshots_in(folder) else snapshots_in(folder):
+    exit_code, is_one = 0, (folder / MANIFEST).exists()
+    for path in [folder] if is_one else _required_in(folder):
         try:
             found = Snapshot.read(path)
             found.verify_files()
@@ -113,7 +116,11 @@ def convert(folder: Path, out: Path, *, to: Annotated[Target, Parameter(name="--
 
 
 def _all_in(folder: Path) -> list[Snapshot]:
-    found = [Snapshot.read(path) for path in snapshots_in(folder)]
+    return [Snapshot.read(path) for path in _required_in(folder)]
+
+
+def _required_in(folder: Path) -> list[Path]:
+    found = snapshots_in(folder)
     if not found:
         raise UsageError(f"there is no snapshot in {folder}: name a folder that was given to --snapshots")
     return found

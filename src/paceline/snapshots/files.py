@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import Final, final
+from typing import Annotated, Final, final
 
 import msgspec
 
 _SYNC_BYTES: Final = 256 << 20  # after which bytes are sent to the disk, so that the end of a file is not a long wait
+
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -17,7 +23,7 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     sha256: str
-    size_bytes: int
+    size_bytes: Count
 
 
 @final
@@ -64,9 +70,18 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def open_file(path: Path) -> BufferedReader:
+    """Open a file to read it; raises OSError for what is none, as a pipe, which would be waited for."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is no file", str(path))
+    return file
+
+
 def digest_of(path: Path) -> str:
     """Return the SHA-256 of a file."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

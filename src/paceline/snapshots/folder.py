@@ -21,12 +21,12 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 
 from paceline.errors import CheckpointError, UsageError
-from paceline.snapshots.files import FileEntry, digest_of, sync, write_file
+from paceline.snapshots.files import Count, FileEntry, digest_of, open_file, sync, write_file
 from paceline.version import __version__
 
 FORMAT: Final = "paceline snapshot 1"
@@ -40,8 +40,7 @@ _UNFINISHED: Final = ".unfinished-"
 _DAMAGED: Final = ".damaged"
 _LOCK: Final = ".lock"
 _MAX_DIGITS: Final = 18
-
-_Count = Annotated[int, msgspec.Meta(ge=0)]
+_DIGEST_BYTES: Final = 80  # of the file that has one, with a newline
 
 
 class SnapshotTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,17 +66,22 @@ class SnapshotTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     kind: Literal["shape", "rows"]
     spec: bytes
-    clock: _Count
-    versions: tuple[_Count, ...]
+    clock: Count
+    versions: tuple[Count, ...]
     hyper: bytes
     names: tuple[str, ...] = ()
     values: str = ""
     states: dict[str, str] = {}
     fixed: str = ""
     rows: tuple[str, ...] = ()
-    num_rows: _Count = 0
+    num_rows: Count = 0
     changed_only: bool = False
     removed: str = ""
+
+    @property
+    def files(self) -> set[str]:
+        """The names of its files."""
+        return {name for name in (self.values, *self.states.values(), self.fixed, *self.rows, self.removed) if name}
 
 
 class SnapshotManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -98,10 +102,10 @@ class SnapshotManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         base_sha256: digest of the manifest of that one.
     """
 
-    clock: _Count
-    generation: _Count
-    num_workers: _Count
-    num_servers: _Count
+    clock: Count
+    generation: Count
+    num_workers: Count
+    num_servers: Count
     tables: tuple[SnapshotTable, ...]
     files: tuple[FileEntry, ...]
     sources: tuple[dict[str, int | bool], ...] = ()
@@ -131,9 +135,10 @@ class Snapshot:
         """Read a snapshot's manifest; raises CheckpointError if that is missing, damaged, or of another format."""
         path = folder / MANIFEST
         try:
-            if path.stat().st_size > MAX_MANIFEST_BYTES:
-                raise CheckpointError(f"{path} has more than {MAX_MANIFEST_BYTES} bytes: it is no manifest")
-            content, expected = path.read_bytes(), (folder / MANIFEST_DIGEST).read_text().strip()
+            with open_file(path) as manifest_file, open_file(folder / MANIFEST_DIGEST) as digest_file:
+                if os.fstat(manifest_file.fileno()).st_size > MAX_MANIFEST_BYTES:
+                    raise CheckpointError(f"{path} has more than {MAX_MANIFEST_BYTES} bytes: it is no manifest")
+                content, expected = manifest_file.read(), digest_file.read(_DIGEST_BYTES).decode().strip()
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"the snapshot {folder} cannot be read: {error}") from error
         found = hashlib.sha256(content).hexdigest()
@@ -145,9 +150,13 @@ class Snapshot:
             raise CheckpointError(f"{path} is no manifest: {error}") from error
         if manifest.format != FORMAT:
             raise CheckpointError(f"{path} has the format {manifest.format!r}, expected {FORMAT!r}")
-        for entry in manifest.files:
-            if Path(entry.name).name != entry.name:
-                raise CheckpointError(f"{path} names a file outside of its folder: {entry.name!r}")
+        listed = {entry.name for entry in manifest.files}
+        for name in sorted(listed | {manifest.base} - {""}):
+            if Path(name).name != name or name in ("", os.pardir) or "\0" in name:
+                raise CheckpointError(f"{path} names a file outside of its folder: {name!r}")
+        for table in manifest.tables:
+            for name in sorted(table.files - listed):
+                raise CheckpointError(f"{path} lists no file {name!r}, which table {table.name!r} is to be in")
         return Snapshot(folder, manifest)
 
     def base(self) -> Snapshot | None:

@@ -31,13 +31,18 @@ def spec_of(table: SnapshotTable) -> TableSpec | RowTableSpec:
     """Return the declaration of a table; raises CheckpointError if it is none of this version."""
     try:
         return decode_table(table.spec) if table.kind == "shape" else _ROWS.decode(table.spec)
-    except (PeerError, msgspec.DecodeError) as error:
+    except (PeerError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"table '{table.name}' of a snapshot cannot be read by this version: {error}") from error
 
 
 def hyper_of(table: SnapshotTable) -> tuple[Hyper, ...]:
-    """Return the hyperparameters of each group, as of the last update."""
-    return _HYPER.decode(table.hyper)
+    """Return the hyperparameters of each group, as of the last update; raises CheckpointError if these are none."""
+    try:
+        return _HYPER.decode(table.hyper)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(
+            f"table '{table.name}' of a snapshot has hyperparameters that cannot be read: {error}"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -188,7 +193,8 @@ def _pieces_in(snapshot: Snapshot, table: SnapshotTable) -> Iterator[RowPiece]:
         file = TensorFile(snapshot.folder / name)
         columns = {column: file.tensor(column) for column in file.names}
         ids = columns.pop(IDS, None)
-        if ids is None or any(len(column) != len(ids) for column in columns.values()):
+        is_list = ids is not None and ids.dim() == 1 and ids.dtype == torch.int64
+        if ids is None or not is_list or any(column.shape[:1] != ids.shape for column in columns.values()):
             raise CheckpointError(f"{file.path} has no rows that belong together")
         row_bytes = 8 + sum(column[:1].nbytes for column in columns.values())
         step = max(1, _LOADED_BYTES // row_bytes)

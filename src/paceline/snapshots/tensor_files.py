@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CheckpointError
+from paceline.snapshots.files import open_file
 
 _MAX_HEADER_BYTES: Final = 100_000_000  # as safetensors itself allows
 _NAMES: Final = {
@@ -60,16 +62,17 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.path: Final = path
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 self._start = 8 + int.from_bytes(file.read(8), "little")
                 if not 8 <= self._start <= min(size, _MAX_HEADER_BYTES):
                     raise CheckpointError(f"{path} is no file of safetensors: its header does not fit")
                 header = msgspec.json.decode(file.read(self._start - 8), type=dict[str, Any])
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
-        self.about: Final[dict[str, str]] = header.pop("__metadata__", {})
+        about = header.pop("__metadata__", {})
+        self.about: Final[dict[str, str]] = about if isinstance(about, dict) else {}
         self._entries = header
 
     @property
@@ -82,7 +85,10 @@ class TensorFile:
         try:
             entry = self._entries[name]
             dtype, shape, (start, stop) = _DTYPES[entry["dtype"]], torch.Size(entry["shape"]), entry["data_offsets"]
-            if stop - start != shape.numel() * dtype.itemsize or not 0 <= start <= stop <= len(self._map) - self._start:
+            if (
+                stop - start != math.prod(shape) * dtype.itemsize
+                or not 0 <= start <= stop <= len(self._map) - self._start
+            ):
                 raise ValueError("it lies outside of the file")
             if start == stop:
                 return torch.empty(shape, dtype=dtype)
@@ -91,5 +97,5 @@ class TensorFile:
                 .view(dtype)
                 .view(shape)
             )
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise CheckpointError(f"{self.path} has no tensor '{name}' that can be read: {error}") from error

@@ -25,6 +25,7 @@ MAX_DELTA_BYTES: Final = 1 << 24  # of the bytes that one delta is of
 MAX_WAIT_S: Final = 5.0  # for one answer; a reader that wants to wait longer asks again
 MAX_KEPT: Final = 64  # versions of one name, those aside that are kept for readers alone
 MAX_LEASED: Final = 8  # versions of one name that are kept for readers alone
+MAX_KNOWN: Final = 2 * (MAX_KEPT + MAX_LEASED)  # that a reader names: each is compared with all that are there
 MAX_NAMES: Final = 64  # published on one server
 MAX_PARTS: Final = 1024  # tables in one version
 MAX_PUBLISHED_NAME: Final = 100
@@ -117,7 +118,7 @@ class FindVersions:
 
     number: int
     name: Name
-    known: tuple[PublicationId, ...]
+    known: Annotated[tuple[PublicationId, ...], msgspec.Meta(max_length=MAX_KNOWN)]
     wait_s: float
 
 

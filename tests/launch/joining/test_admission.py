@@ -38,6 +38,7 @@ from paceline.launch.joining.messages import (
     JoinRequest,
     WorkerExited,
     WorkerOrder,
+    WorkerTrace,
     encode,
 )
 from paceline.launch.rendezvous.liveness_lock import ProcessInfo
@@ -203,6 +204,7 @@ MALFORMED = (
     encode(request(num=1 << 20)),
     encode(msgspec.structs.replace(request(), ranks=(1 << 20,))),
     encode(msgspec.structs.replace(request(), program="a" * 65)),
+    encode(request(process=ProcessInfo(ELSEWHERE.machine, "x" * ((1 << 20) - 200)))),
     encode(request())[:-1],
     encode(request()) + b"\x00",
 )
@@ -230,8 +232,9 @@ def test_what_is_no_request_ends_the_connection(tmp_path: Path, header: bytes) -
         b"\xc1",
         encode(WorkerExited(1, 256)),
         encode(WorkerExited(1, -256)),
+        encode(WorkerTrace(1, 0.0, b'{"kind":"step"}\n')),
     ],
-    ids=["a place of others", "a second request", "no message", "no exit code", "no signal"],
+    ids=["a place of others", "a second request", "no message", "no exit code", "no signal", "no record"],
 )
 def test_a_worker_is_taken_for_killed_whose_launcher_says_what_means_nothing(tmp_path: Path, header: bytes) -> None:
     with hosting(tmp_path / "run") as host:

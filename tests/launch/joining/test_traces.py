@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 
@@ -9,11 +10,19 @@ import msgspec
 import pytest
 
 from paceline.errors import PeerError
-from paceline.launch.joining.messages import WorkerTrace
+from paceline.launch.joining.messages import WorkerTrace, decode_from_joiner, encode
 from paceline.launch.joining.traces import PIECE_BYTES, TraceReceiver, TraceSender
 from paceline.observe.runs import read_run
-from paceline.observe.trace import Exit, Record, Sampled, Step, Trace, trace_path
+from paceline.observe.trace import Exit, MinClock, Record, Refusal, Sampled, Step, Trace, trace_path
 
+OF_OTHERS = (
+    "a server that runs",
+    "of a server",
+    "refused by a server",
+    "from the future",
+    "of no time",
+    "of the launcher",
+)
 AWAY_S = 5000.0  # by which the clock of the other machine is ahead
 
 
@@ -62,9 +71,14 @@ def test_all_is_sent_in_pieces_once_and_with_times_of_this_machine(tmp_path: Pat
         lines(step(0, worker=2)),
         lines(step(0), step(0, worker=0)),
         lines(Sampled(0.0, "worker", 2, 1, 0.0, 0.0, 0.0, 0)),
+        lines(Sampled(0.0, "server", 1, 1, 0.0, 0.0, 0.0, 0)),
+        lines(MinClock(0.0, 0, "model", 5)),
+        lines(Refusal(0.0, 0, 1, "model", "late")),
+        lines(step(0, t=1e12)),
+        lines(step(0, t=1e308)),
         lines(Exit(0.0, "worker 1", "worker", 1, 0, None, -9, 0.0, "was killed", "all go on")),
     ],
-    ids=["no record", "no text", "of another", "one of another", "with the rank of another", "of the launcher"],
+    ids=["no record", "no text", "of another", "one of another", "with the rank of another", *OF_OTHERS],
 )
 def test_what_is_no_trace_of_the_worker_is_not_kept(tmp_path: Path, sent: bytes) -> None:
     receiver = TraceReceiver(tmp_path, 0)
@@ -72,6 +86,22 @@ def test_what_is_no_trace_of_the_worker_is_not_kept(tmp_path: Path, sent: bytes)
         receiver.keep(WorkerTrace(1, 0.0, sent))
     receiver.close()
     assert not list(tmp_path.rglob("*.jsonl"))
+
+
+@pytest.mark.parametrize("now_s", [math.nan, -math.inf, 1e308])
+def test_a_clock_that_cannot_be_is_no_message(now_s: float) -> None:
+    """The difference of clocks goes into the times of all records that are kept."""
+    with pytest.raises(PeerError, match="now_s"):
+        decode_from_joiner(encode(WorkerTrace(1, now_s, lines(step(0)))))
+
+
+def test_what_is_kept_can_be_read(tmp_path: Path) -> None:
+    receiver = TraceReceiver(tmp_path, 0)
+    with pytest.raises(PeerError, match="worker 1"):
+        receiver.keep(WorkerTrace(1, 1e12, lines(step(0, t=-1e12))))
+    receiver.keep(WorkerTrace(1, time.monotonic(), lines(Refusal(0.0, -1, 1, "model", "nan"))))
+    receiver.close()
+    assert [each.reason for each in read_run(tmp_path).refusals] == ["nan"]
 
 
 def test_the_bound_of_the_run_holds(tmp_path: Path) -> None:

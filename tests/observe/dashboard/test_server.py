@@ -21,7 +21,8 @@ from paceline.errors import UsageError
 from paceline.observe.dashboard import server as servers
 from paceline.observe.dashboard.feed import Feed
 from paceline.observe.dashboard.page import read_page
-from paceline.observe.dashboard.server import MAX_CONNECTIONS, DashboardServer
+from paceline.observe.dashboard.server import DashboardServer
+from paceline.observe.http_server import MAX_CONNECTIONS
 
 MAX_PAGE_BYTES = 100 * 1024
 DEADLINE_S = 100.0
@@ -94,7 +95,19 @@ def test_the_page_is_one_text_of_a_hundred_kilobytes_that_loads_nothing(server: 
 
 @pytest.mark.parametrize(
     "path",
-    ["/", "//", "/events", "/wrong/", "/wrong/events", "/../", "/%2e%2e/", "/wrong/../../etc/passwd", "/?token="],
+    [
+        "/",
+        "//",
+        "wrong",
+        "*",
+        "/events",
+        "/wrong/",
+        "/wrong/events",
+        "/../",
+        "/%2e%2e/",
+        "/wrong/../../etc/passwd",
+        "/?token=",
+    ],
 )
 def test_without_the_token_nothing_is_told(server: DashboardServer, path: str) -> None:
     answer = ask(server, path)
@@ -181,6 +194,14 @@ def test_no_more_connections_than_there_is_room_for(feed: Feed) -> None:
         assert refused.connection.recv(1) == b""
         for stream in (refused, *streams):
             stream.close()
+
+
+def test_connections_that_say_nothing_keep_no_browser_out(server: DashboardServer) -> None:
+    parts = urlsplit(server.url)
+    silent = [socket.create_connection(("127.0.0.1", parts.port or 0)) for _ in range(MAX_CONNECTIONS)]
+    assert ask(server, parts.path).status == 200
+    for connection in silent:
+        connection.close()
 
 
 def test_what_was_told_last_arrives_though_it_ends(feed: Feed, tmp_path: Path) -> None:

@@ -64,6 +64,15 @@ def test_all_names_of_a_script_are_merged_and_nan_stays_nan() -> None:
     assert math.isnan(merged["evaluation/accuracy", 0])
 
 
+def test_values_whose_sum_is_not_finite_have_a_mean_that_is_not() -> None:
+    maker = PointMaker()
+    feed(maker, ReportedValues(0.0, 0, 0, {"both": "inf", "large": 1.5e308}))
+    feed(maker, ReportedValues(0.0, 1, 0, {"both": "-inf", "large": 1.5e308}))
+    merged = named(maker.pop_merged(is_over=True))
+    assert math.isnan(merged["both", 0])
+    assert merged["large", 0] == math.inf
+
+
 def test_staleness_and_time_are_merged_for_each_clock() -> None:
     maker = PointMaker()
     for record in (ReadRecord(0.0, 0, "model", 5, 3, 0.0, "fetch"), step(0, 5)):

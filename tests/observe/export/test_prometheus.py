@@ -14,8 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.tidy.tree import ROOT
 
 from paceline.errors import UsageError
+from paceline.observe.export import prometheus
 from paceline.observe.export.prometheus import MetricsServer, exposition, listen
 from paceline.observe.export.run_metrics import METRICS, MOST_SERIES, OTHER, RunMetrics
+from paceline.observe.http_server import MAX_CONNECTIONS
 from paceline.observe.trace import (
     AppliedRecord,
     Exit,
@@ -131,6 +133,32 @@ def test_scrapes_are_answered_on_this_machine_alone_until_it_is_closed() -> None
         server.close()
     with pytest.raises(OSError, match=r"refused"):
         socket.create_connection((server.url.split("/")[2].split(":")[0], int(server.url.split(":")[2].split("/")[0])))
+
+
+def test_connections_that_say_nothing_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prometheus, "REQUEST_TIMEOUT_S", 1000.0)
+    listening = listen("0")
+    server = MetricsServer(listening, dict)
+    try:
+        silent = [socket.create_connection(listening.getsockname()[:2], 60) for _ in range(MAX_CONNECTIONS + 1)]
+        assert silent[0].recv(1) == b""
+        with urllib.request.urlopen(server.url, timeout=60) as answer:
+            assert answer.status == 200
+        for connection in silent:
+            connection.close()
+    finally:
+        server.close()
+
+
+def test_a_client_that_has_gone_away_is_not_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    server = MetricsServer(listen("0"), dict)
+    try:
+        raise ConnectionResetError
+    except ConnectionResetError:
+        server._server.handle_error(None, ("127.0.0.1", 1))
+    finally:
+        server.close()
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("address", ["", "port", "70000", "-1", "127.0.0.1:"])

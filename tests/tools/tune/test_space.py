@@ -45,6 +45,8 @@ def test_a_grid_is_all_combinations() -> None:
             "low must be less than high, got low 1 and high 1",
         ),
         ({"trials": 3, "parameters": {"lr": {"low": 1, "high": float("inf")}}}, "must be finite"),
+        ({"trials": 3, "parameters": {"n": {"low": 1, "high": 10**400}}}, "9223372036854775807"),
+        ({"method": "grid", "parameters": {"n": {"low": 0.5, "high": 1, "steps": 10**400}}}, "9223372036854775807"),
         ({"trials": 3, "parameters": {"lr": {"low": 0, "high": 1, "log": True}}}, "with log, low must be more than 0"),
         ({"trials": 3, "parameters": {"lr": {"low": 0, "high": 1, "lag": True}}}, "unknown field `lag`"),
         ({"trials": 3, "parameters": {"-lr": [1]}}, "a name has letters"),

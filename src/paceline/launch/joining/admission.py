@@ -255,16 +255,23 @@ class JoinListener:
         """Take a request, and follow what becomes of the workers."""
         try:
             joiner = self._take(connection)
+            if joiner is not None:
+                self._follow(joiner)
         except PeerError:  # it said nothing in time, or nothing that is valid: it learns that by the end
-            joiner = None
-        if joiner is not None:
+            pass
+        finally:
+            connection.close()
+            with self._lock:
+                del self._connections[connection]
+
+    def _follow(self, joiner: Joiner) -> None:
+        """Follow what becomes of the workers of a joiner until its connection ends, and take the rest for killed."""
+        try:
             why = joiner.follow()
             if why and not self._is_over:
                 self._tell(f"the connection to {joiner.origin}, which has joined, has ended: {why}")
+        finally:
             joiner.give_up()
-        connection.close()
-        with self._lock:
-            del self._connections[connection]
 
     def _take(self, connection: Connection) -> Joiner | None:
         """Return who asks, unless it is refused whatever places there are."""

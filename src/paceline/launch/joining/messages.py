@@ -10,6 +10,7 @@ import msgspec
 
 from paceline.errors import PeerError, UsageError
 from paceline.launch.rendezvous.liveness_lock import ProcessInfo
+from paceline.observe.trace import Seconds
 from paceline.transport.base import Limits
 
 JOB: Final = "paceline join"  # name in the proof of the token
@@ -53,7 +54,7 @@ class WorkerTrace(msgspec.Struct, frozen=True, tag="trace"):
     """What a worker of another machine has written down, as whole lines of its trace; `now_s` on the clock there."""
 
     rank: Rank
-    now_s: float
+    now_s: Seconds
     lines: Annotated[bytes, msgspec.Meta(max_length=1 << 19)]
 
 

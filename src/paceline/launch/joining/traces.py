@@ -13,7 +13,7 @@ import msgspec
 from paceline.errors import PeerError, UsageError
 from paceline.launch.joining.messages import WorkerTrace
 from paceline.observe.runs import TraceFollower, decode_lines
-from paceline.observe.trace import Exit, TraceFile, trace_path
+from paceline.observe.trace import MOST_SECONDS, NO_SERVER, Record, Sampled, TraceFile, trace_path
 
 PIECE_BYTES: Final = 1 << 17  # of a trace, that are read at a time
 
@@ -70,9 +70,10 @@ class TraceReceiver:
             raise PeerError(f"it sent what is no trace of worker {said.rank}") from error
         self._shift_s = min(self._shift_s, time.monotonic() - said.now_s)
         for record in records:
-            whose = getattr(record, "worker", getattr(record, "rank", said.rank))
-            if whose != said.rank or isinstance(record, Exit):
+            if not _is_of(record, said.rank):
                 raise PeerError(f"in the trace of worker {said.rank} it sent a record of another process")
+            if abs(record.t + self._shift_s) > MOST_SECONDS:
+                raise PeerError(f"in the trace of worker {said.rank} it sent a record with a time that cannot be")
         if said.rank not in self._files:
             self._files[said.rank] = TraceFile(path, self._max_bytes)
         here = [msgspec.structs.replace(record, t=record.t + self._shift_s) for record in records]
@@ -82,3 +83,11 @@ class TraceReceiver:
         """Close the files."""
         for file in self._files.values():
             file.close()
+
+
+def _is_of(record: Record, worker: int) -> bool:
+    """Return whether a worker writes such a record, of itself."""
+    if isinstance(record, Sampled):
+        return (record.role, record.rank) == ("worker", worker)
+    is_of_server = getattr(record, "server", NO_SERVER) != NO_SERVER
+    return getattr(record, "worker", None) == worker and not is_of_server

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Final, Literal, final
+from typing import Annotated, Final, Literal, final
 
 import msgspec
 
@@ -34,13 +34,14 @@ VERSION: Final = f"{__version__} (wire version {WIRE_VERSION})"
 BEAT_S: Final = 2.0
 SILENCE_S: Final = 60.0  # much longer than a process that lives may be kept from touching its file
 _TELL_AFTER_S: Final = 10.0
+_MOST_VERSION: Final = 100  # characters, as a refusal quotes it
 
 
 class ProcessInfo(msgspec.Struct, frozen=True):
     """What a process tells of itself."""
 
     machine: Machine
-    version: str = ""
+    version: Annotated[str, msgspec.Meta(max_length=_MOST_VERSION)] = ""
 
     @staticmethod
     def own() -> "ProcessInfo":

@@ -5,15 +5,14 @@ from __future__ import annotations
 import hmac
 import secrets
 import socket
-import sys
 import threading
-from contextlib import suppress
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any, Final, cast, final
 
 from paceline.errors import UsageError
 from paceline.observe.dashboard.page import Page, read_page
+from paceline.observe.http_server import REQUEST_TIMEOUT_S, BoundedHttpServer
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from paceline.observe.dashboard.feed import Feed
 
 LOOPBACK: Final = "127.0.0.1"
-MAX_CONNECTIONS: Final = 32  # each has a thread
-REQUEST_TIMEOUT_S: Final = 10.0  # for a request to come, and for a piece of an answer to be taken
 END_PATIENCE_S: Final = 1.0  # for pages to take what was told last
 KEEP_ALIVE_S: Final = 15.0  # between two pieces of a stream, so that one whose page is gone ends
 _NAMES: Final = ("127.0.0.1", "localhost")  # a page of another site reaches us under its own name only
@@ -72,51 +69,24 @@ class DashboardServer:
         self._http.close_all()
 
 
-class _Server(ThreadingHTTPServer):
-    """Threads of requests, no more than MAX_CONNECTIONS, which all end with it."""
+class _Server(BoundedHttpServer):
+    """Threads of requests, which all end with it."""
 
     daemon_threads = False  # `server_close` joins those that are none
     block_on_close = True
-    allow_reuse_address = True
-    request_queue_size = MAX_CONNECTIONS
 
     def __init__(self, address: tuple[str, int], feed: Feed, page: Page, token: str) -> None:
         self.feed, self.page, self.token = feed, page, token
-        self._open: set[socket.socket] = set()
-        self._lock = threading.Lock()
-        self._ended = threading.Condition(self._lock)  # of a connection
         super().__init__(address, _Request)
 
     def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as the base class has it
-        connection = cast("socket.socket", request)
-        with self._lock:
-            has_room = len(self._open) < MAX_CONNECTIONS
-            if has_room:
-                self._open.add(connection)
-        if not has_room:
-            super().shutdown_request(request)
-            return
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
+        """Bound what waits for a page that is slow."""
+        cast("socket.socket", request).setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
         super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:  # noqa: ANN401 - as the base class has it
-        with self._lock:
-            self._open.discard(cast("socket.socket", request))
-            self._ended.notify_all()
-        super().shutdown_request(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as the base class has it
-        """Say nothing of a browser that has gone away."""
-        if not isinstance(sys.exception(), OSError):
-            super().handle_error(request, client_address)
 
     def close_all(self) -> None:
         """Let pages take what was told last, end all connections, wait for their threads, and stop to listen."""
-        with self._lock:
-            self._ended.wait_for(lambda: not self._open, END_PATIENCE_S)
-            for connection in self._open:
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+        self.end_all(END_PATIENCE_S)
         self.server_close()
 
 
@@ -134,12 +104,14 @@ class _Request(BaseHTTPRequestHandler):
         if host not in {f"{name}:{server.server_port}" for name in _NAMES}:
             self._refuse(HTTPStatus.FORBIDDEN, "this page is served to this machine only, by its own address")
             return
-        _, token, *rest = self.path.partition("?")[0].split("/")
+        token, slash, rest = self.path.partition("?")[0].removeprefix("/").partition("/")
         if not hmac.compare_digest(token.encode(), server.token.encode()):
             self._refuse(HTTPStatus.FORBIDDEN, "open the whole address that paceline has written")
-        elif rest == [""]:
+            return
+        server.keep(self.connection)
+        if slash and not rest:
             self._send_page(server.page)
-        elif rest == ["events"]:
+        elif rest == "events":
             self._stream(server.feed)
         else:
             self._refuse(HTTPStatus.NOT_FOUND, "there is only the page")

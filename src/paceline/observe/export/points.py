@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import nan
-from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
+from paceline.observe.averages import mean
 from paceline.observe.trace import (
     Evaluated,
     Exit,
@@ -95,7 +95,7 @@ class PointMaker:
         points: list[Point] = []
         for clock in ready:
             values = self._open.pop(clock)
-            points += [Point(name, clock, self._t, fmean(found)) for name, found in sorted(values.items())]
+            points += [Point(name, clock, self._t, mean(found)) for name, found in sorted(values.items())]
             self._next = clock + 1
         return points
 

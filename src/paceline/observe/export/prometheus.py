@@ -6,11 +6,12 @@ import math
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Final, final
 
 from paceline.errors import UsageError
 from paceline.observe.export.run_metrics import METRICS, STALENESS
+from paceline.observe.http_server import REQUEST_TIMEOUT_S, BoundedHttpServer
 
 if TYPE_CHECKING:
     from paceline.observe.export.run_metrics import Metric, RunMetrics
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 PATH: Final = "/metrics"
 LOOPBACK: Final = "127.0.0.1"
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-_SCRAPE_TIMEOUT_S: Final = 10.0
 _ESCAPES: Final = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 _MOST_LABEL: Final = 200  # characters
 
@@ -104,7 +104,7 @@ def check_free(address: str) -> None:
 
 @final
 class MetricsServer:
-    """Answers scrapes, in a thread of its own, until it is closed. A stalled reader holds up none but itself.
+    """Answers scrapes, in a thread of its own, until it is closed. Readers that stall hold up no other.
 
     server = MetricsServer(listen("9464"), lambda: {(): metrics})
     """
@@ -113,7 +113,7 @@ class MetricsServer:
         """Serve from now on what `sources` returns at each scrape; takes over the socket."""
 
         class Scrape(BaseHTTPRequestHandler):
-            timeout = _SCRAPE_TIMEOUT_S
+            timeout = REQUEST_TIMEOUT_S
 
             def do_GET(self) -> None:
                 if self.path.partition("?")[0] != PATH:
@@ -129,7 +129,7 @@ class MetricsServer:
             def log_message(self, format: str, *args: object) -> None:
                 """Log nothing: scrapes come every few seconds."""
 
-        self._server = ThreadingHTTPServer(("", 0), Scrape, bind_and_activate=False)
+        self._server = BoundedHttpServer(("", 0), Scrape, listens=False)
         self._server.socket.close()
         self._server.socket = listening
         self._server.daemon_threads = True

@@ -12,6 +12,7 @@ from paceline.core.consistency import Consistency, bsp
 from paceline.core.server import LEAD
 from paceline.errors import UsageError
 from paceline.job.spec import ClusterSpec
+from paceline.observe.averages import mean
 from paceline.observe.runs import Run, read_run
 from paceline.simulate.outcome import Outcome, rehearse
 from paceline.simulate.scenario import Network, Scenario, SimulatedLines
@@ -245,4 +246,4 @@ def _with_line(scenario: Scenario, recorded_s: float) -> Scenario:
 def _losses(steps: Sequence[Step]) -> tuple[float, float] | None:
     losses = [step.loss for step in sorted(steps, key=lambda step: step.t) if step.loss is not None]
     tenth = max(1, len(losses) // 10)
-    return (fmean(losses[:tenth]), fmean(losses[-tenth:])) if losses else None
+    return (mean(losses[:tenth]), mean(losses[-tenth:])) if losses else None

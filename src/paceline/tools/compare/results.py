@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
+from paceline.observe.averages import mean
 from paceline.observe.plots import (
     DPI,
     FAINT,
@@ -98,7 +99,7 @@ def read_result(entry: ComparedEntry, run: Run) -> Result:
 
 def _final_loss(steps: Sequence[Step]) -> float | None:
     losses = [step.loss for step in steps if step.loss is not None]
-    return fmean(losses[-max(1, round(_END * len(losses))) :]) if losses else None
+    return mean(losses[-max(1, round(_END * len(losses))) :]) if losses else None
 
 
 def _loss_by_samples(steps: Sequence[Step], ranks_per_replica: int) -> tuple[CurvePoint, ...]:
@@ -112,7 +113,7 @@ def _loss_by_samples(steps: Sequence[Step], ranks_per_replica: int) -> tuple[Cur
         num_samples += sum(step.samples for step in of_clock) / ranks_per_replica
         losses = [step.loss for step in of_clock if step.loss is not None]
         if losses:
-            points.append((num_samples, fmean(losses)))
+            points.append((num_samples, mean(losses)))
     return curve(points)
 
 

@@ -16,7 +16,6 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Final, Protocol, final
 
 from paceline.errors import UsageError
@@ -27,6 +26,7 @@ from paceline.launch.config import RunConfig, as_text, flags, option_name
 from paceline.launch.guard import Guard, kill_group
 from paceline.launch.policy import describe_exit
 from paceline.launch.signals import Signals
+from paceline.observe.averages import mean
 from paceline.observe.runs import TraceFollower
 from paceline.observe.trace import Evaluated, Reported, Step
 from paceline.tools.compare.runs import failure_reason
@@ -66,7 +66,7 @@ class Series:
         return self._means + [self._mean(turn) for turn in range(min(lengths), max(lengths) if to_the_end else 0)]
 
     def _mean(self, turn: int) -> float:
-        return fmean(numbers[turn] for numbers in self._by_worker.values() if turn < len(numbers))
+        return mean(numbers[turn] for numbers in self._by_worker.values() if turn < len(numbers))
 
 
 @final
@@ -117,14 +117,14 @@ class Values:
         if measured or self._metric == "accuracy":
             return self._measured.means(to_the_end=ended)
         losses = self._training.means(to_the_end=ended)
-        return [fmean(losses[end - self._every : end]) for end in range(self._every, len(losses) + 1, self._every)]
+        return [mean(losses[end - self._every : end]) for end in range(self._every, len(losses) + 1, self._every)]
 
     def final(self, *, measured: bool) -> float | None:
         """Return the value of a trial that has ended; None if it has not reported the metric."""
         if measured or self._metric == "accuracy":
             return next(reversed(self._measured.means(to_the_end=True)), None)
         losses = self._training.means(to_the_end=True)[-self._every :]
-        return fmean(losses) if losses else None
+        return mean(losses) if losses else None
 
 
 # -P: files of the working folder do not take the place of Python's own modules.

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -23,6 +23,7 @@ OURS: Final = ("config", "run-dir", "progress", "quiet", "traceback")  # options
 MAX_COMBINATIONS: Final = 10_000
 
 _NAME: Final = re.compile(r"[A-Za-z][\w.-]*")
+_Whole = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -31,10 +32,10 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `steps` is the number of points of a grid; without it, all whole numbers.
     """
 
-    low: int | float
-    high: int | float
+    low: _Whole | float
+    high: _Whole | float
     log: bool = False
-    steps: int | None = None
+    steps: _Whole | None = None
 
     @property
     def is_whole(self) -> bool:
