@@ -260,7 +260,7 @@ class Fragment:
     @torch.no_grad()
     def _move(self, merge: float) -> None:
         for tensor, part in zip(self.flat.tensors, self.flat.parts(self._anchor), strict=True):
-            tensor.lerp_(part.to(tensor.device), merge)
+            tensor.lerp_(part.to(tensor), merge)  # buffers of several dtypes share a table of a wider one
 
 
 OUTER = "outer"  # key of the servers' part in a state_dict
