@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.collective.failures import names
 from paceline.errors import UsageError
 from paceline.model_parallel.mesh import Mesh
-from paceline.training.state import with_numbers
+from paceline.training.state import numbered_for
 from paceline.training.strategy import Distributed, Settings, TrainingJob
 from paceline.update.summing import num_nonfinite
 from paceline.worker.pushes import NONFINITE_ADVICE, some_parameters
@@ -239,7 +239,7 @@ class CollectiveOptimizer(Distributed):
 
     def _set_state(self, state_dict: dict[str, Any]) -> None:
         """Load a state into the wrapped optimizer, and share its resulting objects."""
-        self._optimizer.load_state_dict(with_numbers(state_dict))
+        self._optimizer.load_state_dict(numbered_for(self, state_dict, self._settings.name))
         self.param_groups, self.state = self._optimizer.param_groups, self._optimizer.state
 
     def _step_unless(self, problem: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from paceline.training.all_reduce import ReplicatedOptimizer
 from paceline.training.downpour import Downpour
 from paceline.training.flat import segments_of
 from paceline.training.fsdp import FullySharded
-from paceline.training.state import hyperparameters, optimizer_over
+from paceline.training.state import checked_by_all, hyperparameters, numbered_for, optimizer_over
 from paceline.training.strategy import Distributed, HeldTensor, Settings, Strategy, TrainingJob, require_fresh
 from paceline.update.table import Segment
 
@@ -290,11 +290,12 @@ class GroupedOptimizer(Distributed):
         Raises:
             UsageError: the state belongs to another optimizer or model; nothing is changed then.
         """
-        self._require_same_groups(state_dict)
-        for own, given in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            own.update(hyperparameters(given))
+        with checked_by_all(self._job):
+            numbered = numbered_for(self, state_dict, self._settings.name)
         for part in self._parts:
-            part.optimizer.load_state_dict(part.own(state_dict))
+            part.optimizer.load_state_dict(part.own(numbered))
+        for own, given in zip(self.param_groups, numbered["param_groups"], strict=True):
+            own.update(hyperparameters(given))
 
     # -- behind the scenes -------------------------------------------------------------------------------------------
 
@@ -316,19 +317,6 @@ class GroupedOptimizer(Distributed):
 
     def _note_turn(self) -> None:
         self.turn_s = max(part.optimizer.turn_s for part in self._parts)
-
-    def _require_same_groups(self, state_dict: Mapping[str, Any]) -> None:
-        if not state_dict.keys() >= _WHOLE:
-            raise UsageError(
-                f"a state_dict of an optimizer has 'state' and 'param_groups', this has {sorted(state_dict)}."
-            )
-        given = [len(group["params"]) for group in cast("list[dict[str, Any]]", state_dict["param_groups"])]
-        expected = [len(group["params"]) for group in self.param_groups]
-        if given != expected:
-            raise UsageError(
-                f"the state has parameter groups of {given} parameters, the optimizer of '{self._settings.name}' has "
-                f"{expected}: it is of another model or optimizer."
-            )
 
 
 def _taken(
