@@ -106,6 +106,7 @@ class ReplicatedOptimizer(CollectiveOptimizer):
     """
 
     no_slices = "all-reduce, which combines gradients in every backward: take servers, or leave slices out."
+    clips_mean = True
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from paceline.errors import UsageError
 from paceline.training.all_reduce import ReplicatedOptimizer
@@ -172,6 +173,7 @@ class GroupedOptimizer(Distributed):
         self, optimizer: torch.optim.Optimizer, parts: Sequence[GroupPart], settings: Settings, job: TrainingJob
     ) -> None:
         super().__init__(optimizer, "by groups", settings, job)
+        self._has_told_of_clipping = False
         # Parts whose workers wait for each other in backward come first: a worker without a batch has to take part
         # there before it waits for values of other parts, because the clock of the others ends after their backward.
         self._parts = tuple(sorted(parts, key=lambda part: part.optimizer.turn_s == 0.0))
@@ -214,6 +216,27 @@ class GroupedOptimizer(Distributed):
         for part in self._parts:
             if isinstance(part.optimizer, ReplicatedOptimizer):
                 part.optimizer.weigh(samples)
+
+    def clip_gradients(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
+        """Clip the gradients by one norm over all parts, or those of each part by their own.
+
+        One norm is for gradients that backward has combined in all parts, or that in all parts go as pushes of their
+        own. Else no process has the gradients of all parts as they are used, so each part is clipped as its policy
+        alone does it, which is told once: one norm would differ from worker to worker, and part their replicas.
+        """
+        optimizers = [part.optimizer for part in self._parts]
+        replicated = [isinstance(one, ReplicatedOptimizer) for one in optimizers]
+        if self._job.size == 1 or all(replicated) or not any(one.clips_mean for one in optimizers):
+            return super().clip_gradients(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        if not self._has_told_of_clipping:
+            self._has_told_of_clipping = True
+            self._job.metrics.tell(
+                f"worker {self._job.rank}, '{self._settings.name}': each group of parameters is clipped by its own "
+                "norm, not all by one as after torch's DDP: no process has the gradients of all groups as they are "
+                "used."
+            )
+        norms = [one.clip_gradients(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite) for one in optimizers]
+        return get_total_norm(norms, norm_type)
 
     def send(self, samples: float | None) -> float:
         """Send the gradients of all parts, with the same weight.
