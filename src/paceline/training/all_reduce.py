@@ -23,6 +23,7 @@ from paceline.training.collective_optimizer import (
     CollectiveOptimizer,
     checked_weight,
     digest_of_values,
+    laid_out_like,
     numbers_of_first,
     require_weighed,
 )
@@ -385,7 +386,8 @@ class CombinedOptimizer(CollectiveOptimizer):
         total, *counts = tail.tolist()
         divisor = 1.0 if self._settings.scale == "sum" else total or 1.0
         for tensor, sum_, count in zip(tensors, sums, counts, strict=True):
-            tensor.grad = sum_.to(tensor.dtype).div_(divisor) if count else None
+            mean = sum_.to(tensor.dtype).div_(divisor)
+            tensor.grad = laid_out_like(tensor.detach(), mean) if count else None
 
     def _copy_gradients(self) -> None:
         """Give replicas without a batch the gradients of the first one with a batch, as its script has left them."""
@@ -401,7 +403,7 @@ class CombinedOptimizer(CollectiveOptimizer):
                 source = mesh.grid.rank(replace(position, replica=first))
                 dist.broadcast(tensor, src=source, group=mesh.group("data"))
         for tensor, gradient, has in zip(tensors, gradients, present.tolist(), strict=True):
-            tensor.grad = gradient if has else None
+            tensor.grad = laid_out_like(tensor.detach(), gradient) if has else None
 
     def _problem(self) -> str:
         """Return why the combined gradients may not be used, agreed with all parts of the model."""

@@ -176,6 +176,16 @@ def require_equal_values(rank: int, others: Sequence[int]) -> None:
         )
 
 
+def laid_out_like(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Return a gradient in the memory layout of its parameter, which torch's fused steps take for granted.
+
+    >>> parameter = torch.zeros(1, 2, 3, 3).to(memory_format=torch.channels_last)
+    >>> laid_out_like(parameter, torch.ones(1, 2, 3, 3)).stride()
+    (18, 1, 6, 2)
+    """
+    return gradient if gradient.stride() == parameter.stride() else torch.empty_like(parameter).copy_(gradient)
+
+
 def digest_of(content: bytes) -> int:
     """Return 63 bits that differ wherever contents do: what workers compare in place of these.
 

@@ -37,6 +37,7 @@ from paceline.training.collective_optimizer import (
     NOT_FINITE,
     digest_of,
     digest_of_values,
+    laid_out_like,
     require_equal_values,
     require_weighed,
 )
@@ -318,7 +319,8 @@ class DDPReplica:
         own = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
         for parameter, present in zip(parameters, broadcast_tensor(turn, own, source).tolist(), strict=True):
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = broadcast_tensor(turn, gradient.detach(), source) if present else None
+            common = broadcast_tensor(turn, gradient.detach(), source) if present else None
+            parameter.grad = None if common is None else laid_out_like(parameter.detach(), common)
 
     def _copy(self, tensor: Tensor) -> None:
         """Set a tensor to its values on worker 0."""
