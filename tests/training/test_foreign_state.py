@@ -100,6 +100,41 @@ def test_every_strategy_has_the_state_that_it_is_given(tmp_path: Path, form: str
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("strategy", ["parameter-server", "all-reduce", *OTHERS])
+def test_a_state_has_the_memory_layout_of_its_parameter(strategy: str) -> None:
+    """Files keep none, and fused steps take those of parameter and state for equal."""
+
+    def channels_last() -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = seeded(lambda: nn.Sequential(nn.Conv2d(3, 4, 2), nn.Flatten(), nn.Linear(36, 1)))
+        net = net.to(memory_format=torch.channels_last)
+        return net, torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
+
+    def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        net(torch.arange(96.0).view(2, 3, 4, 4)).square().mean().backward()
+        optimizer.step()
+
+    paceline.init()
+    alone, plain = channels_last()
+    step(alone, plain)
+    state = deepcopy(plain.state_dict())
+    for values in state["state"].values():
+        values.update({key: value.contiguous() for key, value in values.items()})
+    net, wrapped = channels_last()
+    name = f"layouts-{strategy}"
+    optimizer = paceline.distributed(wrapped, strategy=OTHERS.get(strategy, strategy), name=name, model=net)
+    net.load_state_dict(alone.state_dict())
+    optimizer.load_state_dict(state)
+    found = optimizer.state_dict()
+    assert found["state"][0]["exp_avg"].stride() == next(alone.parameters()).stride()
+    again, resumed = channels_last()
+    again.load_state_dict(alone.state_dict())
+    resumed.load_state_dict(found)
+    step(alone, plain)
+    step(again, resumed)
+    torch.testing.assert_close(list(again.parameters()), list(alone.parameters()), rtol=0, atol=0)
+
+
 def test_the_state_of_an_outer_optimizer_may_have_texts_for_numbers() -> None:
     paceline.init()
     net = model()

@@ -23,14 +23,13 @@ from paceline.training.collective_optimizer import (
     CollectiveOptimizer,
     checked_weight,
     digest_of_values,
-    laid_out_like,
     numbers_of_first,
     require_weighed,
 )
 from paceline.training.ddp import DDPReplica, DDPSettings
-from paceline.training.flat import FlatParameters, segments_of
+from paceline.training.flat import FlatParameters, laid_out_like, segments_of
 from paceline.training.same_batches import SameBatches, digest_of_batch
-from paceline.training.state import checked_by_all
+from paceline.training.state import checked_by_all, laid_out_for
 from paceline.training.strategy import Distributed, Settings, TrainingJob, require_fresh
 from paceline.update.summing import num_nonfinite
 
@@ -181,7 +180,7 @@ class ReplicatedOptimizer(CollectiveOptimizer):
         Every worker must call it, with the same state; blocks until all have.
         """
         with checked_by_all(self._job):
-            self._set_state(state_dict)
+            self._set_state(laid_out_for(self, state_dict, self._settings.name))
         self._replica.copy_from_first()
 
     def detach(self) -> None:
@@ -289,7 +288,7 @@ class CombinedOptimizer(CollectiveOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state, with the parameters and buffers of replica 0; all workers must call it."""
         with checked_by_all(self._job):
-            self._set_state(state_dict)
+            self._set_state(laid_out_for(self, state_dict, self._settings.name))
         self._copy_from_first()
 
     def _named(self) -> Mapping[str, Tensor]:

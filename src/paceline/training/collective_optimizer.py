@@ -18,7 +18,6 @@ from torch import Tensor
 from paceline.collective.failures import names
 from paceline.errors import UsageError
 from paceline.model_parallel.mesh import Mesh
-from paceline.training.state import numbered_for
 from paceline.training.strategy import Distributed, Settings, TrainingJob
 from paceline.update.summing import num_nonfinite
 from paceline.worker.pushes import NONFINITE_ADVICE, some_parameters
@@ -176,16 +175,6 @@ def require_equal_values(rank: int, others: Sequence[int]) -> None:
         )
 
 
-def laid_out_like(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """Return a gradient in the memory layout of its parameter, which torch's fused steps take for granted.
-
-    >>> parameter = torch.zeros(1, 2, 3, 3).to(memory_format=torch.channels_last)
-    >>> laid_out_like(parameter, torch.ones(1, 2, 3, 3)).stride()
-    (18, 1, 6, 2)
-    """
-    return gradient if gradient.stride() == parameter.stride() else torch.empty_like(parameter).copy_(gradient)
-
-
 def digest_of(content: bytes) -> int:
     """Return 63 bits that differ wherever contents do: what workers compare in place of these.
 
@@ -247,9 +236,9 @@ class CollectiveOptimizer(Distributed):
         """Return the state of the wrapped optimizer."""
         return self._optimizer.state_dict()
 
-    def _set_state(self, state_dict: dict[str, Any]) -> None:
+    def _set_state(self, numbered: dict[str, Any]) -> None:
         """Load a state into the wrapped optimizer, and share its resulting objects."""
-        self._optimizer.load_state_dict(numbered_for(self, state_dict, self._settings.name))
+        self._optimizer.load_state_dict(numbered)
         self.param_groups, self.state = self._optimizer.param_groups, self._optimizer.state
 
     def _step_unless(self, problem: str) -> None:

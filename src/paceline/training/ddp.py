@@ -37,11 +37,10 @@ from paceline.training.collective_optimizer import (
     NOT_FINITE,
     digest_of,
     digest_of_values,
-    laid_out_like,
     require_equal_values,
     require_weighed,
 )
-from paceline.training.flat import FlatParameters
+from paceline.training.flat import FlatParameters, laid_out_like
 from paceline.training.same_batches import SameBatches, digest_of_batch
 from paceline.training.strategy import TrainingJob
 from paceline.update.summing import num_nonfinite

@@ -22,8 +22,8 @@ from paceline.training.state import (
     check_state,
     checked_by_all,
     fetch_state,
+    laid_out_for,
     loaded_by_first,
-    numbered_for,
     send_state,
 )
 from paceline.training.strategy import Distributed, Settings, TrainingJob, open_flat, require_plain_step
@@ -381,7 +381,7 @@ class LocalOptimizer(Distributed):
         quorum. The values that belong to it are those in a `snapshot`, or this worker's own; it is the same inside and
         outside of a snapshot.
         """
-        outer = {fragment.table.name: fetch_state(fragment.table) for fragment in self._fragments}
+        outer = {fragment.table.name: fetch_state(fragment.table, fragment.flat) for fragment in self._fragments}
         unsent = [fragment.unsent() for fragment in self._fragments]
         return {
             **self._optimizer.state_dict(),
@@ -402,7 +402,7 @@ class LocalOptimizer(Distributed):
             Refused: another worker raised UsageError, or worker 0 failed to send the state or is gone.
         """
         with checked_by_all(self._job):
-            numbered = numbered_for(self, state_dict, self._settings.name)
+            numbered = laid_out_for(self, state_dict, self._settings.name)
             outer = self._outer_of(state_dict)
             unsent = self._unsent_of(state_dict)
             self.wait_for_values()

@@ -546,7 +546,7 @@ class DistributedOptimizer(Distributed):
         self.wait_for_values()  # with `overlap` values of the last step may be under way
         state: StateOf = {}
         for bucket in self._buckets:
-            found = fetch_state(bucket.table)
+            found = fetch_state(bucket.table, bucket.flat)
             state.update({bucket.first + index: values for index, values in found.items()})
         return {**super().state_dict(), "state": state}
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.core.calls import shown
 from paceline.core.partition import Range
 from paceline.errors import PacelineError, ProtocolBug, UsageError
-from paceline.training.flat import FlatParameters
+from paceline.training.flat import FlatParameters, laid_out_like
 from paceline.update.named_rules import granularity
 from paceline.update.placement import spans
 from paceline.update.rules import Hyper
@@ -35,8 +35,8 @@ StateOf = dict[int, dict[str, Tensor]]
 Part: TypeAlias = tuple[Range, Mapping[str, Tensor]]
 
 
-def fetch_state(table: Table) -> StateOf:
-    """Return the state of a table's update rule as the "state" of the plain torch optimizer; blocks."""
+def fetch_state(table: Table, flat: FlatParameters) -> StateOf:
+    """Return the state of a table's update rule as the "state" of a plain torch optimizer of these tensors; blocks."""
     layout = spans(table.spec, table.node.settings)
     what = f"the servers' state of table '{table.name}'"
     bodies = table.node.rpc.call_all(lambda number: SaveState(number, table.name), what)
@@ -44,7 +44,7 @@ def fetch_state(table: Table) -> StateOf:
         (span, read_answer_of(span.server, what, lambda body: load(bytes(body)), body))
         for span, body in zip(layout, bodies, strict=True)
     ]
-    return gather_optimizer(table.spec, parts)["state"]
+    return _laid_out(flat.tensors, gather_optimizer(table.spec, parts)["state"])
 
 
 def send_state(table: Table, state: StateOf, flat: FlatParameters) -> None:
@@ -100,6 +100,23 @@ def numbered_for(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], n
         UsageError: it has other groups, or a state of something else.
     """
     return _with_numbers(state_dict, [len(group["params"]) for group in optimizer.param_groups], f"'{name}'")
+
+
+def laid_out_for(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return what `numbered_for` does, with states in the memory layout of their parameters: files keep none."""
+    numbered = numbered_for(optimizer, state_dict, name)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {**numbered, "state": _laid_out(parameters, numbered["state"])}
+
+
+def _laid_out(parameters: Sequence[Tensor], state: Mapping[int, Mapping[str, Any]]) -> StateOf:
+    return {
+        index: {
+            key: laid_out_like(parameters[index].detach(), value) if isinstance(value, Tensor) else value
+            for key, value in values.items()
+        }
+        for index, values in state.items()
+    }
 
 
 def _with_numbers(state_dict: dict[str, Any], sizes: list[int], owner: str) -> dict[str, Any]:
