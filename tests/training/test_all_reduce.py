@@ -93,6 +93,36 @@ def test_a_worker_without_a_batch_takes_the_step_that_the_others_have_clipped(tm
     torch.testing.assert_close(first, expected, **TOLERANCES[torch.float64])
 
 
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_fused_steps_go_on_in_other_layouts_where_a_worker_has_no_batch(
+    tmp_path: Path, make: Callable[..., torch.optim.Optimizer]
+) -> None:
+    """They take each gradient for laid out like its parameter, as autograd leaves it."""
+    data = torch.randn(12, 3, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    options = {"lr": 0.1, "fused": True, **({"momentum": 0.9} if make is torch.optim.SGD else {})}
+
+    def convolution() -> nn.Module:
+        model = seeded(lambda: nn.Sequential(nn.Conv2d(3, 4, 2), nn.Flatten(), nn.Linear(36, 1)))
+        return model.double().to(memory_format=torch.channels_last)
+
+    def train(batches: Iterable[Tensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+        for batch in batches:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+        return parameters(model)
+
+    def work(_: Session) -> Tensor:
+        model = convolution()
+        loader = paceline.shard(DataLoader(TensorDataset(data), batch_size=BATCH_SIZE))
+        return train((batch for (batch,) in loader), model, attach(model, make(model.parameters(), **options)))
+
+    alone = convolution()
+    expected = train(data.split(2 * BATCH_SIZE), alone, make(alone.parameters(), **options))
+    for found in run_job(tmp_path, work, workers=2):
+        torch.testing.assert_close(found, expected, **TOLERANCES[torch.float64])
+
+
 @pytest.mark.parametrize("to_none", [True, False])
 def test_a_worker_without_a_batch_keeps_no_gradients_but_the_zeros_that_the_others_step(
     tmp_path: Path, to_none: bool
@@ -182,19 +212,23 @@ class Branches(nn.Module):
         return self.branches[branch](self.trunk(batch))
 
 
-def test_parameters_may_be_left_out_if_the_strategy_knows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("order", [1, -1])
+def test_parameters_may_be_left_out_if_the_strategy_knows(tmp_path: Path, order: int) -> None:
+    """Also the first one of the optimizer, in a step for which a worker has no batch."""
+
     def work(worker: Session) -> list[Tensor | None]:
         model = seeded(Branches).double()
-        optimizer = attach(model, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1), unused=True)
-        before = model.branches[2].weight.clone()
+        given = list(model.parameters())[::order]
+        optimizer = attach(model, torch.optim.SGD(given, lr=0.1, weight_decay=0.1), unused=True)
+        before = parameters(model.branches[2]).clone()
         data = TensorDataset(torch.ones(10, 3, dtype=torch.float64))  # five batches: worker 1 has one less
         for (batch,) in paceline.shard(DataLoader(data, batch_size=2)):
             optimizer.zero_grad()
             model(batch, worker.rank).sum().backward()
             optimizer.step()
         assert worker.node.clock == 3
-        assert torch.equal(model.branches[2].weight, before)  # no gradient, so no decay either
-        assert model.branches[2].weight.grad is None
+        assert torch.equal(parameters(model.branches[2]), before)  # no gradient, so no decay either
+        assert all(parameter.grad is None for parameter in model.branches[2].parameters())
         return [parameter.detach() for parameter in model.parameters()]
 
     first, second = run_job(tmp_path, work, workers=2)

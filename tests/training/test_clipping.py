@@ -75,15 +75,21 @@ def test_the_mean_of_all_gradients_is_clipped(tmp_path: Path, workers: int, serv
 
 
 @pytest.mark.parametrize(
-    ("shares", "options", "reason"),
+    ("shares", "options", "norm_type", "reason"),
     [
-        ((0.0, 0.5, 0.5), {}, "server 0, which leads the others, has no part of the model"),
-        ((), {"overlap": True}, "overlap=True sends gradients in parts"),
-        ((), {"scale": "mean"}, "the scale is 'mean'"),
+        ((0.0, 0.5, 0.5), {}, 2.0, "server 0, which leads the others, has no part of the model"),
+        ((), {"overlap": True}, 2.0, "overlap=True sends gradients in parts"),
+        ((), {"scale": "mean"}, 2.0, "the scale is 'mean'"),
+        ((), {}, float("inf"), "servers compute no norm of another type than 2"),
     ],
 )
 def test_where_servers_cannot_clip_the_mean_each_worker_clips_its_own_and_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], shares: tuple[float, ...], options: dict[str, Any], reason: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    shares: tuple[float, ...],
+    options: dict[str, Any],
+    norm_type: float,
+    reason: str,
 ) -> None:
     def own(worker: Session) -> float:
         net = nn.Linear(200, 1, bias=False)
@@ -93,8 +99,8 @@ def test_where_servers_cannot_clip_the_mean_each_worker_clips_its_own_and_says_s
             optimizer.zero_grad()
             with optimizer.accumulate():
                 (sign * 100.0 * net(torch.ones(200))).sum().backward()
-            optimizer.clip_gradients(0.5)
-            norm = net.weight.grad.norm() if net.weight.grad is not None else norm
+            optimizer.clip_gradients(0.5, norm_type)
+            norm = net.weight.grad.norm(norm_type) if net.weight.grad is not None else norm
             optimizer.step()
         return norm.item()
 

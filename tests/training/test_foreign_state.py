@@ -21,6 +21,12 @@ import paceline
 from paceline.errors import UsageError
 
 STEPS = 3
+FORMS = ("numbers", "names", "json", "dcp")
+OTHERS: dict[str, Any] = {
+    "groups": {"0.*": "bsp", "*": "all-reduce"},
+    "local-sgd": "local-sgd:2",
+    "downpour": "downpour:2",
+}
 
 
 def model() -> nn.Module:
@@ -62,7 +68,7 @@ def saved(form: str, folder: Path) -> tuple[dict[str, Any], list[Tensor]]:
     return torch.load(folder / "all.pt", weights_only=True), [each.detach() for each in net.parameters()]
 
 
-@pytest.mark.parametrize("form", ["numbers", "names", "json", "dcp"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("strategy", ["parameter-server", "all-reduce"])
 def test_training_goes_on_bit_for_bit(tmp_path: Path, form: str, strategy: str) -> None:
     state, expected = saved(form, tmp_path)
@@ -81,11 +87,73 @@ def test_training_goes_on_bit_for_bit(tmp_path: Path, form: str, strategy: str) 
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("strategy", ["parameter-server", "all-reduce"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("strategy", OTHERS)
+def test_every_strategy_has_the_state_that_it_is_given(tmp_path: Path, form: str, strategy: str) -> None:
+    paceline.init()
+    given = saved(form, tmp_path)[0]["optimizer"]
+    net = model()
+    name = f"{strategy}-from-{form}"
+    optimizer = paceline.distributed(optimizer_of(net), strategy=OTHERS[strategy], name=name, model=net)
+    optimizer.load_state_dict(deepcopy(given))
+    expected, found = saved("numbers", tmp_path)[0]["optimizer"]["state"], optimizer.state_dict()["state"]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("strategy", ["parameter-server", "all-reduce", *OTHERS])
+def test_a_state_has_the_memory_layout_of_its_parameter(strategy: str) -> None:
+    """Files keep none, and fused steps take those of parameter and state for equal."""
+
+    def channels_last() -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = seeded(lambda: nn.Sequential(nn.Conv2d(3, 4, 2), nn.Flatten(), nn.Linear(36, 1)))
+        net = net.to(memory_format=torch.channels_last)
+        return net, torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
+
+    def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        net(torch.arange(96.0).view(2, 3, 4, 4)).square().mean().backward()
+        optimizer.step()
+
+    paceline.init()
+    alone, plain = channels_last()
+    step(alone, plain)
+    state = deepcopy(plain.state_dict())
+    for values in state["state"].values():
+        values.update({key: value.contiguous() for key, value in values.items()})
+    net, wrapped = channels_last()
+    name = f"layouts-{strategy}"
+    optimizer = paceline.distributed(wrapped, strategy=OTHERS.get(strategy, strategy), name=name, model=net)
+    net.load_state_dict(alone.state_dict())
+    optimizer.load_state_dict(state)
+    found = optimizer.state_dict()
+    assert found["state"][0]["exp_avg"].stride() == next(alone.parameters()).stride()
+    again, resumed = channels_last()
+    again.load_state_dict(alone.state_dict())
+    resumed.load_state_dict(found)
+    step(alone, plain)
+    step(again, resumed)
+    torch.testing.assert_close(list(again.parameters()), list(alone.parameters()), rtol=0, atol=0)
+
+
+def test_the_state_of_an_outer_optimizer_may_have_texts_for_numbers() -> None:
+    paceline.init()
+    net = model()
+    optimizer = paceline.distributed(optimizer_of(net), strategy="diloco:1", name="foreign-outer", model=net)
+    train(net, optimizer, 0)
+    state = deepcopy(optimizer.state_dict())
+    train(net, optimizer, STEPS)
+    texts = {table: {str(number): of for number, of in outer.items()} for table, outer in state["outer"].items()}
+    optimizer.load_state_dict({**state, "outer": texts})
+    assert state["outer"]["foreign-outer"][0]["momentum_buffer"].any()
+    torch.testing.assert_close(optimizer.state_dict()["outer"], state["outer"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("strategy", ["parameter-server", "all-reduce", *OTHERS])
 def test_a_state_of_no_parameter_is_refused(strategy: str) -> None:
     paceline.init()
     net = model()
-    optimizer = paceline.distributed(optimizer_of(net), strategy=strategy, name=f"foreign-{strategy}", model=net)
+    chosen = OTHERS.get(strategy, strategy)
+    optimizer = paceline.distributed(optimizer_of(net), strategy=chosen, name=f"foreign-{strategy}", model=net)
     state = optimizer_of(net).state_dict()
     state["state"] = {"2.weight": {"step": torch.tensor(1.0)}}
     with pytest.raises(UsageError, match=r"has a state of '2.weight', which is in none of its groups"):

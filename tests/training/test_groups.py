@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 import torch
 from tests.jobs import run_job
-from tests.training.recipes import adam, loss_of, mlp, parameters, seeded
+from tests.training.recipes import Recipe, accumulate, adam, loss_of, micro_batch, mlp, parameters, seeded, sgd
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -22,7 +22,7 @@ from paceline.job.mesh import MeshShape
 from paceline.model_parallel.arrangement import ModelPart
 from paceline.training.groups import GroupedOptimizer, Groups
 from paceline.training.parameter_server import ParameterServer
-from paceline.training.strategy import Settings
+from paceline.training.strategy import Settings, Strategy
 
 if TYPE_CHECKING:
     from paceline.data.slicing import ClockSlices
@@ -220,6 +220,52 @@ def test_statistics_are_averaged_once_and_weights_hold_in_all_groups(tmp_path: P
     for mean, steps in run_job(tmp_path, work, workers=2):
         assert mean == pytest.approx(6.0)  # of 1 and 11
         assert steps == pytest.approx([0.75, 0.75], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("policies", "alone"),
+    [
+        ({"0.*": paceline.strategies.all_reduce(bucket_mb=1), "*": "all-reduce"}, False),
+        ({"0.*": "bsp", "*": "all-reduce"}, True),
+        ({"0.*": "ssp:3", "*": "all-reduce"}, True),
+        ({"0.*": "bsp", "*": "asynchronous"}, True),
+    ],
+)
+def test_groups_are_clipped_by_one_norm_where_all_have_combined_gradients_and_else_by_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], policies: dict[str, Strategy | str], alone: bool
+) -> None:
+    """A norm with gradients of one worker in it would part the replicas."""
+    most, num_steps = 0.01, 3
+    lockstep = [index for index, policy in enumerate(policies.values()) if policy not in ("ssp:3", "asynchronous")]
+
+    def work(worker: Session) -> list[Tensor]:
+        model = mlp().double()
+        optimizer = paceline.distributed(sgd(model), strategy=policies, model=model)
+        for step in range(num_steps):
+            optimizer.zero_grad()
+            loss_of(model, micro_batch(worker.rank, step, torch.float64)).backward()
+            assert optimizer.clip_gradients(most) > most
+            optimizer.step()
+        with optimizer.snapshot():
+            return [parameters(model[2 * index]) for index in lockstep]
+
+    found, other = run_job(tmp_path, work, workers=2)
+    torch.testing.assert_close(found, other, rtol=0, atol=0)
+    assert capsys.readouterr().err.count("each group of parameters is clipped by its own norm") == 2 * alone
+    if len(lockstep) == 1:  # the other group learns from values that differ from run to run
+        return
+    model = mlp().double()
+    optimizer = sgd(model)
+    for step in range(num_steps):
+        accumulate(model, Recipe(backward=one_double_batch), 2, step)
+        for clipped in (model[0], model[2]) if alone else (model,):
+            nn.utils.clip_grad_norm_(clipped.parameters(), most)
+        optimizer.step()
+    torch.testing.assert_close(found, [parameters(model[0]), parameters(model[2])], **EXACT)
+
+
+def one_double_batch(model: nn.Module, rank: int, step: int) -> None:
+    loss_of(model, micro_batch(rank, step, torch.float64)).backward()
 
 
 def test_a_state_goes_from_one_process_to_groups_and_back(tmp_path: Path) -> None:

@@ -201,6 +201,23 @@ def test_buffers_are_averaged_and_schedules_are_followed(tmp_path: Path) -> None
     assert run_job(tmp_path, work, workers=2) == [(6.0, -1.5)] * 2
 
 
+def test_buffers_of_several_dtypes_go_a_part_of_the_way(tmp_path: Path) -> None:
+    """They share a table of the wider dtype."""
+
+    def work(worker: Session) -> tuple[float, float]:
+        model = slope()
+        model.register_buffer("wide", torch.zeros(1))
+        model.register_buffer("narrow", torch.zeros(1, dtype=torch.bfloat16))
+        optimizer = attach(model, paceline.strategies.local_sgd(steps=1, merge=0.5))
+        for buffer in model.buffers():
+            buffer.fill_(4 * worker.rank)
+        go(model, optimizer)
+        wide, narrow = model.buffers()
+        return wide.item(), narrow.item()
+
+    assert run_job(tmp_path, work, workers=2) == [(1.0, 1.0), (3.0, 3.0)]  # half of the way to 2
+
+
 def test_what_is_not_finite_is_not_learned(tmp_path: Path) -> None:
     def work(worker: Session) -> tuple[float, int]:
         model = slope()

@@ -27,9 +27,9 @@ from paceline.training.collective_optimizer import (
     require_weighed,
 )
 from paceline.training.ddp import DDPReplica, DDPSettings
-from paceline.training.flat import FlatParameters, segments_of
+from paceline.training.flat import FlatParameters, laid_out_like, segments_of
 from paceline.training.same_batches import SameBatches, digest_of_batch
-from paceline.training.state import checked_by_all
+from paceline.training.state import checked_by_all, laid_out_for
 from paceline.training.strategy import Distributed, Settings, TrainingJob, require_fresh
 from paceline.update.summing import num_nonfinite
 
@@ -106,6 +106,7 @@ class ReplicatedOptimizer(CollectiveOptimizer):
     """
 
     no_slices = "all-reduce, which combines gradients in every backward: take servers, or leave slices out."
+    clips_mean = True
 
     def __init__(
         self,
@@ -179,7 +180,7 @@ class ReplicatedOptimizer(CollectiveOptimizer):
         Every worker must call it, with the same state; blocks until all have.
         """
         with checked_by_all(self._job):
-            self._set_state(state_dict)
+            self._set_state(laid_out_for(self, state_dict, self._settings.name))
         self._replica.copy_from_first()
 
     def detach(self) -> None:
@@ -287,7 +288,7 @@ class CombinedOptimizer(CollectiveOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state, with the parameters and buffers of replica 0; all workers must call it."""
         with checked_by_all(self._job):
-            self._set_state(state_dict)
+            self._set_state(laid_out_for(self, state_dict, self._settings.name))
         self._copy_from_first()
 
     def _named(self) -> Mapping[str, Tensor]:
@@ -384,7 +385,8 @@ class CombinedOptimizer(CollectiveOptimizer):
         total, *counts = tail.tolist()
         divisor = 1.0 if self._settings.scale == "sum" else total or 1.0
         for tensor, sum_, count in zip(tensors, sums, counts, strict=True):
-            tensor.grad = sum_.to(tensor.dtype).div_(divisor) if count else None
+            mean = sum_.to(tensor.dtype).div_(divisor)
+            tensor.grad = laid_out_like(tensor.detach(), mean) if count else None
 
     def _copy_gradients(self) -> None:
         """Give replicas without a batch the gradients of the first one with a batch, as its script has left them."""
@@ -400,7 +402,7 @@ class CombinedOptimizer(CollectiveOptimizer):
                 source = mesh.grid.rank(replace(position, replica=first))
                 dist.broadcast(tensor, src=source, group=mesh.group("data"))
         for tensor, gradient, has in zip(tensors, gradients, present.tolist(), strict=True):
-            tensor.grad = gradient if has else None
+            tensor.grad = laid_out_like(tensor.detach(), gradient) if has else None
 
     def _problem(self) -> str:
         """Return why the combined gradients may not be used, agreed with all parts of the model."""

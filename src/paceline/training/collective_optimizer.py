@@ -18,7 +18,6 @@ from torch import Tensor
 from paceline.collective.failures import names
 from paceline.errors import UsageError
 from paceline.model_parallel.mesh import Mesh
-from paceline.training.state import with_numbers
 from paceline.training.strategy import Distributed, Settings, TrainingJob
 from paceline.update.summing import num_nonfinite
 from paceline.worker.pushes import NONFINITE_ADVICE, some_parameters
@@ -237,9 +236,9 @@ class CollectiveOptimizer(Distributed):
         """Return the state of the wrapped optimizer."""
         return self._optimizer.state_dict()
 
-    def _set_state(self, state_dict: dict[str, Any]) -> None:
+    def _set_state(self, numbered: dict[str, Any]) -> None:
         """Load a state into the wrapped optimizer, and share its resulting objects."""
-        self._optimizer.load_state_dict(with_numbers(state_dict))
+        self._optimizer.load_state_dict(numbered)
         self.param_groups, self.state = self._optimizer.param_groups, self._optimizer.state
 
     def _step_unless(self, problem: str) -> None:

@@ -40,7 +40,7 @@ from paceline.training.collective_optimizer import (
     require_equal_values,
     require_weighed,
 )
-from paceline.training.flat import FlatParameters
+from paceline.training.flat import FlatParameters, laid_out_like
 from paceline.training.same_batches import SameBatches, digest_of_batch
 from paceline.training.strategy import TrainingJob
 from paceline.update.summing import num_nonfinite
@@ -80,6 +80,15 @@ class StepRound:
     is_whole: bool = False
 
 
+class _Reduced(nn.Module):
+    """What torch's reducer is given: a model, and a parameter that no forward of it uses, where there is one."""
+
+    def __init__(self, model: nn.Module, spare: nn.Parameter | None) -> None:
+        super().__init__()
+        self.model = model
+        self.register_parameter("spare", spare)
+
+
 class DDPReplica:
     """Replica of a model, kept equal to those of the other workers.
 
@@ -112,6 +121,8 @@ class DDPReplica:
         self._call_queue = job.exchange.open_call_queue(settings.name)
         self._group = job.exchange.connect_group(f"{settings.name}, its model")
         self._trained = _trained(named)
+        # For a backward of nothing: parameters of the model that no worker has used stay unused then.
+        self._spare = _spare_of(named) if settings.unused else None
         self._ddp = self._attached(first=True)
         self._copy_buffers()
         before, after = WeakMethod(self._before), WeakMethod(self._after)
@@ -158,11 +169,11 @@ class DDPReplica:
         """Run a backward of zeros with weight 0, while the other workers run theirs."""
         self.weight = 0.0
         trained = [tensor for tensor in self.named.values() if tensor.requires_grad]
-        trained = trained[:1] if self._settings.unused else trained  # parameters used on no worker stay unused
+        used = trained if self._spare is None else [self._spare]
         with torch.enable_grad():
             self._before((), {})
-            outputs = self._after([tensor.view_as(tensor) for tensor in trained])
-            torch.autograd.backward(outputs, [torch.zeros_like(tensor) for tensor in trained])
+            outputs = self._after([tensor.view_as(tensor) for tensor in used])
+            torch.autograd.backward(outputs, [torch.zeros_like(tensor) for tensor in used])
 
     @contextmanager
     def accumulate(self) -> Generator[None]:
@@ -226,11 +237,11 @@ class DDPReplica:
 
     def _attached(self, *, first: bool) -> DistributedDataParallel:
         """Attach torch's reducer to the backward of the model; the first time, broadcast the values of worker 0."""
-        model, ours = self._model, set(map(id, self.named.values()))
+        model, ours = _Reduced(self._model, self._spare), {*map(id, self.named.values()), id(self._spare)}
         # Under each of their names: a tensor shared by two layers is found once in every layer.
         ignored = [name for name, _ in model.named_buffers(remove_duplicate=False)]
         ignored += [name for name, tensor in model.named_parameters(remove_duplicate=False) if id(tensor) not in ours]
-        setattr(model, _IGNORED, [*ignored, *(f".{name}" for name in ignored)])
+        setattr(model, _IGNORED, ignored)
         try:
             made = DistributedDataParallel(
                 model,
@@ -242,8 +253,6 @@ class DDPReplica:
             )
         except (RuntimeError, PeerError) as error:
             raise self._lost(f"model of '{self._settings.name}'", error) from error
-        finally:
-            delattr(model, _IGNORED)
         made.register_comm_hook(WeakMethod(self._on_bucket), _bucket_hook)
         self._watch()
         return made
@@ -309,7 +318,8 @@ class DDPReplica:
         own = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
         for parameter, present in zip(parameters, broadcast_tensor(turn, own, source).tolist(), strict=True):
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = broadcast_tensor(turn, gradient.detach(), source) if present else None
+            common = broadcast_tensor(turn, gradient.detach(), source) if present else None
+            parameter.grad = None if common is None else laid_out_like(parameter.detach(), common)
 
     def _copy(self, tensor: Tensor) -> None:
         """Set a tensor to its values on worker 0."""
@@ -462,6 +472,11 @@ def _call(method: WeakMethod[Any], *args: object) -> Any:  # noqa: ANN401 - what
 def _trained(named: dict[str, Tensor]) -> tuple[bool, ...]:
     """Return which of the parameters require gradients."""
     return tuple(tensor.requires_grad for tensor in named.values())
+
+
+def _spare_of(named: dict[str, Tensor]) -> nn.Parameter:
+    """Return a parameter of one element, of the kind of the first one that requires a gradient."""
+    return nn.Parameter(next(tensor for tensor in named.values() if tensor.requires_grad).detach().new_zeros(1))
 
 
 def _some(found: list[str]) -> str:

@@ -308,7 +308,7 @@ class DownpourOptimizer(Distributed):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state on the servers in the form of the wrapped optimizer's own `state_dict`; blocks."""
-        return {**super().state_dict(), "state": fetch_state(self._table)}
+        return {**super().state_dict(), "state": fetch_state(self._table, self._flat)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state into the servers, with the parameters and buffers of worker 0.

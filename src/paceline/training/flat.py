@@ -121,6 +121,18 @@ class FlatParameters:
         return zip(self.tensors, self.parts(flat), strict=True)
 
 
+def laid_out_like(parameter: Tensor, values: Tensor) -> Tensor:
+    """Return values in the memory layout of a parameter of their shape, which torch's fused steps take for granted.
+
+    >>> parameter = torch.zeros(1, 2, 3, 3).to(memory_format=torch.channels_last)
+    >>> laid_out_like(parameter, torch.ones(1, 2, 3, 3)).stride()
+    (18, 1, 6, 2)
+    """
+    if values.shape != parameter.shape or values.stride() == parameter.stride():
+        return values
+    return torch.empty_like(parameter, dtype=values.dtype, device=values.device).copy_(values)
+
+
 def _advice(first_of: Mapping[torch.dtype, str]) -> str:
     """Return what to do about these dtypes, and where the name of a parameter comes from if it is a position."""
     advice = "Convert the model, or make one optimizer for each dtype."

@@ -31,7 +31,7 @@ from paceline.training.collective_optimizer import (
     require_weighed,
 )
 from paceline.training.same_batches import SameBatches, digest_of_batch
-from paceline.training.state import checked_by_all
+from paceline.training.state import checked_by_all, numbered_for
 from paceline.training.strategy import Settings, TrainingJob, require_fresh
 from paceline.update.summing import num_nonfinite
 
@@ -409,11 +409,12 @@ class ShardedOptimizer(CollectiveOptimizer):
         """Load a whole state, of which each worker takes its slices. Parameters stay as they are."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         with checked_by_all(self._job):
+            numbered = numbered_for(self, state_dict, self._settings.name)
             state = {
                 index: {key: _sliced(parameters[index], one) for key, one in of.items()}
-                for index, of in state_dict["state"].items()
+                for index, of in numbered["state"].items()
             }
-            self._set_state({**state_dict, "state": state})
+            self._set_state({**numbered, "state": state})
 
     def _apply(self) -> None:
         """Step, unless gradients are not finite."""

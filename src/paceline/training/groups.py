@@ -6,17 +6,18 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from paceline.errors import UsageError
 from paceline.training.all_reduce import ReplicatedOptimizer
 from paceline.training.downpour import Downpour
 from paceline.training.flat import segments_of
 from paceline.training.fsdp import FullySharded
-from paceline.training.state import hyperparameters, optimizer_over
+from paceline.training.state import checked_by_all, hyperparameters, numbered_for, optimizer_over
 from paceline.training.strategy import Distributed, HeldTensor, Settings, Strategy, TrainingJob, require_fresh
 from paceline.update.table import Segment
 
@@ -172,6 +173,7 @@ class GroupedOptimizer(Distributed):
         self, optimizer: torch.optim.Optimizer, parts: Sequence[GroupPart], settings: Settings, job: TrainingJob
     ) -> None:
         super().__init__(optimizer, "by groups", settings, job)
+        self._has_told_of_clipping = False
         # Parts whose workers wait for each other in backward come first: a worker without a batch has to take part
         # there before it waits for values of other parts, because the clock of the others ends after their backward.
         self._parts = tuple(sorted(parts, key=lambda part: part.optimizer.turn_s == 0.0))
@@ -214,6 +216,27 @@ class GroupedOptimizer(Distributed):
         for part in self._parts:
             if isinstance(part.optimizer, ReplicatedOptimizer):
                 part.optimizer.weigh(samples)
+
+    def clip_gradients(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
+        """Clip the gradients by one norm over all parts, or those of each part by their own.
+
+        One norm is for gradients that backward has combined in all parts, or that in all parts go as pushes of their
+        own. Else no process has the gradients of all parts as they are used, so each part is clipped as its policy
+        alone does it, which is told once: one norm would differ from worker to worker, and part their replicas.
+        """
+        optimizers = [part.optimizer for part in self._parts]
+        replicated = [isinstance(one, ReplicatedOptimizer) for one in optimizers]
+        if self._job.size == 1 or all(replicated) or not any(one.clips_mean for one in optimizers):
+            return super().clip_gradients(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        if not self._has_told_of_clipping:
+            self._has_told_of_clipping = True
+            self._job.metrics.tell(
+                f"worker {self._job.rank}, '{self._settings.name}': each group of parameters is clipped by its own "
+                "norm, not all by one as after torch's DDP: no process has the gradients of all groups as they are "
+                "used."
+            )
+        norms = [one.clip_gradients(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite) for one in optimizers]
+        return get_total_norm(norms, norm_type)
 
     def send(self, samples: float | None) -> float:
         """Send the gradients of all parts, with the same weight.
@@ -290,11 +313,12 @@ class GroupedOptimizer(Distributed):
         Raises:
             UsageError: the state belongs to another optimizer or model; nothing is changed then.
         """
-        self._require_same_groups(state_dict)
-        for own, given in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            own.update(hyperparameters(given))
+        with checked_by_all(self._job):
+            numbered = numbered_for(self, state_dict, self._settings.name)
         for part in self._parts:
-            part.optimizer.load_state_dict(part.own(state_dict))
+            part.optimizer.load_state_dict(part.own(numbered))
+        for own, given in zip(self.param_groups, numbered["param_groups"], strict=True):
+            own.update(hyperparameters(given))
 
     # -- behind the scenes -------------------------------------------------------------------------------------------
 
@@ -316,19 +340,6 @@ class GroupedOptimizer(Distributed):
 
     def _note_turn(self) -> None:
         self.turn_s = max(part.optimizer.turn_s for part in self._parts)
-
-    def _require_same_groups(self, state_dict: Mapping[str, Any]) -> None:
-        if not state_dict.keys() >= _WHOLE:
-            raise UsageError(
-                f"a state_dict of an optimizer has 'state' and 'param_groups', this has {sorted(state_dict)}."
-            )
-        given = [len(group["params"]) for group in cast("list[dict[str, Any]]", state_dict["param_groups"])]
-        expected = [len(group["params"]) for group in self.param_groups]
-        if given != expected:
-            raise UsageError(
-                f"the state has parameter groups of {given} parameters, the optimizer of '{self._settings.name}' has "
-                f"{expected}: it is of another model or optimizer."
-            )
 
 
 def _taken(

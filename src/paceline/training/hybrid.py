@@ -23,7 +23,7 @@ from paceline.training.collective_optimizer import (
     numbers_of_first,
 )
 from paceline.training.fsdp_optimizer import Passes, ShardGroup, shard_model
-from paceline.training.state import StateOf, checked_by_all, hyperparameters, optimizer_over
+from paceline.training.state import StateOf, checked_by_all, hyperparameters, numbered_for, optimizer_over
 from paceline.training.strategy import Distributed, HeldTensor, Settings, Strategy, TrainingJob, require_fresh
 from paceline.update.torch_rule import from_optimizer
 from paceline.worker.pushes import NONFINITE_ADVICE
@@ -196,14 +196,15 @@ class HybridOptimizer(Distributed):
         """
         parameters = self._parameters()
         with checked_by_all(self._job):
+            numbered = numbered_for(self, state_dict, self._settings.name)
             sliced = {
-                index: {key: local_slice(sliced_like(parameters[int(index)], one)) for key, one in of.items()}
-                for index, of in state_dict["state"].items()
+                index: {key: local_slice(sliced_like(parameters[index], one)) for key, one in of.items()}
+                for index, of in numbered["state"].items()
             }
         with torch.no_grad():
             for parameter, held in self._slices.items():
                 held.copy_(local_slice(parameter))
-        self._inner.load_state_dict({**state_dict, "state": sliced})
+        self._inner.load_state_dict({**numbered, "state": sliced})
         for own, given in zip(self.param_groups, self._inner.param_groups, strict=True):
             own.update(hyperparameters(given))
         self._take_values()

@@ -17,7 +17,15 @@ from paceline.errors import UsageError
 from paceline.training.buffers import floating_buffers
 from paceline.training.downpour import refusal_of
 from paceline.training.flat import FlatParameters, Weights, segments_of
-from paceline.training.state import StateOf, check_state, checked_by_all, fetch_state, loaded_by_first, send_state
+from paceline.training.state import (
+    StateOf,
+    check_state,
+    checked_by_all,
+    fetch_state,
+    laid_out_for,
+    loaded_by_first,
+    send_state,
+)
 from paceline.training.strategy import Distributed, Settings, TrainingJob, open_flat, require_plain_step
 from paceline.update.named_rules import SGD, DelayedNesterov, Merging
 from paceline.update.rules import RuleSpec
@@ -260,7 +268,7 @@ class Fragment:
     @torch.no_grad()
     def _move(self, merge: float) -> None:
         for tensor, part in zip(self.flat.tensors, self.flat.parts(self._anchor), strict=True):
-            tensor.lerp_(part.to(tensor.device), merge)
+            tensor.lerp_(part.to(tensor), merge)  # buffers of several dtypes share a table of a wider one
 
 
 OUTER = "outer"  # key of the servers' part in a state_dict
@@ -373,7 +381,7 @@ class LocalOptimizer(Distributed):
         quorum. The values that belong to it are those in a `snapshot`, or this worker's own; it is the same inside and
         outside of a snapshot.
         """
-        outer = {fragment.table.name: fetch_state(fragment.table) for fragment in self._fragments}
+        outer = {fragment.table.name: fetch_state(fragment.table, fragment.flat) for fragment in self._fragments}
         unsent = [fragment.unsent() for fragment in self._fragments]
         return {
             **self._optimizer.state_dict(),
@@ -394,10 +402,11 @@ class LocalOptimizer(Distributed):
             Refused: another worker raised UsageError, or worker 0 failed to send the state or is gone.
         """
         with checked_by_all(self._job):
+            numbered = laid_out_for(self, state_dict, self._settings.name)
             outer = self._outer_of(state_dict)
             unsent = self._unsent_of(state_dict)
             self.wait_for_values()
-            inner = {key: value for key, value in state_dict.items() if key not in (OUTER, ROUND)}
+            inner = {key: value for key, value in numbered.items() if key not in (OUTER, ROUND)}
             self._optimizer.load_state_dict(inner)
             self.param_groups, self.state = self._optimizer.param_groups, self._optimizer.state
         with loaded_by_first(self._job, self._settings.first):
@@ -440,10 +449,7 @@ class LocalOptimizer(Distributed):
                 f"the state has the tables {', '.join(foreign)}, and '{self._settings.name}' {', '.join(specs)}: it is "
                 "of another model, or of other fragments."
             )
-        for name, state in outer.items():
-            params = list(range(len(specs[name].segments)))
-            check_state(specs[name], {"state": state, "param_groups": [{"params": params}]})
-        return outer
+        return {name: _numbered_outer(specs[name], state) for name, state in outer.items()}
 
     # -- behind the scenes -------------------------------------------------------------------------------------------
 
@@ -503,6 +509,12 @@ class LocalOptimizer(Distributed):
         named = {name: tensor for fragment in self._fragments for name, tensor in fragment.flat.named.items()}
         self._note_refused(refusal_of(named))
         return False
+
+
+def _numbered_outer(spec: TableSpec, state: StateOf) -> StateOf:
+    """Return the state of a table's outer optimizer, after validation, by the numbers of its tensors."""
+    params = list(range(len(spec.segments)))
+    return check_state(spec, {"state": state, "param_groups": [{"params": params}]})["state"]
 
 
 def _require_fit(named: dict[str, Tensor], settings: Settings, rounds: ExchangeRounds) -> None:

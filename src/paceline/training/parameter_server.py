@@ -381,7 +381,7 @@ class DistributedOptimizer(Distributed):
         self._num_steps = 0
         self._max_norm: float | None = None  # of the update that the next push is for
         self._has_told_of_clipping = False
-        self._lockstep = settings.consistency.lockstep
+        self._lockstep = self.clips_mean = settings.consistency.lockstep
         self._divides_rate = settings.divide_lr and settings.consistency.visible == "on_arrival"
         if self._divides_rate:
             require_rate(rule, settings.name)
@@ -457,7 +457,7 @@ class DistributedOptimizer(Distributed):
         They do so for a model in one table, in lockstep and with scale="samples"; several servers tell each other the
         norms of their parts. Otherwise each worker clips its own gradients, which under bsp is told once.
         """
-        if self._job.size == 1 or norm_type != 2.0 or not self._lockstep:
+        if self._job.size == 1 or not self._lockstep:
             return super().clip_gradients(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         holders = self._buckets[0].table.client.cache.servers
         is_led = len(holders) == 1 or LEAD in holders  # one that has all of it clips it by itself
@@ -465,6 +465,7 @@ class DistributedOptimizer(Distributed):
             f"server {LEAD}, which leads the others, has no part of the model" * (not is_led)
             or "overlap=True sends gradients in parts" * (self._overlap is not None)
             or f"the scale is {self._settings.scale!r}" * (self._settings.scale != "samples")
+            or "servers compute no norm of another type than 2" * (norm_type != 2.0)
         )
         if reason:
             if not self._has_told_of_clipping:
@@ -545,7 +546,7 @@ class DistributedOptimizer(Distributed):
         self.wait_for_values()  # with `overlap` values of the last step may be under way
         state: StateOf = {}
         for bucket in self._buckets:
-            found = fetch_state(bucket.table)
+            found = fetch_state(bucket.table, bucket.flat)
             state.update({bucket.first + index: values for index, values in found.items()})
         return {**super().state_dict(), "state": state}
 

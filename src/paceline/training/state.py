@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.core.calls import shown
 from paceline.core.partition import Range
 from paceline.errors import PacelineError, ProtocolBug, UsageError
-from paceline.training.flat import FlatParameters
+from paceline.training.flat import FlatParameters, laid_out_like
 from paceline.update.named_rules import granularity
 from paceline.update.placement import spans
 from paceline.update.rules import Hyper
@@ -35,8 +35,8 @@ StateOf = dict[int, dict[str, Tensor]]
 Part: TypeAlias = tuple[Range, Mapping[str, Tensor]]
 
 
-def fetch_state(table: Table) -> StateOf:
-    """Return the state of a table's update rule as the "state" of the plain torch optimizer; blocks."""
+def fetch_state(table: Table, flat: FlatParameters) -> StateOf:
+    """Return the state of a table's update rule as the "state" of a plain torch optimizer of these tensors; blocks."""
     layout = spans(table.spec, table.node.settings)
     what = f"the servers' state of table '{table.name}'"
     bodies = table.node.rpc.call_all(lambda number: SaveState(number, table.name), what)
@@ -44,7 +44,7 @@ def fetch_state(table: Table) -> StateOf:
         (span, read_answer_of(span.server, what, lambda body: load(bytes(body)), body))
         for span, body in zip(layout, bodies, strict=True)
     ]
-    return gather_optimizer(table.spec, parts)["state"]
+    return _laid_out(flat.tensors, gather_optimizer(table.spec, parts)["state"])
 
 
 def send_state(table: Table, state: StateOf, flat: FlatParameters) -> None:
@@ -76,25 +76,12 @@ def optimizer_over(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]
 def check_state(spec: TableSpec, state_dict: dict[str, Any]) -> OptimizerState:
     """Return a `state_dict` with the numbers of this table's parameters, once it is known to be of its optimizer.
 
-    Its parameters may be named by what its groups list, numbers or names, or by the texts of these, as
-    `torch.distributed.checkpoint` and JSON write them; they are taken in the order of the groups, as torch does.
-
     Raises:
         UsageError: it has other groups, a state of something else, or one that does not fit its parameter.
     """
-    if not isinstance(state_dict, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
-        raise UsageError(f"the state_dict of an optimizer is {shown(state_dict)}, expected what state_dict() returned.")
-    if not {"state", "param_groups"} <= state_dict.keys():
-        raise UsageError(f"a state_dict of an optimizer has 'state' and 'param_groups', this has {sorted(state_dict)}.")
     sizes = Counter(segment.group for segment in spec.segments)
     expected = [sizes[group] for group in range(len(spec.rule.groups))]
-    found = [len(group["params"]) for group in cast("list[dict[str, Any]]", state_dict["param_groups"])]
-    if found != expected:
-        raise UsageError(
-            f"the state has parameter groups of {found} parameters, the optimizer of table '{spec.name}' has "
-            f"{expected}: it is of another model or optimizer."
-        )
-    numbered = cast("OptimizerState", with_numbers(state_dict))
+    numbered = cast("OptimizerState", _with_numbers(state_dict, expected, f"table '{spec.name}'"))
     state = split_optimizer(spec, numbered, Range(0, 0, spec.numel))
     for key, value in state.items() if granularity(spec.rule) == "element" else ():
         segment = spec.segments[int(key.partition(".")[0])]
@@ -106,8 +93,48 @@ def check_state(spec: TableSpec, state_dict: dict[str, Any]) -> OptimizerState:
     return numbered
 
 
-def with_numbers(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a `state_dict` whose parameters have the numbers that torch counts, group by group."""
+def numbered_for(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a `state_dict` with the numbers of an optimizer's parameters, once it is known to have its groups.
+
+    Raises:
+        UsageError: it has other groups, or a state of something else.
+    """
+    return _with_numbers(state_dict, [len(group["params"]) for group in optimizer.param_groups], f"'{name}'")
+
+
+def laid_out_for(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return what `numbered_for` does, with states in the memory layout of their parameters: files keep none."""
+    numbered = numbered_for(optimizer, state_dict, name)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {**numbered, "state": _laid_out(parameters, numbered["state"])}
+
+
+def _laid_out(parameters: Sequence[Tensor], state: Mapping[int, Mapping[str, Any]]) -> StateOf:
+    return {
+        index: {
+            key: laid_out_like(parameters[index].detach(), value) if isinstance(value, Tensor) else value
+            for key, value in values.items()
+        }
+        for index, values in state.items()
+    }
+
+
+def _with_numbers(state_dict: dict[str, Any], sizes: list[int], owner: str) -> dict[str, Any]:
+    """Return a `state_dict` whose parameters have the numbers that torch counts, group by group.
+
+    They may be named by what its groups list, numbers or names, or by the texts of these, as
+    `torch.distributed.checkpoint` and JSON write them; they are taken in the order of the groups, as torch does.
+    """
+    if not isinstance(state_dict, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+        raise UsageError(f"the state_dict of an optimizer is {shown(state_dict)}, expected what state_dict() returned.")
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise UsageError(f"a state_dict of an optimizer has 'state' and 'param_groups', this has {sorted(state_dict)}.")
+    found = [len(group["params"]) for group in cast("list[dict[str, Any]]", state_dict["param_groups"])]
+    if found != sizes:
+        raise UsageError(
+            f"the state has parameter groups of {found} parameters, the optimizer of {owner} has {sizes}: "
+            "it is of another model or optimizer."
+        )
     listed = [parameter for group in state_dict["param_groups"] for parameter in group["params"]]
     number_of = {text: number for number, parameter in enumerate(listed) for text in (parameter, str(parameter))}
     unknown = [key for key in state_dict["state"] if key not in number_of]

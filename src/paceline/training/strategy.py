@@ -303,6 +303,7 @@ class Distributed(torch.optim.Optimizer, ABC):
     expected: float = 0.0
     no_slices: str = ""  # reason why gradients of several slices of a clock cannot be added up; empty where they can
     no_scaling: str = ""  # reason why a GradScaler cannot be used; empty where it can
+    clips_mean: bool = False  # whether `clip_gradients` clips the mean of all workers' gradients, where it can
     overflowed: bool = False
     # Makes a GradScaler call `step` on every worker, also after an overflow, so that all finish the same clocks.
     _step_supports_amp_scaling = True

@@ -172,9 +172,11 @@ def state_is_that_of_a_plain_optimizer(optimizer: ShardedOptimizer, plain: torch
     for index, values in expected["state"].items():
         for key, value in values.items():
             torch.testing.assert_close(found["state"][index][key], value, rtol=1e-9, atol=1e-9)
-    optimizer.load_state_dict(found)
-    again = optimizer.state_dict()
-    assert torch.equal(again["state"][0]["exp_avg"], found["state"][0]["exp_avg"])
+    with_texts = {**found, "state": {str(index): values for index, values in found["state"].items()}}
+    for given in (found, with_texts):
+        optimizer.load_state_dict(given)
+        again = optimizer.state_dict()
+        assert torch.equal(again["state"][0]["exp_avg"], found["state"][0]["exp_avg"])
     local = optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"].to_local()
     assert local.numel() < found["state"][0]["exp_avg"].numel()
 
