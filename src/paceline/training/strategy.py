@@ -398,7 +398,8 @@ class Distributed(torch.optim.Optimizer, ABC):
                 f"worker {self._job.rank}: optimizer.clip_gradients of '{self._settings.name}' would clip by the norm "
                 "of this worker's part of the model: call model.clip_gradients, which knows that of all parts."
             )
-        return clip_grad_norm_(self._parameters(), max_norm, norm_type, error_if_nonfinite)
+        some = [one for one in self._parameters() if one.numel()]  # torch has no norm of others, nor slices of them
+        return clip_grad_norm_(some, max_norm, norm_type, error_if_nonfinite)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the parameters and those collected by embeddings."""
