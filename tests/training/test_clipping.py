@@ -127,6 +127,17 @@ def push(hyper: Any) -> PushFrame:
     return PushFrame(Push(PushId(0, 0, 0, 0), "w", 0, 0), 1.0, (), hyper, screened=True)
 
 
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_parameters_without_elements_have_no_part_in_a_norm(norm_type: float) -> None:
+    paceline.init()
+    parameters = [nn.Parameter(torch.zeros(size)) for size in (0, 1)]
+    optimizer = paceline.distributed(torch.optim.SGD(parameters, lr=1.0), name=f"without-elements-{norm_type}")
+    sum(each.sum() for each in parameters).backward()
+    assert optimizer.clip_gradients(0.5, norm_type).item() == 1.0
+    optimizer.step()
+    assert parameters[1].item() == pytest.approx(-0.5, rel=1e-5)
+
+
 def test_not_finite_norms_are_raised_if_wanted() -> None:
     paceline.init()
     net = nn.Linear(1, 1)

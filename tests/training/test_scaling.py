@@ -9,6 +9,7 @@ import torch
 from tests.jobs import run_job
 from tests.training.recipes import Recipe, accumulate, loss_of, micro_batch, mlp, parameters, sgd
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import paceline
 from paceline.api.session import Session
@@ -108,6 +109,25 @@ def test_under_all_reduce_all_workers_skip_the_same_steps_and_have_the_same_scal
     assert torch.equal(results[0][0], results[1][0])
     assert results[0][1:] == results[1][1:]
     assert results[0][3] == len(BAD)
+
+
+@pytest.mark.parametrize("num_batches", [4, 5])
+def test_under_all_reduce_a_worker_without_a_batch_tells_that_its_scaler_misses_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_batches: int
+) -> None:
+    def work(ps: Session) -> None:
+        model, scaled = mlp(), scaler()
+        optimizer = paceline.distributed(sgd(model), model=model, strategy="all-reduce")
+        for _ in range(2):
+            for batch in paceline.shard(DataLoader(micro_batch(0, 0)[:num_batches])):
+                optimizer.zero_grad()
+                scaled.scale(loss_of(model, batch)).backward()
+                scaled.step(optimizer)
+                scaled.update()
+
+    run_job(tmp_path, work, workers=2)
+    told = capsys.readouterr().err
+    assert told.count("so its GradScaler does not count that step") == num_batches % 2  # once, not in each epoch
 
 
 @pytest.mark.parametrize("unscaled", [False, True])

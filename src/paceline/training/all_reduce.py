@@ -152,6 +152,7 @@ class ReplicatedOptimizer(CollectiveOptimizer):
 
     def step_without_batch(self) -> None:
         """Take part in a step without a batch, with weight 0."""
+        self._tell_of_scales()
         self.zero_grad()
         self._replica.backward_of_nothing()
         self._replica.consume_round(None)

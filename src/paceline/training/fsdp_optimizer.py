@@ -368,6 +368,7 @@ class ShardedOptimizer(CollectiveOptimizer):
         Raises:
             UsageError: this worker has had no batch at all.
         """
+        self._tell_of_scales()
         if not self._passes.has_gradients:  # otherwise use those of an earlier backward of the same step
             self.zero_grad()
         self._passes.repeat_for_nothing()

@@ -308,6 +308,8 @@ class Distributed(torch.optim.Optimizer, ABC):
     # Makes a GradScaler call `step` on every worker, also after an overflow, so that all finish the same clocks.
     _step_supports_amp_scaling = True
     _num_overflows: int = 0  # since the last step without one
+    _has_scaler: bool = False  # whether a GradScaler has called `step`
+    _has_told_of_scales: bool = False
     _accumulator: GradientAccumulator | None = None  # made when a loop has slices
     _is_whole: bool = False  # whether all parameter groups have been added
     _successor: str = ""  # name of the optimizer that was distributed later for some of its parameters
@@ -396,7 +398,8 @@ class Distributed(torch.optim.Optimizer, ABC):
                 f"worker {self._job.rank}: optimizer.clip_gradients of '{self._settings.name}' would clip by the norm "
                 "of this worker's part of the model: call model.clip_gradients, which knows that of all parts."
             )
-        return clip_grad_norm_(self._parameters(), max_norm, norm_type, error_if_nonfinite)
+        some = [one for one in self._parameters() if one.numel()]  # torch has no norm of others, nor slices of them
+        return clip_grad_norm_(some, max_norm, norm_type, error_if_nonfinite)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the parameters and those collected by embeddings."""
@@ -468,6 +471,7 @@ class Distributed(torch.optim.Optimizer, ABC):
         )
         found_inf = cast("Tensor | None", getattr(self, "found_inf", None))  # set by a GradScaler during this call
         if found_inf is not None:
+            self._has_scaler = True
             self._apply_scaler(self._parameters(), overflowed=bool(found_inf.item()))
         if self._accumulator is not None:
             parameters = self._parameters()
@@ -538,6 +542,18 @@ class Distributed(torch.optim.Optimizer, ABC):
 
     def _count_refusal(self, _: PushOutcome) -> None:
         self.num_refused += 1
+
+    def _tell_of_scales(self) -> None:
+        """Tell, once, that this worker's GradScaler misses a step whose gradients are combined in the scales of all."""
+        if not self._has_scaler or self._has_told_of_scales:
+            return
+        self._has_told_of_scales = True
+        self._job.metrics.tell(
+            f"worker {self._job.rank}, '{self._settings.name}': it has no batch in a step of the others, so its "
+            "GradScaler does not count that step and will change its scale in another one than theirs. Gradients are "
+            "combined while they are scaled, so replicas part then: have batches that divide by the workers "
+            "(drop_last=True), or train in bfloat16, which needs no scaler."
+        )
 
     def _share_of_rate(self, weight: float) -> float:
         """Return which part of the learning rate a push has, of those that a clock applies one by one."""
