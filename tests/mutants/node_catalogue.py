@@ -626,7 +626,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     _of(
         "a push of rows without its rows is taken",
         ROWS,
-        "if not problem and not body and frame.keys.num:",
+        "if not body and frame.keys.num:",
         "if False:",
         "worker/rows/test_lives",
         "no_sense",

@@ -287,7 +287,7 @@ VERSION_MUTANTS: tuple[NodeMutant, ...] = (
     _of_feeds(
         "rows are shown for ever to a consumer that has gone",
         FEEDS,
-        "        if cut is not None:\n            self._feeds.end(cut)\n",
+        "        if cut is not None:\n            self._feeds.end(self, cut)\n",
         "",
     ),
     _of_feeds(
