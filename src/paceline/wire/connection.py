@@ -19,6 +19,7 @@ from paceline.transport.base import EMPTY, MAX_TOGETHER, Connection, Frame, NotS
 from paceline.transport.buffer_pool import Buffer
 from paceline.transport.deadline import seconds
 from paceline.transport.poller import Poller, receive_all
+from paceline.wire.malformed import describe_error
 from paceline.wire.messages import Hello, check_server, encode, is_joined, is_said_again
 from paceline.wire.send_queue import OrderedPiece, SendHold, SendQueue
 
@@ -525,12 +526,18 @@ class PersistentConnection:
         """Connect, and pass on frames until the connection ends; return the reason."""
         try:
             post = self._connect()
-        except (PeerError, UsageError, OSError) as error:  # OSError: too many open files, for example
+            try:
+                return self._read_on(post.connection)
+            finally:
+                post.close()
+        except (PeerError, UsageError) as error:
             return str(error)
-        try:
-            return self._read_on(post.connection)
-        finally:
-            post.close()
+        except (
+            OSError,
+            MemoryError,
+            RuntimeError,
+        ) as error:  # too many open files, for example, or no room for a batch
+            return describe_error(error)
 
     def _connect(self) -> SendQueue:
         address = self.address()

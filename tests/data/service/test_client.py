@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -246,8 +247,18 @@ class Patience(threading.Event):
         return False
 
 
-@pytest.mark.parametrize("answers", [False, True])
-def test_a_client_that_is_turned_away_comes_again_less_and_less_often(answers: bool) -> None:
+def ignore(_: object) -> None:
+    pass
+
+
+def out_of_memory(_: object) -> None:
+    raise MemoryError("no room for a batch")
+
+
+@pytest.mark.parametrize(("answers", "on_frame"), [(False, ignore), (True, ignore), (True, out_of_memory)])
+def test_a_client_that_is_turned_away_or_fails_comes_again_less_and_less_often(
+    answers: bool, on_frame: Callable[[object], None]
+) -> None:
     transport, patience = MemoryTransport(), Patience()
     listener = transport.listen("memory://server-0")
 
@@ -261,7 +272,7 @@ def test_a_client_that_is_turned_away_comes_again_less_and_less_often(answers: b
 
     problems: list[str] = []
     line = PersistentConnection(
-        "data", 0, lambda: listener.address, hello(), transport, (b"hello", EMPTY), lambda _: None, problems.append
+        "data", 0, lambda: listener.address, hello(), transport, (b"hello", EMPTY), on_frame, problems.append
     )
     line._closing = patience
     thread = threading.Thread(target=meet, daemon=True)
@@ -270,7 +281,9 @@ def test_a_client_that_is_turned_away_comes_again_less_and_less_often(answers: b
     thread.join(DEADLINE_S)
     listener.close()
     assert len(problems) == 6
-    assert patience.pauses == ([0.02] * 6 if answers else [0.04, 0.08, 0.16, 0.32, 0.64, 1.0])
+    fails = on_frame is out_of_memory
+    assert patience.pauses == ([0.02] * 6 if answers and not fails else [0.04, 0.08, 0.16, 0.32, 0.64, 1.0])
+    assert ("MemoryError: no room for a batch" in problems) is fails
 
 
 # -- what cannot be read ---------------------------------------------------------------------------------------------
