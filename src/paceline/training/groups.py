@@ -311,7 +311,8 @@ class GroupedOptimizer(Distributed):
         Every worker must call it, with the same state; blocks until all have.
 
         Raises:
-            UsageError: the state belongs to another optimizer or model; nothing is changed then.
+            UsageError: the state belongs to another optimizer or model. Where a part refuses its own, those before it
+                have loaded theirs; other groups are refused before any part loads.
         """
         with checked_by_all(self._job):
             numbered = numbered_for(self, state_dict, self._settings.name)
