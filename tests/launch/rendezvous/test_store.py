@@ -16,6 +16,7 @@ from paceline.job.addresses import CLUSTER_NAME
 from paceline.job.folders import check_folder
 from paceline.job.machines import Machine
 from paceline.job.spec import ClusterSpec, write_token
+from paceline.launch.rendezvous import store
 from paceline.launch.rendezvous.liveness_lock import (
     LivenessLock,
     announcing_wait,
@@ -75,6 +76,32 @@ def test_what_killed_jobs_have_left_goes_with_the_next_job_of_any_name(tmp_path:
     assert {path.name for path in tmp_path.iterdir()} == {".lock", "living.meeting", "next.meeting"}
     board.close()
     living.close()
+
+
+def test_a_child_forked_while_a_job_is_announced_does_not_lock_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[int] = []
+    monkeypatch.setattr(store, "LOCK_TIMEOUT_S", 0.0)
+
+    def sweep(folder: Path) -> None:
+        lock = os.stat(folder / store.LOCK_NAME)
+        numbers = [int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")]
+        # What a forked child has open is what its parent has, as is a descriptor that is made of another one.
+        held.extend(os.dup(number) for number in numbers if os.path.samestat(os.fstat(number), lock))
+
+    boards = [FolderRendezvous(tmp_path, name) for name in ("one", "another")]
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "_sweep", sweep)
+            boards[0].invite(HERE)
+        assert len(held) == 1
+        boards[1].invite(HERE)
+    finally:
+        for number in held:
+            os.close(number)
+        for board in boards:
+            board.close()
 
 
 def test_two_runs_of_one_name_at_once_are_refused(tmp_path: Path) -> None:

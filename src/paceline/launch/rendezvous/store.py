@@ -191,6 +191,7 @@ def _locked(folder: Path) -> Generator[None]:
         )
         yield
     finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that was forked meanwhile may have the file open still
         os.close(descriptor)
 
 
