@@ -18,7 +18,7 @@ from paceline.errors import ConnectionLost, PacelineError, UsageError
 from paceline.job.addresses import SPEC_NAME
 from paceline.job.environment import Place
 from paceline.job.folders import make_once
-from paceline.job.spec import ClusterSpec
+from paceline.job.spec import TOKEN_NAME, ClusterSpec, write_token
 from paceline.launch.child import Launch
 from paceline.launch.output import Console
 from paceline.launch.places import ANSWER_NAME, REQUEST_NAME, WorkerPlaces, request_workers
@@ -35,6 +35,7 @@ def spec_in(folder: Path, num_at_start: int) -> None:
         job="a", num_workers=4, num_at_start=num_at_start, num_servers=1, transport="shm", run_dir=str(folder)
     )
     spec.write(folder / SPEC_NAME)
+    write_token(folder)
 
 
 def worker(rank: int, incarnation: int = 0) -> Launch:
@@ -55,7 +56,7 @@ def test_a_request_is_answered_once(tmp_path: Path) -> None:
     asking.join()
 
     assert (found, answers, places.requested()) == (3, ["done"], None)
-    assert {path.name for path in tmp_path.iterdir()} == {SPEC_NAME}
+    assert {path.name for path in tmp_path.iterdir()} == {SPEC_NAME, TOKEN_NAME}
 
 
 def test_a_file_that_is_read_and_removed_at_once_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +114,13 @@ def test_a_number_that_cannot_be_is_refused_at_once(tmp_path: Path, num_at_start
     spec_in(tmp_path, num_at_start)
     with pytest.raises(UsageError, match=says):
         request_workers(tmp_path, num, WAIT_S)
+
+
+def test_a_run_that_has_ended_is_asked_for_no_workers(tmp_path: Path) -> None:
+    spec_in(tmp_path, 2)
+    (tmp_path / TOKEN_NAME).unlink()
+    with pytest.raises(UsageError, match="has ended, and has no workers"):
+        request_workers(tmp_path, 3, WAIT_S)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

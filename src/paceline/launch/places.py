@@ -10,7 +10,7 @@ from typing import Final, final
 from paceline.errors import DeadlineExceeded, PacelineError, UsageError
 from paceline.job.addresses import SPEC_NAME
 from paceline.job.folders import make_once, wait_for
-from paceline.job.spec import ClusterSpec
+from paceline.job.spec import TOKEN_NAME, ClusterSpec
 from paceline.launch.child import Launch
 
 REQUEST_NAME: Final = "workers.wanted"
@@ -77,13 +77,15 @@ def request_workers(run_dir: Path, num: int, timeout_s: float) -> str:
     """Ask the launcher of a run for so many workers, and return its answer; blocks for it.
 
     Raises:
-        UsageError: it is no run, its workers do not come and go, or it has no place for so many.
+        UsageError: it is no run, or has ended, its workers do not come and go, or it has no place for so many.
         DeadlineExceeded: the launcher has not answered in time.
         PacelineError: it has another request to answer.
     """
     spec = read_elastic(run_dir, num)
     if not 1 <= num <= spec.num_workers:
         raise UsageError(f"--workers is {num}, and the run in {run_dir} has places for 1 to {spec.num_workers} workers")
+    if not (run_dir / TOKEN_NAME).exists():  # which is removed as the run ends, however it does
+        raise UsageError(f"the run in {run_dir} has ended, and has no workers")
     request, answer = run_dir / REQUEST_NAME, run_dir / ANSWER_NAME
     answer.unlink(missing_ok=True)
     if not make_once(request, str(num).encode()):
