@@ -153,6 +153,7 @@ class _Unfinished:
 
 
 _Lease: TypeAlias = tuple[PublicationId, int]  # with the connections that it is held over
+_NONE: Final = ("", -1)  # before the place of any version
 
 
 def _place(version: PublicationId) -> tuple[str, int]:
@@ -313,7 +314,9 @@ class VersionSubscription:
                 if whole:
                     try:
                         return self._fetch(whole[-1])
-                    except VersionNotThere:
+                    except VersionNotThere as error:
+                        if not deadline.remaining_s():
+                            raise NothingYet(f"versions are dropped before they are taken: {error}") from error
                         links = []  # it was dropped meanwhile, so a newer one is there: ask anew
                         continue
                 self._servers.problem = problem
@@ -322,7 +325,7 @@ class VersionSubscription:
                 if self._servers.is_closed or not deadline.remaining_s():
                     there = [each.number for each in lists[0]]
                     raise NothingYet(f"there is none yet; there are {there}{problem and f'. {problem}'}")
-                lists = self._wait_change(lists, wanted, deadline)
+                lists = self._wait_change(lists, is_wanted, deadline)
 
         return self._servers.repeat(once, deadline, what)
 
@@ -340,13 +343,17 @@ class VersionSubscription:
         )
 
     def _wait_change(
-        self, lists: list[tuple[PublicationId, ...]], wanted: list[PublicationId], deadline: Deadline
+        self, lists: list[tuple[PublicationId, ...]], is_wanted: Callable[[PublicationId], bool], deadline: Deadline
     ) -> list[tuple[PublicationId, ...]]:
-        """Wait for a server to have what it lacks: the first server a version that is wanted, another one that one.
+        """Wait for the server that is behind the others, or the first of them, to have another version.
 
-        Return what all of them have then.
+        Return what all of them have then. One that is ahead may have dropped what the others have: to wait for its next
+        version would be to miss each of theirs.
         """
-        late = next((rank for rank, found in enumerate(lists) if wanted and wanted[-1] not in found), 0)
+        newest = [
+            max((_place(each) for each in self._not_older(found) if is_wanted(each)), default=_NONE) for found in lists
+        ]
+        late = newest.index(min(newest))
         links = self._servers.links
         found = links[late].find(self.name, lists[late], deadline.remaining_s())
         return [found if rank == late else link.find(self.name, (), 0.0) for rank, link in enumerate(links)]
