@@ -322,6 +322,26 @@ def test_what_is_not_read_is_closed_where_there_is_no_room() -> None:
     cache.close(Deadline.after(DEADLINE_S))
 
 
+def test_what_is_not_closed_where_no_thread_can_be_started_is_closed_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[CachedSource] = []
+    cache = library(told)
+    opened = [cache.open(encode_recipe(recipe_of(n)), n // 8, lambda _: None) for n in range(MAX_OPEN)]
+    settle_all(cache, told)
+    first = opened[5].records
+    assert isinstance(first, Numbers)
+    cache.leave(opened[5], 0)
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(PeerError, match="the system refuses a thread"):
+            cache.open(encode_recipe(recipe_of(MAX_OPEN)), 99, lambda _: None)
+    cache.close(Deadline.after(DEADLINE_S))
+    assert first.is_closed
+
+
 def test_one_worker_cannot_take_all_the_room() -> None:
     told: list[CachedSource] = []
     cache = library(told)

@@ -128,6 +128,7 @@ class SourceCache:
         try:
             thread.start()
         except RuntimeError:
+            self._sources = {other.key: other for other in retired} | self._sources  # the least recently requested
             raise PeerError("the system refuses a thread to open a source") from None
         self._threads = [*(known for known in self._threads if known.is_alive()), thread]
         return source
