@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from tests.serve.daemon import Daemon, daemon
 from tests.serve.test_command import DEADLINE_S, add_one, address_in, open_sum, serving
 
@@ -20,9 +24,27 @@ import paceline
 from paceline.errors import PacelineError, UsageError
 from paceline.serve import supervise
 from paceline.serve.namespace import NamespaceMemory
-from paceline.serve.orders import HAND_OVER, LISTENER, LOCK, ServeOffer, ServeOrders, ServeVersion, ready
+from paceline.serve.orders import (
+    HAND_OVER,
+    LISTENER,
+    LOCK,
+    TAKEN,
+    ServeOffer,
+    ServeOrders,
+    ServeVersion,
+    read_version,
+    ready,
+)
 from paceline.serve.state import StateFolder
-from paceline.serve.supervise import CONTROL_NAME, FRUITFUL_S, RepeatedDeaths, ServeSupervisor, take_from
+from paceline.serve.supervise import (
+    ASK_TIMEOUT_S,
+    CONTROL_NAME,
+    FRUITFUL_S,
+    RESTART_PAUSE_S,
+    RepeatedDeaths,
+    ServeSupervisor,
+    take_from,
+)
 from paceline.transport.lasting_memory import LastingMemory, MemoryHolder
 
 
@@ -148,6 +170,55 @@ def test_a_server_goes_on_where_none_can_take_over(tmp_path: Path, monkeypatch: 
         assert sorted(found.memory.names()) == [LISTENER, LOCK]
     with MemoryHolder() as newer, pytest.raises(UsageError, match="start one without --take-over"):
         take_from(state, newer, lambda _: None)
+
+
+class SlowToTakeOver(socket.socket):
+    """The end of one that takes over, and needs a minute for all that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said = [HAND_OVER, TAKEN]
+
+    def send(self, *_: Any) -> int:
+        return 0
+
+    def sendmsg(self, *_: Any) -> int:
+        return 0
+
+    def recv(self, *_: Any) -> bytes:
+        said, timeout_s = self.said.pop(0), self.gettimeout()
+        if said == TAKEN and timeout_s is not None and timeout_s < 60.0:
+            raise TimeoutError("timed out")
+        return said
+
+
+def test_one_that_takes_long_to_take_all_over_is_waited_for(tmp_path: Path) -> None:
+    with supervisor(tmp_path / "state") as (found, _), SlowToTakeOver() as asking:
+        asking.settimeout(ASK_TIMEOUT_S)
+        assert found._offer(asking, read_version(ready())), "two servers go on with the same memory"
+
+
+def test_a_server_goes_on_where_the_process_that_is_to_wait_cannot_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    told = list[str]()
+    monkeypatch.setattr(supervise, "tell", told.append)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with supervisor(tmp_path / "state") as (found, _):
+        found.orders = replace(found.orders, greets=False)
+        for _ in range(2):
+            found._next_at, began_s = 0.0, time.monotonic()
+            found._advance()
+            assert (found._next, found._next_at >= began_s + RESTART_PAUSE_S) == (None, True)
+        [line] = told
+        assert "no other process can be started to go on if this server is killed" in line
+        assert "Resource temporarily unavailable" in line
+        found.orders, found._next_at = replace(found.orders, greets=True), 0.0
+        with pytest.raises(BlockingIOError):
+            found._advance()
 
 
 def test_a_supervisor_that_is_killed_while_another_takes_over_leaves_it_nothing_half(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from msgspec.structs import replace
 
 from paceline.errors import PacelineError, UsageError
 from paceline.job.environment import same_imports
+from paceline.launch.limits import explain
 from paceline.launch.policy import describe_exit
 from paceline.launch.successors import NUM_ENTRIES
 from paceline.notices import NEWS, tell
@@ -78,9 +79,10 @@ class ServeProcess:
 
     @staticmethod
     def start() -> ServeProcess:
-        """Start one, which does not hear what a terminal tells this process; does not block."""
+        """Start one, which does not hear what a terminal tells this process; does not block. Raises OSError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        with theirs, ExitStack() as undo:
+            undo.enter_context(ours)
             command = [sys.executable, "-P", "-m", "paceline.serve.process", str(theirs.fileno()), str(os.getpid())]
             process = subprocess.Popen(
                 command,
@@ -89,6 +91,7 @@ class ServeProcess:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
+            undo.pop_all()
         return ServeProcess(process, ours)
 
     def read(self) -> bool:
@@ -167,6 +170,7 @@ class ServeSupervisor:
     _serving: ServeProcess | None = None
     _next: ServeProcess | None = None
     _next_at: float = 0.0  # when to start it
+    _untold: bool = True  # that it cannot be started
     _deaths: RepeatedDeaths = field(default_factory=RepeatedDeaths)
     _is_ending: bool = False
     _upgrades: bool = False
@@ -211,7 +215,7 @@ class ServeSupervisor:
         """Have a process serve, and one wait to."""
         now = time.monotonic()
         if self._next is None and now >= self._next_at and (self._serving is None or self._serving.serves):
-            self._next = ServeProcess.start()
+            self._start_next(now)
         waiting = self._next
         if waiting is None or waiting.version is None:
             return
@@ -222,6 +226,24 @@ class ServeSupervisor:
         elif self._upgrades:
             self._upgrades = False
             self._hand_over_within(self._serving, waiting.version)
+
+    def _start_next(self, now: float) -> None:
+        """Start a process that waits to serve, or try again later: without it the one that serves goes on.
+
+        Raises:
+            OSError: the first one cannot be started.
+        """
+        try:
+            self._next, self._untold = ServeProcess.start(), True
+        except OSError as error:
+            if self.orders.greets:  # nothing is served yet
+                raise
+            self._next_at = now + RESTART_PAUSE_S
+            if self._untold:
+                tell(
+                    f"no other process can be started to go on if this server is killed; tried again: {explain(error)}"
+                )
+            self._untold = False
 
     def _heed(self, number: int) -> None:
         if number in _ENDING:
@@ -306,6 +328,9 @@ class ServeSupervisor:
                     pass
             self._serving.kill()
             self._serving = None
+        # It may be slow to take all. While it lives nothing may serve here, as it goes on once it has: if it ends
+        # before, this end says so at once.
+        asking.settimeout(HAND_OVER_TIMEOUT_S)
         socket.send_fds(asking, [HAND_OVER], [self.memory.theirs.fileno()])
         is_taken = asking.recv(ORDER_BYTES) == TAKEN
         if is_taken:
