@@ -18,9 +18,17 @@ import paceline
 from paceline.api.session import Session
 from paceline.core.messages import Left, WorkerRefused
 from paceline.errors import ConnectionLost, PeerError, Refused, UsageError
+from paceline.serve.access import ClientCredentials, ServeUrl
+from paceline.serve.client import NamespaceTransport, addresses_of
+from paceline.serve.messages import EnterFrame, NamespaceStanding, decode_answer
 from paceline.serve.namespace import HandoffQueue, Namespace
 from paceline.server.connections import Connections
 from paceline.transport import MemoryTransport
+from paceline.transport.base import Connection
+from paceline.versions.places import find_places
+from paceline.wire.messages import Hello, encode
+from paceline.wire.versions import FindVersions, ReaderRefused, VersionsFound, decode
+from paceline.wire.versions import encode as encode_request
 from paceline.worker.table import Table
 
 
@@ -283,6 +291,82 @@ def test_what_the_disk_does_not_take_is_told_and_tried_again(tmp_path: Path, mon
         served.wait_empty()
     with daemon(tmp_path / "state") as served, served.connect() as ps:
         assert torch.equal(open_weights(ps).pull(), values)
+
+
+def test_a_namespace_goes_on_where_the_system_has_no_thread_to_save_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with daemon(tmp_path / "state", snapshot_every_s=3600.0) as served:
+        with served.connect("job") as ps:
+            values = train(ps, 1)
+            [namespace] = served.namespaces._open.values()
+            with monkeypatch.context() as patched:
+                refusing(patched, "paceline-snapshot")
+                namespace._due_s = 0.0
+                namespace._ask(namespace._look, 60.0)
+            [line] = served.told.lines
+            assert "namespace 'job' could not be saved, no snapshot of it is there" in line
+            assert torch.equal(open_weights(ps).pull(), values)
+        served.wait_empty()
+    with daemon(tmp_path / "state") as served, served.connect("job") as ps:
+        assert torch.equal(open_weights(ps).pull(), values)
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Have the system refuse threads whose names begin like this."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith(name):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+def test_a_server_without_a_thread_for_a_client_goes_on(served: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.serve.gateway.tell", served.told)
+    location, key = ServeUrl.parse(served.address("job")), served.state / "token"
+    transport = NamespaceTransport(
+        location, ClientCredentials(key).access(location, None).transport(), lambda: addresses_of(location)
+    )
+    with monkeypatch.context() as patched:
+        refusing(patched, "paceline-gateway")
+        asking = transport.open_connection(EnterFrame("job", seeks=True), 60.0)
+        served.told.wait("a client waits for its answer: can't start new thread")
+    with monkeypatch.context() as patched:
+        refusing(patched, "paceline-namespace")
+        with pytest.raises(Refused, match="namespace 'job' cannot be opened: can't start new thread"):
+            served.connect("job")
+    assert decode_answer(asking.receive(timeout_s=60.0).header) == NamespaceStanding(is_head=True)
+    asking.close()
+    with served.connect("job") as ps:
+        train(ps, 1)
+
+
+def reader_of(served: Daemon, name: str) -> Connection:
+    """The connection of a reader of this namespace, which has asked for nothing yet."""
+    [find] = find_places(served.address(name), ClientCredentials(served.state / "token")).finders
+    servers = find()
+    return servers.transport.connect(servers.address_of(0), encode(Hello("reader", 0, 0, 0)), timeout_s=60.0)
+
+
+def test_readers_of_namespaces_that_never_were_make_room(served: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.serve.gateway.MAX_NAMESPACES", 1)
+    first = reader_of(served, "never")
+    first.send(encode_request(FindVersions(1, "w", (), 0.0)), timeout_s=60.0)
+    assert decode(first.receive(timeout_s=60.0).header) == VersionsFound(1, (), "")
+    refused = reader_of(served, "job")
+    assert decode(refused.receive(timeout_s=60.0).header) == ReaderRefused(-1, "readers wait for 1 namespaces already")
+    refused.close()
+    [thread] = served.namespaces._readers["never"]._serving.values()
+    first.close()
+    thread.join(60.0)
+    second = reader_of(served, "job")
+    second.send(encode_request(FindVersions(1, "w", (), 0.0)), timeout_s=60.0)
+    assert decode(second.receive(timeout_s=60.0).header) == VersionsFound(1, (), "")
+    assert [*served.namespaces._readers] == ["job"]
+    second.close()
 
 
 def test_a_namespace_without_clients_that_the_disk_does_not_take_is_not_tried_at_every_look(

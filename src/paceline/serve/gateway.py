@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Final, final
 from msgspec.structs import replace
 
 from paceline.errors import DeadlineExceeded, PacelineError, PeerError, Refused, UsageError
+from paceline.launch.limits import explain
+from paceline.notices import tell
 from paceline.serve.access import check_name
 from paceline.serve.admission import ClaimedRank
 from paceline.serve.messages import (
@@ -37,7 +39,7 @@ from paceline.serve.namespace import (
     NamespaceMemory,
 )
 from paceline.serve.replicas import NamespaceReplicas, ServedElsewhere
-from paceline.server.readers import ReaderService, is_reader
+from paceline.server.readers import ReaderService, is_reader, refuse_reader
 from paceline.server.replica_messages import ROLE
 from paceline.version import __version__
 from paceline.wire.malformed import describe_error
@@ -113,10 +115,11 @@ class Namespaces:
                 replicas = self._replicas_of(name)
                 if replicas is None or self._filled.get(name) == alive or not replicas.is_alone:
                     continue
-                self._filled[name] = alive
                 if not self._ending.is_set():
-                    self._begin(name, None, self._memory_of(name), fills=True)
-                    return True
+                    with suppress(Refused):  # tried again
+                        self._begin(name, None, self._memory_of(name), fills=True)
+                        self._filled[name] = alive
+                        return True
         return is_busy
 
     def _known(self, name: str) -> Namespace | None:
@@ -216,8 +219,10 @@ class Namespaces:
             is_able = ask.version == __version__ and hello.generation > 0 and not self._ending.is_set()
             if self._companions is None or not is_able or self._known(name) is not None:
                 return False
-            self._begin(name, ask.workers, None, hello.generation).follow(head)
-            return True
+            with suppress(Refused):  # the other server asks again
+                self._begin(name, ask.workers, None, hello.generation).follow(head)
+                return True
+        return False
 
     def hand_over(self, name: str, admitted: NamespaceConnection) -> None:
         """Have a client served that was admitted; one that comes too late is told so."""
@@ -240,14 +245,23 @@ class Namespaces:
         try:
             check_name(name)
             with self._lock:
+                if name not in self._readers:
+                    self._forget_unused_readers()
                 if name not in self._readers and len(self._readers) >= MAX_NAMESPACES:
                     raise UsageError(f"readers wait for {MAX_NAMESPACES} namespaces already")
                 readers = self._readers_of(name)
-        except UsageError:
-            connection.close()
+        except UsageError as error:
+            refuse_reader(connection, str(error))
         else:
             readers.take(connection)
         return True
+
+    def _forget_unused_readers(self) -> None:
+        """Make room where readers have waited for namespaces that never were, and have gone."""
+        for name, readers in list(self._readers.items()):
+            if name not in self._open and readers.is_unused:
+                del self._readers[name]
+                readers.close()
 
     def _readers_of(self, name: str) -> ReaderService:
         """Return the readers of a namespace."""
@@ -319,13 +333,17 @@ class Namespaces:
     def _begin(
         self, name: str, workers: int | None, memory: NamespaceMemory | None, followed: int = 0, *, fills: bool = False
     ) -> Namespace:
-        begun = Namespace(
-            *(name, self._state.folder(name), self._transport, self._config, workers, memory),
-            published=self._readers_of(name).published,
-            replicas=self._replicas_of(name),
-            followed=followed,
-            fills=fills,
-        )
+        """Open or follow a namespace; raises Refused where the system does not allow it."""
+        try:
+            begun = Namespace(
+                *(name, self._state.folder(name), self._transport, self._config, workers, memory),
+                published=self._readers_of(name).published,
+                replicas=self._replicas_of(name),
+                followed=followed,
+                fills=fills,
+            )
+        except RuntimeError as error:  # the system has no thread left
+            raise Refused(f"namespace '{name}' cannot be opened: {explain(error)}") from error
         begun.expel(self._expelled)
         self._open[name] = begun
         return begun
@@ -390,12 +408,19 @@ class Gateway:
                 self.namespaces.hand_over(frame.namespace, entering)
         elif frame.ask is not None:
             ask = partial(self._place, frame.namespace, frame.ask, connection.peer_identity)
-            answers.submit(self._answer, connection, ask).add_done_callback(_show_fault)
+            self._answer_beside(answers, connection, ask)
         elif frame.seeks:
             seek = partial(self._standing, frame.namespace)
-            answers.submit(self._answer, connection, seek).add_done_callback(_show_fault)
+            self._answer_beside(answers, connection, seek)
         else:
             connection.close()
+
+    def _answer_beside(self, answers: ThreadPoolExecutor, connection: Connection, find: Callable[[], Answer]) -> None:
+        """Have a client answered in a thread; where the system has none left it stays in line for one that is done."""
+        try:
+            answers.submit(self._answer, connection, find).add_done_callback(_show_fault)
+        except RuntimeError as error:
+            tell(f"a client waits for its answer: {explain(error)}")
 
     def _answer(self, connection: Connection, find: Callable[[], Answer]) -> None:
         """Answer a client that asks something; a rank that it asks for expires if the answer is not received."""

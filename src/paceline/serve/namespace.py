@@ -27,7 +27,7 @@ from paceline.errors import (
 )
 from paceline.job.environment import checks_memory
 from paceline.job.machines import cores_here, server_threads
-from paceline.launch.limits import explain
+from paceline.launch.limits import explain, is_shortage
 from paceline.observe.export.run_metrics import RunMetrics
 from paceline.observe.trace import Trace
 from paceline.serve.admission import Admission, OpenNamespace
@@ -317,7 +317,7 @@ class Namespace:
         self._due_s = 0.0  # when the next snapshot is
         self._holds_workers = False  # while the next one is written
         self._increments = Increments()
-        self._writer = ThreadPoolExecutor(1, f"paceline-snapshot-{name}")
+        self._writer = self._new_writer()
         self._writing: tuple[NamespaceCut, Future[Snapshot]] | None = None
         self._admission: Admission | None = None
         self._thread = threading.Thread(target=self._live, name=f"paceline-namespace-{name}", daemon=True)
@@ -676,7 +676,20 @@ class Namespace:
         if waits:
             self._note_written(cut, partial(cut.write, self._folder.path))
         else:
+            self._write_beside(cut)
+
+    def _write_beside(self, cut: NamespaceCut) -> None:
+        """Write a snapshot in a thread of its own; where the system has none left, it is tried again later."""
+        try:
             self._writing = cut, self._writer.submit(cut.write, self._folder.path)
+        except RuntimeError as error:
+            self._writer.shutdown(wait=False, cancel_futures=True)  # it would write this cut with the next one
+            self._writer = self._new_writer()
+            cut.opened.close()
+            self._note_unsaved(error)
+
+    def _new_writer(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, f"paceline-snapshot-{self.name}")
 
     def _read_on_server(self, read: Read) -> memoryview:
         """Have the thread of the server read a piece of a cut, between two messages."""
@@ -724,7 +737,7 @@ class Namespace:
 
     def _note_unsaved(self, error: Exception) -> None:
         self._due_s = time.monotonic() + min(self._interval_s, _RETRY_S)
-        why = explain(error) if isinstance(error, OSError) else describe_error(error)
+        why = explain(error) if is_shortage(error) else describe_error(error)
         counts = "the snapshot before it counts" if snapshots_in(self._folder.path) else "no snapshot of it is there"
         self.unsaved = f"namespace '{self.name}' could not be saved, {counts}: {why}"
         self._config.tell(self.unsaved)

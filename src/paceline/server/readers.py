@@ -79,6 +79,12 @@ class ReaderService:
         self._closing = threading.Event()
         self._expelled: Collection[str] = frozenset()
 
+    @property
+    def is_unused(self) -> bool:
+        """Whether no reader is connected, and nothing was published."""
+        with self._lock:
+            return not self._serving and all(part.versions.is_empty for part in self.parts)
+
     def take(self, connection: Connection) -> bool:
         """Serve a connection if it is a reader's, in a thread of its own; return whether it is."""
         if not is_reader(connection):
@@ -96,8 +102,7 @@ class ReaderService:
         except (PeerError, RuntimeError) as error:  # or the system has no thread left
             with self._lock:
                 self._serving.pop(connection, None)
-            _send(connection, ReaderRefused(-1, str(error)))
-            connection.close()
+            refuse_reader(connection, str(error))
         return True
 
     def expel(self, names: Collection[str]) -> None:
@@ -316,7 +321,8 @@ def _say(connection: Connection, message: object, body: memoryview = EMPTY) -> N
     connection.send(encode(message), body, timeout_s=_SEND_TIMEOUT_S)
 
 
-def _send(connection: Connection, message: object) -> None:
-    """Send a message to a connection that ends."""
+def refuse_reader(connection: Connection, reason: str) -> None:
+    """Say why a reader is not served, and end its connection."""
     with suppress(PeerError):
-        connection.send(encode(message), timeout_s=1.0)
+        connection.send(encode(ReaderRefused(-1, reason)), timeout_s=1.0)
+    connection.close()

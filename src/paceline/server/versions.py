@@ -173,6 +173,12 @@ class PublishedVersions:
                 self._copying.submit(self._seal, made, unfinished)
             return True
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was published, nor is being copied."""
+        with self._changed:
+            return not self._names
+
     def show(self, version: PublishedVersion, keep: int) -> None:
         """Show readers a version that a relay has, or that is coming to it, and keep so many of its name."""
         with self._changed:
