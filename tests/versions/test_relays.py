@@ -24,9 +24,11 @@ from paceline.job.addresses import CLUSTER_NAME
 from paceline.job.credentials.holders import Holder, tls_settings
 from paceline.job.credentials.key_store import issue_keys, make_keys
 from paceline.transport.base import Connection, Frame
+from paceline.transport.memory import MemoryTransport
 from paceline.transport.tcp import TcpTransport
 from paceline.versions.link import VersionNotThere
 from paceline.versions.places import PublishingServers, VersionPlaces
+from paceline.versions.relay import RelaySettings, VersionRelay
 from paceline.versions.subscription import VersionSubscription
 from paceline.wire.versions import CHUNK_BYTES, BytesFetched, decode
 
@@ -184,6 +186,27 @@ def test_a_reader_of_a_relay_that_lost_its_job_goes_on_at_the_next_place(tmp_pat
         job.lose(relay)
         number = publisher.publish()
         assert torch.equal(reader.wait(number, timeout_s=PATIENCE_S)["w"], publisher.values[number])
+
+
+def test_a_relay_goes_on_where_memory_for_a_version_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.versions.relay._AGAIN_S", 0.0)
+    told, places = list[str](), VersionPlaces("the test", ())
+    listener = MemoryTransport().listen("memory://relay")
+    relay = VersionRelay(listener, places, RelaySettings(("w",), 1, 1, "default"), lambda line, _: told.append(line))
+    waited = iter([False, True])
+
+    def wait(*, timeout_s: float) -> None:
+        del timeout_s
+        if not next(waited):
+            raise OSError(12, "Cannot allocate memory")
+        relay.stop()
+        raise DeadlineExceeded("there is none")
+
+    subscription = VersionSubscription("w", places)
+    monkeypatch.setattr(subscription, "wait", wait)
+    relay._follow(subscription)
+    listener.close()
+    assert told == ["'w' of the test is not handed on: OSError: [Errno 12] Cannot allocate memory"]
 
 
 def test_a_publisher_whose_machine_has_its_clock_behind_is_not_taken_and_that_is_said(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import paceline
 from paceline.api.session import Session
 from paceline.errors import DeadlineExceeded, UsageError
-from paceline.versions.swap import ForwardGate, pairs_of
+from paceline.versions.swap import ForwardGate, ModuleUpdates, pairs_of
 
 PATIENCE_S = 60.0
 
@@ -122,6 +123,59 @@ def test_a_swap_waits_for_the_forward_passes_that_run_and_is_not_put_off_by_othe
     assert tensor.item() == 2.0
     gate.offer([(tensor, torch.full((1,), 3.0))])
     assert tensor.item() == 3.0, "while none runs it is swapped at once"
+
+
+class FirstShortOfMemory:
+    """A subscription that has version 1, and no memory for the next one at first."""
+
+    name = "policy"
+
+    def __init__(self) -> None:
+        self.is_closed = threading.Event()
+        self.coming = iter([OSError(12, "Cannot allocate memory"), VersionOfOne(2)])
+
+    def latest(self, *, timeout_s: float) -> VersionOfOne:
+        del timeout_s
+        return VersionOfOne(1)
+
+    def wait(self, *, timeout_s: float) -> VersionOfOne:
+        del timeout_s
+        found = next(self.coming, None)
+        if isinstance(found, OSError):
+            raise found
+        if found is None:
+            self.is_closed.wait(PATIENCE_S)
+            raise UsageError("it is closed")
+        return found
+
+    def close(self) -> None:
+        self.is_closed.set()
+
+
+class VersionOfOne(dict[str, Tensor]):
+    """A version of a module with one weight, which is the number of the version."""
+
+    absent = frozenset[str]()
+
+    def __init__(self, number: int) -> None:
+        super().__init__(weight=torch.full((1, 1), float(number)))
+        self.number = number
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def test_a_module_is_given_the_next_version_though_memory_for_one_was_short(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("paceline.versions.swap._WAIT_S", 0.0)
+    module = nn.Linear(1, 1, bias=False)
+    subscription: Any = FirstShortOfMemory()
+    with ModuleUpdates(module, subscription, PATIENCE_S) as updates:
+        assert updates.wait(2, timeout_s=PATIENCE_S) == 2
+        assert module(torch.ones(1)).item() == 2.0
+    assert "stays at version 1 of 'policy': OSError: [Errno 12] Cannot allocate memory" in capsys.readouterr().err
 
 
 def test_frozen_and_tied_parameters_of_a_module_stay_what_they_are(tmp_path: Path) -> None:

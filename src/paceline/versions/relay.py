@@ -9,23 +9,22 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, final
 
-from paceline.errors import DeadlineExceeded, PacelineError, PeerError, UsageError
+from paceline.errors import DeadlineExceeded, PeerError, UsageError
 from paceline.notices import NEWS, tell
 from paceline.serve.messages import decode_enter_frame
 from paceline.serve.namespace import NamespaceConnection
 from paceline.server.feeds import RowFeeds
-from paceline.server.readers import Published, ReaderService
+from paceline.server.readers import Published, ReaderService, refuse_reader
 from paceline.server.versions import PublishedVersion, PublishedVersions
 from paceline.transport.base import EMPTY, Connection, Listener
 from paceline.versions.places import VersionPlaces
 from paceline.versions.subscription import HeldParts, VersionSubscription
-from paceline.wire.versions import ReaderRefused, encode
+from paceline.wire.malformed import REQUEST_ERRORS, describe_error
 
 TICK_S: Final = 0.25
 LOST_AFTER_S: Final = 2.0  # without the place that it reads, a relay says so; until then it connects anew
 _WAIT_S: Final = 600.0  # for one version; a relay that has none then waits again
 _AGAIN_S: Final = 1.0  # after an error that is not a lost connection
-_SEND_TIMEOUT_S: Final = 1.0
 _CLOSING_TIMEOUT_S: Final = 5.0
 _NO_ROWS: Final = "a relay hands on versions and no rows: follow rows at the servers of the job themselves"
 
@@ -136,13 +135,13 @@ class VersionRelay:
         with self._lock:
             readers = self._readers
         if entering.namespace != self._settings.namespace:
-            _refuse(
+            refuse_reader(
                 connection, f"this relay hands on '{self._settings.namespace}', and not '{entering.namespace[:80]}'"
             )
         elif readers is None:
-            _refuse(connection, f"this relay of {self._places.name} has no version yet{self._why_none()}")
+            refuse_reader(connection, f"this relay of {self._places.name} has no version yet{self._why_none()}")
         elif not readers.take(NamespaceConnection(connection, entering)):
-            _refuse(connection, "this is a relay, which readers alone may enter")
+            refuse_reader(connection, "this is a relay, which readers alone may enter")
 
     def _why_none(self) -> str:
         problems = {each.subscription.problem for each in self._followed.values()}
@@ -186,10 +185,10 @@ class VersionRelay:
                     self.show(version.held_parts())
             except DeadlineExceeded:  # readers are told why
                 self._withdraw(subscription.name)
-            except PacelineError as error:
+            except REQUEST_ERRORS as error:  # also where memory is short: a thread that ended would tell nothing
                 self._withdraw(subscription.name)
-                if not self._stopping.wait(_AGAIN_S) and str(error) != told:
-                    told = str(error)
+                if not self._stopping.wait(_AGAIN_S) and describe_error(error) != told:
+                    told = describe_error(error)
                     self._notice(f"'{subscription.name}' of {self._places.name} is not handed on: {told}", NEWS)
 
     def begun(self, held: HeldParts) -> None:
@@ -246,9 +245,3 @@ def _close(readers: ReaderService | None) -> None:
         readers.close()
         for part in readers.parts:
             part.versions.close()
-
-
-def _refuse(connection: Connection, reason: str) -> None:
-    with suppress(PeerError):
-        connection.send(encode(ReaderRefused(-1, reason)), timeout_s=_SEND_TIMEOUT_S)
-    connection.close()

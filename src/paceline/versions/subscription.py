@@ -400,12 +400,12 @@ class VersionSubscription:
     ) -> None:
         """Fetch what is not here yet of a version that is leased."""
         watcher = None if any(link.maps for link in links) else self._watcher
-        if watcher is not None:
-            for part, memory in zip(parts, memories, strict=True):
-                memory.make_room(part)
-            watcher.begun(list(zip(parts, memories, strict=True)))
         bases = self._bases if len(self._bases) == len(links) else [None] * len(links)
         try:
+            if watcher is not None:
+                for part, memory in zip(parts, memories, strict=True):
+                    memory.make_room(part)
+                watcher.begun(list(zip(parts, memories, strict=True)))
             for link, part, memory, base in zip(links, parts, memories, bases, strict=True):
                 link.fetch(part, memory, base, None if watcher is None else watcher.came)
         except BaseException:  # answers are still under way, and no caller has what is leased

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Final, Self, final
 
 from torch import Tensor, nn
 
-from paceline.errors import DeadlineExceeded, PacelineError, PeerError, UsageError
+from paceline.errors import DeadlineExceeded, PeerError, UsageError
 from paceline.notices import tell
+from paceline.wire.malformed import REQUEST_ERRORS, describe_error
 
 if TYPE_CHECKING:
     from paceline.versions.subscription import Version, VersionSubscription
@@ -147,9 +148,9 @@ class ModuleUpdates:
             except PeerError as error:
                 self._note(str(error))
                 self._closing.wait(1.0)
-            except (PacelineError, RuntimeError) as error:
+            except REQUEST_ERRORS as error:  # also where memory is short: a thread that ended would tell nothing
                 if not self._closing.is_set():
-                    self._note(str(error))
+                    self._note(describe_error(error))
                     self._closing.wait(_WAIT_S)
 
     def _note(self, problem: str) -> None:
