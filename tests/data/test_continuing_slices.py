@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -17,8 +18,11 @@ from tests.training.recipes import loss_of, mlp, sgd
 import paceline
 from paceline.api.script import bind
 from paceline.api.session import Session
-from paceline.data.order import EpochOrder
+from paceline.core.work_queue import WorkAnswer, WorkRound
+from paceline.data.order import EpochOrder, EpochRounds
+from paceline.data.slicing import SliceWalk
 from paceline.errors import Refused, UsageError
+from paceline.server.work_queue import WorkQueueEntry
 
 NUM_SAMPLES = 47
 BATCHES = EpochOrder(NUM_SAMPLES, BATCH_SIZE, drop_last=False, shuffled=True)
@@ -162,3 +166,26 @@ def test_a_worker_that_is_started_again_goes_where_the_others_are_whatever_its_s
         results = run_until_death(started, training, begin_again)
     assert training.all_counted() == sorted([*range(12, 36), *range(36), *range(36)])
     assert torch.equal(again[0][0], results[0][0])
+
+
+class _NoSlices:
+    """Answers of a server of which the other workers have taken all slices of a round, and then of the epoch."""
+
+    def __init__(self, rounds: EpochRounds) -> None:
+        self._words: list[Literal["rest", "over"]] = ["rest"] * len(rounds) + ["over"]
+
+    def request(self, *_: object) -> Future[memoryview]:
+        return Future()
+
+    def wait_answer(self, _: object, place: WorkRound) -> WorkQueueEntry:
+        return WorkQueueEntry(WorkAnswer(self._words.pop(0), place), 0)
+
+
+def test_a_clock_without_a_slice_ends_behind_its_batches() -> None:
+    rounds = EpochRounds(BATCHES.unshuffled(), 2, 3)
+    reached = list[int]()
+    walk = SliceWalk(cast("Any", _NoSlices(rounds)), rounds, 0, lambda: reached.append(walk.num_done), 2)
+    assert list(walk) == []
+    num_batches = BATCHES.num_batches
+    assert reached == [min(2 * number, num_batches) for number in range(1, len(rounds) + 1)], "as a snapshot takes it"
+    assert walk.num_done == num_batches

@@ -7,17 +7,19 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors import safe_open
-from tests.jobs import job, start_and_join
+from tests.jobs import job, run_job, start_and_join
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.api.session import Session
 from paceline.errors import CheckpointError, UsageError
 from paceline.snapshots.files import FileWriter
-from paceline.snapshots.folder import Snapshot, newest
+from paceline.snapshots.folder import Snapshot, SnapshotManifest, newest
+from paceline.snapshots.taking import SavedJob
 from paceline.update import cuts
 from paceline.worker.rows.table import RowTable
 
@@ -261,3 +263,79 @@ def test_under_every_policy_a_snapshot_is_made_while_workers_push(consistency: s
         found.verify()
         (table,) = found.manifest.tables
         assert sum(table.versions) >= (0 if consistency == "asynchronous" else 2 * 3)  # updates of two servers
+
+
+def test_the_state_of_a_scheduler_comes_back_as_it_was(tmp_path: Path) -> None:
+    def schedulers() -> list[Any]:
+        optimizer = torch.optim.SGD(model_of().parameters(), lr=1.0)
+        chosen = torch.optim.lr_scheduler
+        return [chosen.MultiStepLR(optimizer, [2, 4]), chosen.ReduceLROnPlateau(optimizer)]
+
+    given = [each.state_dict() for each in schedulers()]
+
+    def save(session: Session) -> None:
+        session.table("w", shape=(6,), update=paceline.update.Add())
+        ends = paceline.snapshot(tmp_path / "snapshots", state={"schedulers": given, "best": float("-inf")})
+        assert ends is not None
+        ends.result(WAIT_S)
+
+    def go_on(_: Session) -> None:
+        told = paceline.resumed()
+        assert told is not None
+        assert told.state == {"schedulers": given, "best": float("-inf")}
+        steps, _ = schedulers()
+        steps.load_state_dict(told.state["schedulers"][0])
+        for _ in range(4):
+            steps.optimizer.step()
+            steps.step()
+        assert steps.get_last_lr() == pytest.approx([0.01])
+
+    run_job(_made(tmp_path / "first"), save)
+    run_job(_made(tmp_path / "second"), go_on, **resuming(tmp_path / "snapshots"))
+
+
+def _made(directory: Path) -> Path:
+    directory.mkdir()
+    return directory
+
+
+def test_a_state_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    manifest = SnapshotManifest(1, 1, 1, 1, (), (), state=msgspec.Raw(b'{"best": 0.5}'))
+    assert SavedJob(Snapshot(tmp_path, manifest)).resumed.state == {"best": 0.5}
+    with pytest.raises(CheckpointError, match="the state of the script in a snapshot cannot be read"):
+        SavedJob(Snapshot(tmp_path, msgspec.structs.replace(manifest, packed_state=b"\xc1")))
+
+
+def test_what_is_no_state_is_refused(tmp_path: Path) -> None:
+    endless = list[Any]()
+    endless.append(endless)
+
+    def work(session: Session) -> None:
+        session.table("w", shape=(6,), update=paceline.update.Add())
+        for state in (torch.ones(1), 1 << 64, endless):
+            with pytest.raises(UsageError, match="the state for a snapshot cannot be written"):
+                paceline.snapshot(tmp_path / "snapshots", state=state)
+
+    run_job(_made(tmp_path / "job"), work)
+
+
+def test_a_table_that_a_resumed_job_begins_anew_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def save(session: Session) -> None:
+        session.table("model", shape=(6,), update=paceline.update.Add())
+        open_rows(session)
+        ends = paceline.snapshot(tmp_path / "snapshots")
+        assert ends is not None
+        ends.result(WAIT_S)
+
+    def go_on(session: Session) -> None:
+        open_rows(session)
+        session.table("model.0", shape=(6,), update=paceline.update.Add())
+        session.table("more", rows=1, update=paceline.update.Add())
+
+    run_job(_made(tmp_path / "first"), save)
+    assert "begins anew" not in capsys.readouterr().err
+    run_job(_made(tmp_path / "second"), go_on, workers=2, **resuming(tmp_path / "snapshots"))
+    told = capsys.readouterr().err
+    for name in ("model.0", "more"):
+        assert told.count(f"table '{name}' is not in the snapshot that this job goes on from, and begins anew") == 1
+    assert told.count("begins anew: that has 'model', 'rows'") == 2

@@ -250,6 +250,7 @@ class SliceWalk:
     def _finish_round(self) -> None:
         """Go on to the next round; a clock in which this worker got no slice is finished without a gradient."""
         if not self._has_stepped:
+            self._has_stepped = True  # before the clock ends: a snapshot that is due then has the position after it
             self.on_missing()
         self._number, self._has_stepped = self._number + 1, False
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -95,11 +95,13 @@ class SnapshotManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tables: in the order of their declarations.
         files: all but the manifest.
         sources: the positions of what `paceline.shard` has returned, in order.
-        state: what the script has added, as JSON.
+        state: what the script has added, as JSON, in snapshots of earlier versions, which lost some of it.
         written_at_s: seconds since 1970.
         took_s: seconds from the cut to the disk.
         base: name of the snapshot that has the rows which have not changed; empty if this one has all.
         base_sha256: digest of the manifest of that one.
+        packed_state: what the script has added, as msgpack, which keeps numbers that are not finite, and keys that are
+            no texts, as schedulers have them; empty for nothing.
     """
 
     clock: Count
@@ -116,6 +118,15 @@ class SnapshotManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     base_sha256: str = ""
     format: str = FORMAT
     written_by: str = __version__
+    packed_state: bytes = b""
+
+    @property
+    def script_state(self) -> Any:  # noqa: ANN401 - whatever the script has added
+        """What the script has added; None for nothing. Raises CheckpointError if it cannot be read."""
+        try:
+            return msgspec.msgpack.decode(self.packed_state) if self.packed_state else msgspec.json.decode(self.state)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise CheckpointError(f"the state of the script in a snapshot cannot be read: {error}") from error
 
     @property
     def size_bytes(self) -> int:

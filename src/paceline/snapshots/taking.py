@@ -139,7 +139,7 @@ class SnapshotTaker:
         """Begin a snapshot of this worker's clock; blocks for one round trip, and for the snapshot before.
 
         Raises:
-            UsageError: `state` cannot be written as JSON.
+            UsageError: `state` cannot be written.
             PeerError: a server is gone.
         """
         return self._take(folder, keep, positions, state, None)
@@ -149,7 +149,7 @@ class SnapshotTaker:
     ) -> Future[Path]:
         """Begin a snapshot; see `take`. With `increments`, it may have only the rows that have changed."""
         self._wait_last()
-        content, clock, began_s = _as_json(state), self._node.clock, time.monotonic()
+        content, clock, began_s = _packed(state), self._node.clock, time.monotonic()
         cuts = [(each, self._begin(each, clock, increments)) for each in list_tables(self._node)]
         base = None if increments is None else increments.begin()
         if self._writer is None:
@@ -166,11 +166,11 @@ class SnapshotTaker:
                 tuple(writer.tables),
                 tuple(writer.files),
                 tuple(dict(each) for each in positions),
-                content,
-                now_s(),
-                time.monotonic() - began_s,
-                base_name,
-                base_sha256,
+                written_at_s=now_s(),
+                took_s=time.monotonic() - began_s,
+                base=base_name,
+                base_sha256=base_sha256,
+                packed_state=content,
             )
 
         def write() -> Path:
@@ -249,12 +249,12 @@ def _decoded(listed: ListedTable) -> TableSpec | RowTableSpec:
     return spec_of(SnapshotTable(listed.name, kind, listed.spec, 0, (), b""))
 
 
-def _as_json(state: object) -> msgspec.Raw:
+def _packed(state: object) -> bytes:
     try:
-        return msgspec.Raw(msgspec.json.encode(state))
-    except (TypeError, ValueError, OverflowError) as error:
+        return b"" if state is None else msgspec.msgpack.encode(state)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise UsageError(
-            f"the state for a snapshot cannot be written as JSON ({error}): give numbers, texts, lists and dicts"
+            f"the state for a snapshot cannot be written ({error}): give numbers, texts, lists and dicts"
         ) from error
 
 
@@ -280,7 +280,12 @@ class SavedJob:
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
         manifest = snapshot.manifest
-        self.resumed: Final = ResumedFrom(manifest.clock, snapshot.folder, msgspec.json.decode(manifest.state))
+        self.resumed: Final = ResumedFrom(manifest.clock, snapshot.folder, manifest.script_state)
+
+    @property
+    def names(self) -> list[str]:
+        """See `SavedTables.names`."""
+        return [table.name for table in self._snapshot.manifest.tables]
 
     def parts_of(self, spec: TableSpec, spans: Sequence[Range]) -> Iterator[bytes] | None:
         """See `SavedTables.parts_of`."""

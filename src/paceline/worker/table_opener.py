@@ -44,6 +44,11 @@ class _Opened:
 class SavedTables(Protocol):
     """Tables of a job that this one goes on with."""
 
+    @property
+    def names(self) -> Sequence[str]:
+        """What these tables are called."""
+        ...
+
     def parts_of(self, spec: TableSpec, spans: Sequence[Range]) -> Iterator[bytes] | None:
         """Return what each server loads of a dense table, by rank; None if it was not saved.
 
@@ -132,6 +137,7 @@ class TableOpener:
         spec.validate()
         client = DenseClient.open(self.node.context, spec, reads_own_writes=read_my_writes, live=live)
         if self.rank == first:
+            self._tell_if_new(spec.name)
             self._give_values(client, write_first)
         try:
             self._await_values(spec.name, first)
@@ -158,6 +164,8 @@ class TableOpener:
         self._require_new(spec.name)
         spec.validate()
         client = RowClient.open(self.node.context, spec, options)
+        if self.rank == 0:
+            self._tell_if_new(spec.name)
         if self.saved is not None:
             self._load_rows(spec, self.saved)
         self.metrics.start_training()
@@ -170,6 +178,15 @@ class TableOpener:
             raise UsageError(
                 f"worker {self.rank} has already opened table '{name}': use what that call returned, or give this "
                 "one a name of its own (name=...)."
+            )
+
+    def _tell_if_new(self, name: str) -> None:
+        """Tell of a table that a job which goes on from a snapshot begins anew: a name may have changed unnoticed."""
+        is_first_life = not self.node.settings.sender.incarnation
+        if self.saved is not None and is_first_life and name not in self.saved.names:
+            self.metrics.tell(
+                f"table '{name}' is not in the snapshot that this job goes on from, and begins anew: that has "
+                f"{', '.join(map(repr, self.saved.names))}"
             )
 
     def _give_values(self, client: DenseClient, write: Callable[[Tensor], object]) -> None:
