@@ -103,7 +103,7 @@ def test_a_gate_is_of_whole_numbers(bound: int, per_version: int) -> None:
 def test_wrong_calls_of_a_gate_are_told_and_change_nothing() -> None:
     gate = paceline.gate(0, 2)
     for num in (math.nan, 1.5, "1", None):
-        with pytest.raises(UsageError, match="admit: num is .*, expected a whole number"):
+        with pytest.raises(UsageError, match=r"admit: num is .*, expected a whole number"):
             gate.admit(num)  # pyright: ignore[reportArgumentType]
     with pytest.raises(UsageError, match="timeout_s is nan, expected a number of seconds"):
         gate.admit(timeout_s=math.nan)
