@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -143,6 +144,17 @@ WRONG_CALLS: list[tuple[Callable[[Session], object], str]] = [
     (lambda ps: paceline.strategies.all_reduce(bucket_mb=math.nan), "bucket_mb is nan, expected more than 0"),
     (lambda ps: paceline.tune(None, "x.py"), "the search is a NoneType, expected a mapping, or a file"),
     (lambda ps: paceline.tune({}, "x.py", jobs="x"), "tune: jobs is 'x', expected a whole number"),
+    (lambda ps: paceline.wait(Future(), timeout_s=math.nan), "timeout_s is nan, expected a number of seconds"),
+    (lambda ps: paceline.update.SGD(lr=nn.UninitializedParameter()), "a UninitializedParameter without a shape"),
+    (lambda ps: paceline.update.SGD(lr=np.ndarray), "SGD: lr is the class ndarray, expected a number"),
+    (lambda ps: paceline.publish(nn.Linear(1, 1), rank="0"), "publish: rank is '0', expected that of a worker, 0 to 0"),
+    (lambda ps: paceline.publish(nn.Linear(1, 1), rank=1), "publish: rank is 1, expected that of a worker, 0 to 0"),
+    (lambda ps: paceline.subscribe(ps).latest(timeout_s="x"), "latest: timeout_s is 'x', expected a number"),
+    (lambda ps: paceline.subscribe(ps).versions(timeout_s=math.nan), "timeout_s is nan, expected a number of seconds"),
+    (lambda ps: paceline.subscribe(ps).into(nn.Linear), "into: the class Linear has no weights to swap"),
+    (lambda ps: paceline.subscribe(ps).wait(1.5), "wait: number is 1.5, expected a whole number or None"),
+    (lambda ps: paceline.subscribe(ps).pull(None), "pull: number is None, expected a whole number"),
+    (lambda _: paceline.wait(Future(), timeout_s="x"), "wait: timeout_s is 'x', expected a number or None"),
 ]  # fmt: skip
 
 

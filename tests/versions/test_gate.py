@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from queue import SimpleQueue
 
@@ -91,6 +92,27 @@ def test_producers_in_threads_are_held_to_the_bound(bound: int | None) -> None:
     assert gate.num_consumed >= 4 * num_versions
     if bound is not None:
         assert max(gate.histogram()) <= bound
+
+
+@pytest.mark.parametrize(("bound", "per_version"), [(math.nan, 1), (1.5, 1), (1, 1.5), (None, math.nan), ("1", 1)])
+def test_a_gate_is_of_whole_numbers(bound: int, per_version: int) -> None:
+    with pytest.raises(UsageError, match="expected a whole number"):
+        paceline.gate(bound, per_version)
+
+
+def test_wrong_calls_of_a_gate_are_told_and_change_nothing() -> None:
+    gate = paceline.gate(0, 2)
+    for num in (math.nan, 1.5, "1", None):
+        with pytest.raises(UsageError, match=r"admit: num is .*, expected a whole number"):
+            gate.admit(num)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UsageError, match="timeout_s is nan, expected a number of seconds"):
+        gate.admit(timeout_s=math.nan)
+    tickets = gate.admit(2, timeout_s=math.inf)
+    for wrong in (tickets, None, 0):
+        for act in (gate.consume, gate.cancel):
+            with pytest.raises(UsageError, match="is not a ticket, expected one of the list that admit"):
+                act(wrong)  # pyright: ignore[reportArgumentType]
+    assert [gate.consume(ticket) for ticket in tickets] == [0, 0]
 
 
 def test_numbers_that_make_no_gate_are_refused() -> None:

@@ -10,6 +10,7 @@ from paceline.api.script import current
 from paceline.collective.signature import Op
 from paceline.core.calls import checked_late
 from paceline.errors import DeadlineExceeded, UsageError
+from paceline.transport.deadline import patience_s
 from paceline.worker.validation import brief
 
 if TYPE_CHECKING:
@@ -368,6 +369,7 @@ def wait(*futures: Future[T], timeout_s: float | None = None) -> T | list[T]:
                 f"wait: argument {index + 1} of {len(futures)} is {brief(future)}, expected the future of a call with "
                 "later=True."
             )
+    timeout_s = None if timeout_s is None else patience_s(timeout_s)
     deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
     results: list[T] = []
     for index, future in enumerate(futures):

@@ -6,10 +6,12 @@ from torch import nn
 
 from paceline.api.script import current
 from paceline.core.calls import checked_late
+from paceline.errors import UsageError
 from paceline.training.publishing import KEPT, PUBLISHED_AS
 from paceline.worker.parts import PartedTable
 from paceline.worker.publishing import Publication
 from paceline.worker.table import Table
+from paceline.worker.validation import brief
 
 
 @checked_late
@@ -49,6 +51,8 @@ def publish(
         tensor([1., 2.])
     """
     session = current()
+    if not isinstance(rank, int) or not 0 <= rank < session.size:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UsageError(f"publish: rank is {brief(rank)}, expected that of a worker, 0 to {session.size - 1}.")
     if session.rank != rank:
         return None
     return session.models.publish(what, name, keep)

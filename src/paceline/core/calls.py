@@ -87,7 +87,7 @@ def _problem_finder(function: Callable[..., object]) -> Callable[[tuple[object, 
     """Return a function that says what is wrong with the types of arguments, "" if nothing is."""
     declared = inspect.signature(function).parameters.values()
     checks = {each.name: _check(str(each.annotation)) for each in declared if each.kind not in _GATHERING}
-    names = tuple(checks)
+    names = tuple(each.name for each in declared if each.kind in _BY_POSITION)
 
     def problem(args: tuple[object, ...], given: Mapping[str, object]) -> str:
         for name, value in (*zip(names, args, strict=False), *given.items()):
@@ -107,11 +107,15 @@ def _binding_problem(function: Callable[..., object], error: BaseException) -> s
     return f"{error}; expected {_usage(function)}."
 
 
+_BY_POSITION: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _GATHERING: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def _is_one(value: object) -> bool:
-    return prod(getattr(value, "shape", ())) == 1
+    try:
+        return prod(getattr(value, "shape", ())) == 1
+    except RuntimeError:  # of torch: a nested tensor, or a parameter whose shape is not known yet
+        return False
 
 
 def _is_whole(value: object) -> bool:
@@ -171,8 +175,14 @@ def shown(value: object) -> str:
     >>> shown("x" * 100)
     "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx..."
     """
-    if hasattr(value, "shape"):
-        return f"a {type(value).__name__} of shape {tuple(getattr(value, 'shape'))}"  # noqa: B009 - of any type
+    if isinstance(value, type):  # of which a `shape` is that of its objects
+        return f"the class {value.__name__}"
+    try:
+        shape = getattr(value, "shape", None)
+    except RuntimeError:  # as above
+        return f"a {type(value).__name__} without a shape"
+    if shape is not None:
+        return f"a {type(value).__name__} of shape {tuple(shape)}"
     text = repr(value[: 2 * _MOST_SHOWN] if isinstance(value, str | bytes) else value)
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 4]}..."
 

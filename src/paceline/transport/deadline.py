@@ -4,7 +4,10 @@ import math
 import time
 from typing import Final, NamedTuple
 
+from paceline.errors import UsageError
+
 _SHORT_S: Final = 0.1
+_LONGEST_S: Final = 2e6  # poll takes 2**31 ms at most
 
 
 def seconds(duration_s: float) -> str:
@@ -14,6 +17,20 @@ def seconds(duration_s: float) -> str:
     ('0.5 s', '600 s', '0.001 s')
     """
     return f"{round(duration_s, 2 if duration_s >= _SHORT_S else 3):g} s"
+
+
+def patience_s(timeout_s: float) -> float:
+    """Return how long a caller is willing to wait, at most so long as every kind of wait can: 23 days.
+
+    Raises:
+        UsageError: it is NaN, with which a wait would not end.
+
+    >>> patience_s(0.5), patience_s(math.inf)
+    (0.5, 2000000.0)
+    """
+    if timeout_s != timeout_s:  # is NaN; math.isnan does not take every whole number
+        raise UsageError("timeout_s is nan, expected a number of seconds.")
+    return min(timeout_s, _LONGEST_S)
 
 
 class Deadline(NamedTuple):

@@ -7,8 +7,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Final, final
 
-from paceline.core.calls import checked_late
+from paceline.core.calls import checked, checked_late, shown
 from paceline.errors import DeadlineExceeded, UsageError
+from paceline.transport.deadline import patience_s
 
 ADMIT_TIMEOUT_S: Final = 600.0
 
@@ -54,6 +55,7 @@ class Gate:
     def __repr__(self) -> str:
         return f"Gate(bound {self.bound}, version {self.version}, {len(self._open)} open tickets)"
 
+    @checked
     def admit(self, num: int = 1, *, timeout_s: float = ADMIT_TIMEOUT_S) -> list[Ticket]:
         """Return tickets for so many samples; blocks while these could be used only beyond the bound.
 
@@ -67,6 +69,7 @@ class Gate:
                 f"gate: {num} tickets were asked for, expected 1 to {most or 'any number'}: take fewer at a time, or a "
                 "larger bound."
             )
+        timeout_s = patience_s(timeout_s)
         with self._changed:
             if not self._changed.wait_for(lambda: most is None or self._used() + num <= most, timeout_s):
                 raise DeadlineExceeded(
@@ -78,6 +81,7 @@ class Gate:
             self._open.update({ticket.number: ticket for ticket in made})
             return made
 
+    @checked_late
     def consume(self, ticket: Ticket) -> int:
         """Count the sample of this ticket as used, now; return how many versions it is stale. Does not block.
 
@@ -91,6 +95,7 @@ class Gate:
             self._staleness[staleness] += 1
             return staleness
 
+    @checked_late
     def cancel(self, ticket: Ticket) -> None:
         """Give a ticket back, of a producer that has failed; raises as `consume` does."""
         with self._changed:
@@ -137,6 +142,8 @@ class Gate:
         return oldest
 
     def _close(self, ticket: Ticket) -> None:
+        if not isinstance(ticket, Ticket):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+            raise UsageError(f"gate: {shown(ticket)} is not a ticket, expected one of the list that admit() returned.")
         if self._open.get(ticket.number) != ticket:
             raise UsageError(
                 f"gate: ticket {ticket.number} of version {ticket.version} is not open: it was used or given back "
@@ -146,7 +153,7 @@ class Gate:
         self._changed.notify_all()
 
 
-@checked_late
+@checked
 def gate(bound: int | None, per_version: int) -> Gate:
     """Make a gate between producers of samples and the trainer that uses them, with a bound of staleness.
 

@@ -12,9 +12,10 @@ from typing import Final, Self, final
 import torch
 from torch import Tensor
 
+from paceline.core.calls import checked_late
 from paceline.core.consistency import Consistency
 from paceline.errors import DeadlineExceeded, PacelineError, UsageError
-from paceline.transport.deadline import Deadline
+from paceline.transport.deadline import Deadline, patience_s
 from paceline.update.placement import torch_dtype
 from paceline.update.rows.column import RowColumn
 from paceline.update.rows.index import RowIndex
@@ -145,6 +146,7 @@ class SubscribedRows:
         """How old the copy is at most, in seconds; infinite before it is there."""
         return float("inf") if self._confirmed_s is None else time.monotonic() - self._confirmed_s
 
+    @checked_late
     def pull(self, ids: Ids, *, max_age_s: float | None = MAX_AGE_S, timeout_s: float = TIMEOUT_S) -> Tensor:
         """Return the rows of ids: `(*shape of ids, width)`, in new memory; rows that are not there have first values.
 
@@ -158,6 +160,7 @@ class SubscribedRows:
         """
         if max_age_s is not None and not max_age_s >= LEAST_AGE_S:
             raise UsageError(f"max_age_s is {max_age_s}, expected at least {LEAST_AGE_S} s, or None")
+        timeout_s = patience_s(timeout_s)
         keys = row_ids(ids, f"rows of '{self.name}'")
         if self._thread is None and self._follows:
             self._start()
@@ -172,6 +175,7 @@ class SubscribedRows:
             self._require_open()
             return self._copy.read(keys.view(-1)).view(*keys.shape, self.spec.width)
 
+    @checked_late
     def advance(self, clock: int | None = None, *, timeout_s: float = TIMEOUT_S) -> int:
         """Bring rows that do not follow to a clock, and no further: those of the dense version of that number.
 
@@ -187,6 +191,7 @@ class SubscribedRows:
                 f"rows of '{self.name}' cannot be brought to a clock: ask for them with follow=False, of a table whose "
                 f"updates show clock by clock (it is {self.spec.consistency})"
             )
+        timeout_s = patience_s(timeout_s)
         deadline = Deadline.after(timeout_s)
         while True:
             with self._changed:
@@ -248,7 +253,7 @@ class SubscribedRows:
             feed, nothing_since_s = RowFeed(links, self.name, since, only), time.monotonic()
             while True:
                 began_s = time.monotonic()
-                found = feed.poll(min(wait_s, _WAIT_S), Deadline.after(timeout_s))
+                found = feed.poll(min(wait_s, _WAIT_S), Deadline.after(patience_s(timeout_s)))
                 yield from found
                 now_s = time.monotonic()
                 if found:

@@ -11,10 +11,10 @@ from typing import Final, Protocol, Self, TypeAlias, final
 
 from torch import Tensor, nn
 
-from paceline.core.calls import checked_late
-from paceline.errors import PeerError, Refused
+from paceline.core.calls import checked, checked_late, shown
+from paceline.errors import PeerError, Refused, UsageError
 from paceline.serve.access import ClientCredentials, PathLike
-from paceline.transport.deadline import Deadline
+from paceline.transport.deadline import Deadline, patience_s
 from paceline.versions.contents import digest_of_version, shared_layout, tensors_of, word_bytes_of
 from paceline.versions.link import Base, LeasedPart, PartMemory, ReaderLink, VersionNotThere, described, is_intact
 from paceline.versions.links import NothingYet, ServerLinks
@@ -200,11 +200,13 @@ class VersionSubscription:
 
     # -- the user's calls --------------------------------------------------------------------------------------------
 
+    @checked_late
     def versions(self, *, timeout_s: float = TIMEOUT_S) -> list[int]:
         """Return the numbers of the versions that all servers have, the newest last."""
-        found = self._servers.repeat(self._everywhere, Deadline.after(timeout_s))
+        found = self._servers.repeat(self._everywhere, Deadline.after(patience_s(timeout_s)))
         return [each.number for each in found]
 
+    @checked_late
     def latest(self, *, timeout_s: float = TIMEOUT_S) -> Version:
         """Return the newest version; blocks until there is one, and its bytes are here.
 
@@ -214,8 +216,9 @@ class VersionSubscription:
             DeadlineExceeded: there is none in time, or no server.
             AuthenticationFailed: the servers do not let this reader in.
         """
-        return self._take(lambda _: True, Deadline.after(timeout_s), "a version")
+        return self._take(lambda _: True, Deadline.after(patience_s(timeout_s)), "a version")
 
+    @checked
     def pull(self, number: int, *, timeout_s: float = TIMEOUT_S) -> Version:
         """Return the version of this number; blocks until its bytes are here.
 
@@ -234,8 +237,9 @@ class VersionSubscription:
                 )
             return self._fetch(wanted)
 
-        return self._servers.repeat(once, Deadline.after(timeout_s))
+        return self._servers.repeat(once, Deadline.after(patience_s(timeout_s)))
 
+    @checked
     def wait(self, number: int | None = None, *, timeout_s: float = TIMEOUT_S) -> Version:
         """Wait for a version of this number or a higher one, and return the newest.
 
@@ -250,7 +254,7 @@ class VersionSubscription:
             return last is None or _place(found) > _place(last)
 
         what = "another version" if number is None else f"version {number} or a newer one"
-        return self._take(wanted, Deadline.after(timeout_s), what)
+        return self._take(wanted, Deadline.after(patience_s(timeout_s)), what)
 
     def close(self) -> None:
         """End all leases and connections, and calls that wait. The tensors of versions stay. Idempotent."""
@@ -259,6 +263,7 @@ class VersionSubscription:
             self._unfinished.clear()
             self._bases.clear()
 
+    @checked_late
     def into(self, module: nn.Module, *, timeout_s: float = TIMEOUT_S) -> ModuleUpdates:
         """Keep a module at the newest version: blocks for the first one, then swaps weights between forward passes.
 
@@ -270,9 +275,12 @@ class VersionSubscription:
             UsageError: the module has parameters that the version has not, or of another shape.
             DeadlineExceeded: there is no version in time.
         """
+        if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+            raise UsageError(f"into: {shown(module)} has no weights to swap, expected a module.")
         own = VersionSubscription(self.name, self._places)
         return ModuleUpdates(module, own, timeout_s)
 
+    @checked_late
     def table(self, name: str, *, follow: bool = True, timeout_s: float = TIMEOUT_S) -> SubscribedRows:
         """Return the row table of this name, as a reader sees it: `pull`, `changes`. Blocks until the table is there.
 
@@ -292,7 +300,7 @@ class VersionSubscription:
         def links() -> ServerLinks:
             return ServerLinks(name, self._places)
 
-        return SubscribedRows(name, links, Deadline.after(timeout_s), follow=follow)
+        return SubscribedRows(name, links, Deadline.after(patience_s(timeout_s)), follow=follow)
 
     # -- one try -----------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Final, Self, final
 
 from torch import Tensor, nn
 
+from paceline.core.calls import checked_late
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
 from paceline.notices import tell
+from paceline.transport.deadline import patience_s
 from paceline.wire.malformed import REQUEST_ERRORS, describe_error
 
 if TYPE_CHECKING:
@@ -118,8 +120,10 @@ class ModuleUpdates:
         """End the updates."""
         self.close()
 
+    @checked_late
     def wait(self, number: int, *, timeout_s: float) -> int:
         """Wait until the module has version `number` or a newer one, and return which; raises DeadlineExceeded."""
+        timeout_s = patience_s(timeout_s)
         with self._changed:
             if not self._changed.wait_for(lambda: self.number >= number or self._closing.is_set(), timeout_s):
                 raise DeadlineExceeded(
