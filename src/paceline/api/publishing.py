@@ -51,7 +51,7 @@ def publish(
         tensor([1., 2.])
     """
     session = current()
-    if not isinstance(rank, int) or not 0 <= rank < session.size:  # pyright: ignore[reportUnnecessaryIsInstance]
+    if rank not in range(session.size):
         raise UsageError(f"publish: rank is {brief(rank)}, expected that of a worker, 0 to {session.size - 1}.")
     if session.rank != rank:
         return None

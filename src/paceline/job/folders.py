@@ -3,12 +3,14 @@
 No kernel tells of a file that another machine writes, so waiting for one means looking again and again.
 """
 
+import errno
 import os
 import secrets
 import stat
 import sys
 import time
 from collections.abc import Callable, Iterable
+from io import BufferedReader
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -114,6 +116,15 @@ def check_private(folder: Path, private: Iterable[Path]) -> None:
                 f"at what lets clients in. Make it yours alone with `chmod {'700' if path == folder else '600'}`, and "
                 "make new keys if others may have seen them"
             )
+
+
+def open_file(path: Path) -> BufferedReader:
+    """Open a file to read it; raises OSError for what is none, as a pipe, which would be waited for."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is no file", str(path))
+    return file
 
 
 def wait_for(

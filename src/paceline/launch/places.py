@@ -1,6 +1,5 @@
 """The places of workers that come and go while a job runs, and requests to its launcher for another number of them."""
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -9,7 +8,7 @@ from typing import Final, final
 
 from paceline.errors import DeadlineExceeded, PacelineError, UsageError
 from paceline.job.addresses import SPEC_NAME
-from paceline.job.folders import make_once, wait_for
+from paceline.job.folders import make_once, open_file, wait_for
 from paceline.job.spec import TOKEN_NAME, ClusterSpec
 from paceline.launch.child import Launch
 
@@ -32,7 +31,7 @@ class WorkerPlaces:
         """Return how many workers there are to be, if that was asked since the last call; does not block."""
         path = self._run_dir / REQUEST_NAME
         try:
-            with open(path, "rb", opener=_without_waiting) as file:
+            with open_file(path) as file:
                 text = file.read(_MOST_DIGITS + 1)
         except FileNotFoundError:
             return None
@@ -55,11 +54,6 @@ class WorkerPlaces:
     def give_back(self, launch: Launch) -> None:
         """Note that the worker of this place has ended, so that another may come."""
         self._vacant[launch.rank] = replace(launch.anew(), origin="")
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    """Open a file, be it a pipe that no process writes to: the launcher has more to do."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_elastic(run_dir: Path, num: int) -> ClusterSpec:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
-import stat
-from io import BufferedReader
 from pathlib import Path
 from typing import Annotated, Final, final
 
 import msgspec
 
-_SYNC_BYTES: Final = 256 << 20  # after which bytes are sent to the disk, so that the end of a file is not a long wait
+from paceline.job.folders import open_file
 
+_SYNC_BYTES: Final = 256 << 20  # after which bytes are sent to the disk, so that the end of a file is not a long wait
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
@@ -68,15 +66,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def open_file(path: Path) -> BufferedReader:
-    """Open a file to read it; raises OSError for what is none, as a pipe, which would be waited for."""
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "it is no file", str(path))
-    return file
 
 
 def digest_of(path: Path) -> str:

@@ -26,7 +26,8 @@ from typing import Any, Final, Literal
 import msgspec
 
 from paceline.errors import CheckpointError, UsageError
-from paceline.snapshots.files import Count, FileEntry, digest_of, open_file, sync, write_file
+from paceline.job.folders import open_file
+from paceline.snapshots.files import Count, FileEntry, digest_of, sync, write_file
 from paceline.version import __version__
 
 FORMAT: Final = "paceline snapshot 1"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CheckpointError
-from paceline.snapshots.files import open_file
+from paceline.job.folders import open_file
 
 _MAX_HEADER_BYTES: Final = 100_000_000  # as safetensors itself allows
 _NAMES: Final = {

@@ -386,8 +386,7 @@ class CombinedOptimizer(CollectiveOptimizer):
         total, *counts = tail.tolist()
         divisor = 1.0 if self._settings.scale == "sum" else total or 1.0
         for tensor, sum_, count in zip(tensors, sums, counts, strict=True):
-            mean = sum_.to(tensor.dtype).div_(divisor)
-            tensor.grad = laid_out_like(tensor.detach(), mean) if count else None
+            tensor.grad = laid_out_like(tensor.detach(), sum_.to(tensor.dtype).div_(divisor)) if count else None
 
     def _copy_gradients(self) -> None:
         """Give replicas without a batch the gradients of the first one with a batch, as its script has left them."""

@@ -532,11 +532,7 @@ class PersistentConnection:
                 post.close()
         except (PeerError, UsageError) as error:
             return str(error)
-        except (
-            OSError,
-            MemoryError,
-            RuntimeError,
-        ) as error:  # too many open files, for example, or no room for a batch
+        except (OSError, MemoryError, RuntimeError) as error:  # too many open files, or no room for a batch
             return describe_error(error)
 
     def _connect(self) -> SendQueue:

@@ -305,11 +305,17 @@ def settle_all(cache: SourceCache, told: list[CachedSource]) -> None:
         cache.settle(told.pop())
 
 
-def test_what_is_not_read_is_closed_where_there_is_no_room() -> None:
-    told: list[CachedSource] = []
+def full_library(told: list[CachedSource]) -> tuple[SourceCache, list[CachedSource]]:
+    """A cache that has as many sources open as it takes, and these."""
     cache = library(told)
     opened = [cache.open(encode_recipe(recipe_of(n)), n // 8, lambda _: None) for n in range(MAX_OPEN)]
     settle_all(cache, told)
+    return cache, opened
+
+
+def test_what_is_not_read_is_closed_where_there_is_no_room() -> None:
+    told: list[CachedSource] = []
+    cache, opened = full_library(told)
     first = opened[5].records
     assert isinstance(first, Numbers)
     with pytest.raises(UsageError, match="the workers read 64 sources"):
@@ -324,9 +330,7 @@ def test_what_is_not_read_is_closed_where_there_is_no_room() -> None:
 
 def test_what_is_not_closed_where_no_thread_can_be_started_is_closed_later(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[CachedSource] = []
-    cache = library(told)
-    opened = [cache.open(encode_recipe(recipe_of(n)), n // 8, lambda _: None) for n in range(MAX_OPEN)]
-    settle_all(cache, told)
+    cache, opened = full_library(told)
     first = opened[5].records
     assert isinstance(first, Numbers)
     cache.leave(opened[5], 0)
