@@ -98,14 +98,20 @@ VERSION_MUTANTS: tuple[NodeMutant, ...] = (
     _of_readers(
         "leases are not counted",
         VERSIONS,
-        "            version.num_leases += 1",
-        "            version.num_leases = 1",
+        "        version.num_leases += 1",
+        "        version.num_leases = 1",
+    ),
+    _of_readers(
+        "what is held for a reader is held when it has gone",
+        READERS,
+        "        self._rows.close()\n        self._end_hold()",
+        "        self._rows.close()",
     ),
     _of_readers(
         "more versions than allowed are kept for readers",
         VERSIONS,
-        "if len(leased | {wanted}) > self._max_leased:",
-        "if len(leased) > self._max_leased:",
+        "if len(leased | {wanted}) > max_leased:",
+        "if len(leased) > max_leased:",
     ),
     _of_readers(
         "a relay serves the first server's part for all",

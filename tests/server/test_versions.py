@@ -72,7 +72,8 @@ def by_hand() -> tuple[PublishedVersions, ByHand]:
 
 
 def there(versions: PublishedVersions, name: str = "a") -> list[int]:
-    return [each.number for each in versions.wait_new(FindVersions(1, name, (), 0.0), lambda: True)]
+    found, _ = versions.wait_new(FindVersions(1, name, (), 0.0), lambda: True)
+    return [each.number for each in found]
 
 
 def intact(version: PublishedVersion) -> bool:
@@ -219,6 +220,32 @@ def test_a_version_that_there_is_no_memory_for_is_told_and_never_there(capsys: p
     versions.add(request(2), part(2))
     executor.run()
     assert there(versions) == [2]
+
+
+def test_what_a_reader_wants_held_stays_for_it_unless_it_knows_it_or_too_many_are_kept() -> None:
+    versions, executor = by_hand()
+
+    def held(*known: int) -> PublishedVersion | None:
+        ids = tuple(PublicationId("a", "s", each) for each in known)
+        return versions.wait_new(FindVersions(1, "a", ids, 0.0, hold=True), lambda: True)[1]
+
+    assert held() is None
+    holds = list[PublishedVersion]()
+    for number in range(MAX_LEASED):
+        versions.add(request(number, keep=1), part(number))
+        executor.run()
+        found = held()
+        assert found is not None
+        assert found.head.id.number == number
+        assert held(number) is None
+        holds.append(found)
+    versions.add(request(99, keep=1), part(99))
+    executor.run()
+    assert held() is None
+    assert there(versions) == [*range(MAX_LEASED), 99]
+    for each in holds:
+        versions.release(each)
+    assert there(versions) == [99]
 
 
 def test_names_and_leases_are_bounded() -> None:

@@ -10,7 +10,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -186,7 +186,7 @@ class ReaderEnd:
 
 
 def replace_wait(message: FindVersions) -> FindVersions:
-    return FindVersions(message.number, message.name, message.known, 0.0)
+    return replace(message, wait_s=0.0)
 
 
 @dataclass

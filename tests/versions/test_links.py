@@ -11,8 +11,9 @@ import torch
 from tests.jobs import job
 
 import paceline
-from paceline.errors import ConnectionLost, PeerError
+from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError
 from paceline.transport.base import Connection, Frame
+from paceline.transport.deadline import Deadline
 from paceline.versions.link import DamagedVersion, PartMemory, ReaderLink
 from paceline.versions.places import PublishingServers, VersionPlaces
 from paceline.versions.subscription import VersionSubscription
@@ -126,6 +127,55 @@ def test_a_description_without_its_digest_is_refused(tmp_path: Path) -> None:
         with pytest.raises(PeerError, match="does not have its digest"):
             link.lease(wanted)
         link.close()
+
+
+def test_a_version_that_was_found_is_held_until_one_is_leased_another_is_asked_for_or_it_is_not_wanted(
+    tmp_path: Path,
+) -> None:
+    with Published(tmp_path, lambda frame, _: frame) as published:
+        one, other = (ReaderLink(published.servers, 0, PATIENCE_S) for _ in range(2))
+
+        def come_to(*numbers: int) -> None:
+            """Wait until these versions are there, which are copied and dropped by other threads."""
+            deadline = Deadline.after(PATIENCE_S)
+            while (found := tuple(each.number for each in other.find("w", (), 0.0))) != numbers:
+                assert deadline.remaining_s(), found
+
+        first = one.find("w", (), PATIENCE_S, hold=True)[-1]
+        for later in (1, 2):
+            published.change_some(keep=1)
+            come_to(first.number, first.number + later)
+        assert one.lease(first).head.id == first
+        one.end_lease(first)
+        come_to(first.number + 2)
+        assert one.find("w", (), 0.0, hold=True)[-1].number == first.number + 2
+        published.change_some(keep=1)
+        come_to(first.number + 2, first.number + 3)
+        assert one.find("w", (), 0.0, hold=True)[-1].number == first.number + 3
+        come_to(first.number + 3)
+        published.change_some(keep=1)
+        come_to(first.number + 3, first.number + 4)
+        one.end_hold()
+        come_to(first.number + 4)
+        assert one.find("w", (), 0.0, hold=True)[-1].number == first.number + 4
+        published.change_some(keep=1)
+        come_to(first.number + 4, first.number + 5)
+        one.close()
+        come_to(first.number + 5)
+        other.close()
+
+
+def test_a_call_that_ends_without_a_version_has_none_held(tmp_path: Path) -> None:
+    with Published(tmp_path, lambda frame, _: frame) as published:
+        reader = published.reader
+        number = reader.latest(timeout_s=PATIENCE_S).number
+        with pytest.raises(DeadlineExceeded, match="there is none yet"):
+            reader.wait(timeout_s=0.0)
+        published.change_some(keep=1)
+        other, deadline = ReaderLink(published.servers, 0, PATIENCE_S), Deadline.after(PATIENCE_S)
+        while [each.number for each in other.find("w", (), 0.0)] != [number + 1]:
+            assert deadline.remaining_s()
+        other.close()
 
 
 def test_a_transfer_goes_on_where_its_connection_broke(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A reader takes a version though servers drop each for the next: it waits where one is missing, until its deadline."""
+"""A reader takes a version though servers drop each for the next: they hold it, and it waits where one is missing."""
 
 from __future__ import annotations
 
@@ -22,10 +22,14 @@ LAYOUT = encode_layout(VersionLayout(()))
 
 @dataclass(slots=True)
 class Publishing:
-    """Servers that keep one version each; of `ahead`, each version comes a step before the others have it."""
+    """Servers that keep one version each; of `ahead`, each version comes a step before the others have it.
+
+    `steps_before_lease`: that are made while a reader asks for a lease. `holds`: what a reader wants held is.
+    """
 
     ahead: int
-    drops_leased: bool = False
+    steps_before_lease: int = 0
+    holds: bool = True
     num_steps: int = 0
     shown: list[int] = field(default_factory=lambda: [0 for _ in ADDRESSES])
 
@@ -41,8 +45,8 @@ class Publishing:
         else:
             self.shown[self.ahead] += 1
 
-    def ids(self, server: int) -> tuple[PublicationId, ...]:
-        return (PublicationId("w", "one", self.shown[server]),)
+    def newest(self, server: int) -> PublicationId:
+        return PublicationId("w", "one", self.shown[server])
 
 
 class Link:
@@ -56,19 +60,29 @@ class Link:
         self.server = server
         self.num_servers = len(ADDRESSES)
         self.deadline = Deadline.after(0.0)
+        self.held: PublicationId | None = None
 
-    def find(self, _: str, known: tuple[PublicationId, ...], wait_s: float) -> tuple[PublicationId, ...]:
-        while wait_s and self.publishing.ids(self.server) == known:
+    def find(
+        self, _: str, known: tuple[PublicationId, ...], wait_s: float, *, hold: bool = False
+    ) -> tuple[PublicationId, ...]:
+        self.held = None
+        while wait_s and self.publishing.newest(self.server) in known:
             self.publishing.step()
-        return self.publishing.ids(self.server)
+        found = self.publishing.newest(self.server)
+        self.held = found if hold and self.publishing.holds and found not in known else None
+        return (found,)
 
     def lease(self, wanted: PublicationId) -> LeasedPart:
-        if self.publishing.drops_leased:  # on all servers, so that there is always one to take
+        for _ in range(self.publishing.steps_before_lease):
             self.publishing.step()
-            self.publishing.step()
+        if wanted not in (self.held, self.publishing.newest(self.server)):
             raise VersionNotThere(f"version {wanted.number} is not here")
+        self.held = None
         head = VersionHead(wanted, digest_of(LAYOUT, b""), (), len(LAYOUT))
         return LeasedPart(head, memoryview(LAYOUT), memoryview(b""))
+
+    def end_hold(self) -> None:
+        self.held = None
 
     def end_lease(self, version: PublicationId) -> None:
         pass
@@ -94,8 +108,14 @@ def test_a_server_that_is_always_ahead_keeps_no_version_from_a_reader(
         assert [reader.wait(timeout_s=60.0).number for _ in range(3)] == [1, 2, 3]
 
 
+def test_versions_that_come_faster_than_a_reader_asks_are_held_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with reader_of(Publishing(ahead=0, steps_before_lease=2), monkeypatch) as reader:
+        numbers = [reader.wait(timeout_s=60.0).number for _ in range(3)]
+    assert numbers == sorted(set(numbers))
+
+
 def test_a_reader_whose_versions_are_always_dropped_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    publishing = Publishing(ahead=1, drops_leased=True)
+    publishing = Publishing(ahead=1, steps_before_lease=2, holds=False)
     publishing.step()
     with (
         reader_of(publishing, monkeypatch) as reader,

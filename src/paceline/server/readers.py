@@ -168,6 +168,7 @@ class _Reading:
     def _begin(self, published: Published) -> None:
         self._versions = published.versions
         self._leased: dict[PublicationId, PublishedVersion] = {}
+        self._held: PublishedVersion | None = None  # until it is leased, or another one is asked for
         self._rows = RowReading(published.feeds, self._closing)
 
     def answer_next(self) -> None:
@@ -191,8 +192,20 @@ class _Reading:
     def end(self) -> None:
         """Let go of what is leased and shown."""
         self._rows.close()
+        self._end_hold()
         for version in self._leased.values():
             self._versions.release(version)
+
+    def _end_lease(self, wanted: PublicationId | None) -> None:
+        if wanted is None:
+            self._end_hold()
+        elif wanted in self._leased:
+            self._versions.release(self._leased.pop(wanted))
+
+    def _end_hold(self) -> None:
+        if self._held is not None:
+            self._versions.release(self._held)
+            self._held = None
 
     def _answer(self, message: object) -> None:
         """Answer one request; raises PeerError when the connection has ended."""
@@ -206,7 +219,8 @@ class _Reading:
                 case FindVersions():
                     number = message.number
                     self._versions.problem_of(message.name)  # raises for a name that is never here
-                    found = self._versions.wait_new(message, self._closing.is_set)
+                    self._end_hold()
+                    found, self._held = self._versions.wait_new(message, self._closing.is_set)
                     problem = self._versions.problem_of(message.name)
                     _say(self._connection, VersionsFound(number, found, problem))
                 case LeaseVersion():
@@ -214,6 +228,7 @@ class _Reading:
                     version = self._leased.get(message.id)
                     if version is None:
                         version = self._leased[message.id] = self._versions.lease(message.id)
+                    self._end_hold()
                     head, digests = _described(version, with_digests=message.with_digests)
                     _say(self._connection, VersionLeased(number, head), memoryview(version.layout + digests))
                 case FetchBytes():
@@ -225,9 +240,7 @@ class _Reading:
                     answer, body = _delta_between(new, base, message)
                     _say(self._connection, answer, body)
                 case EndLease():
-                    version = self._leased.pop(message.id, None)
-                    if version is not None:
-                        self._versions.release(version)
+                    self._end_lease(message.id)
                 case _:
                     pass
         except UsageError as error:

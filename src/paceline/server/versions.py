@@ -97,6 +97,15 @@ class _Published:
         for each in [each for each in self.versions.values() if each.coming is not None and each.head != but]:
             del self.versions[each.head.id]
 
+    def lease(self, wanted: PublicationId, max_leased: int) -> PublishedVersion | None:
+        """Return a version that is here, leased once more; None where more than `max_leased` would be leased then."""
+        leased = {each for each, version in self.versions.items() if version.num_leases}
+        if len(leased | {wanted}) > max_leased:
+            return None
+        version = self.versions[wanted]
+        version.num_leases += 1
+        return version
+
     def retain(self) -> None:
         """Drop versions that are neither among the newest that are whole nor leased."""
         whole = [made for made, each in self.versions.items() if each.coming is None]
@@ -186,14 +195,22 @@ class PublishedVersions:
                 self._names.setdefault(version.head.id.name, _Published()).show(version, keep)
                 self._changed.notify_all()
 
-    def wait_new(self, wanted: FindVersions, is_over: Callable[[], bool]) -> tuple[PublicationId, ...]:
-        """Return the versions of a name, the newest last; blocks as `wanted` says, or until `is_over` and `wake`."""
+    def wait_new(
+        self, wanted: FindVersions, is_over: Callable[[], bool]
+    ) -> tuple[tuple[PublicationId, ...], PublishedVersion | None]:
+        """Return the versions of a name, the newest last; blocks as `wanted` says, or until `is_over` and `wake`.
+
+        Return beside them the one that is held as `wanted` says, until `release`: none where too many are kept already.
+        """
         with self._changed:
             self._changed.wait_for(
                 lambda: is_over() or any(each not in wanted.known for each in self._ids(wanted.name)),
                 max(0.0, min(wanted.wait_s, MAX_WAIT_S)),
             )
-            return self._ids(wanted.name)
+            ids = self._ids(wanted.name)
+            if not wanted.hold or not ids or ids[-1] in wanted.known:
+                return ids, None
+            return ids, self._names[wanted.name].lease(ids[-1], self._max_leased)
 
     def withdraw(self, name: str) -> None:
         """Show no more what is still coming under a name; those that wait for its bytes are told."""
@@ -229,16 +246,14 @@ class PublishedVersions:
         """
         with self._changed:
             published = self._names.get(wanted.name)
-            version = None if published is None else published.versions.get(wanted)
-            if published is None or version is None:
+            if published is None or wanted not in published.versions:
                 raise VersionGone(f"version {wanted.number} of '{wanted.name}' is not here, or no longer")
-            leased = {each for each, other in published.versions.items() if other.num_leases}
-            if len(leased | {wanted}) > self._max_leased:
+            version = published.lease(wanted, self._max_leased)
+            if version is None:
                 raise UsageError(
                     f"version {wanted.number} of '{wanted.name}' cannot be kept, as readers hold {self._max_leased} "
                     "others: take one of these, or end a lease"
                 )
-            version.num_leases += 1
             return version
 
     def find(self, wanted: PublicationId) -> PublishedVersion | None:

@@ -177,10 +177,15 @@ class ReaderLink:
         """End the connection, and with it all leases."""
         self._connection.close()
 
-    def find(self, name: str, known: tuple[PublicationId, ...], wait_s: float) -> tuple[PublicationId, ...]:
-        """Return the versions here, the newest last; blocks until one is not known, for `wait_s` or 5 s at most."""
+    def find(
+        self, name: str, known: tuple[PublicationId, ...], wait_s: float, *, hold: bool = False
+    ) -> tuple[PublicationId, ...]:
+        """Return the versions here, the newest last; blocks until one is not known, for `wait_s` or 5 s at most.
+
+        With `hold` the newest is kept, unless it is known, until `lease`, `end_hold` or the next call.
+        """
         wait_s = max(0.0, min(wait_s, MAX_WAIT_S))
-        number = self._ask(FindVersions(self._next(), name, known, wait_s))
+        number = self._ask(FindVersions(self._next(), name, known, wait_s, hold))
         found = self._answer(number, VersionsFound)[0]
         self.problem = found.problem
         return found.ids
@@ -204,6 +209,10 @@ class ReaderLink:
         if head.id != wanted or digest != head.digest:
             raise DamagedVersion(f"server {self._server} describes a version that does not have its digest")
         return LeasedPart(head, layout, digests)
+
+    def end_hold(self) -> None:
+        """Say that what is held since `find` need not be kept. Does not block for an answer."""
+        self._connection.send(encode(EndLease(None)), timeout_s=_ANSWER_TIMEOUT_S)
 
     def end_lease(self, version: PublicationId) -> None:
         """Say that a version need not be kept. Does not block for an answer."""

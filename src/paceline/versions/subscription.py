@@ -308,34 +308,43 @@ class VersionSubscription:
         """Return the newest version that is wanted; waits for it."""
 
         def once(deadline: Deadline) -> Version:
-            links, lists = list[ReaderLink](), list[tuple[PublicationId, ...]]()
-            while True:
-                if self._connected(deadline) is not links:
-                    links = self._servers.links
-                    lists = [link.find(self.name, (), 0.0) for link in links]
-                problem = next((link.problem for link in links if link.problem), "")
-                not_older = self._not_older(lists[0])
-                if lists[0] and not not_older:
-                    problem = problem or self._all_earlier(lists[0])
-                wanted = [each for each in not_older if is_wanted(each)]
-                whole = [each for each in wanted if all(each in found for found in lists)]
-                if whole:
-                    try:
-                        return self._fetch(whole[-1])
-                    except VersionNotThere as error:
-                        if not deadline.remaining_s():
-                            raise NothingYet(f"versions are dropped before they are taken: {error}") from error
-                        links = []  # it was dropped meanwhile, so a newer one is there: ask anew
-                        continue
-                self._servers.problem = problem
-                if problem and self._servers.has_others:
-                    raise PeerError(problem)
-                if self._servers.is_closed or not deadline.remaining_s():
-                    there = [each.number for each in lists[0]]
-                    raise NothingYet(f"there is none yet; there are {there}{problem and f'. {problem}'}")
-                lists = self._wait_change(lists, is_wanted, deadline)
+            try:
+                return self._take_once(is_wanted, deadline)
+            except (NothingYet, Refused):
+                for link in self._servers.links:
+                    link.end_hold()
+                raise
 
         return self._servers.repeat(once, deadline, what)
+
+    def _take_once(self, is_wanted: Callable[[PublicationId], bool], deadline: Deadline) -> Version:
+        """Have each server hold its newest version meanwhile; after NothingYet and Refused it still does."""
+        links, lists = list[ReaderLink](), list[tuple[PublicationId, ...]]()
+        while True:
+            if self._connected(deadline) is not links:
+                links = self._servers.links
+                lists = [link.find(self.name, (), 0.0, hold=True) for link in links]
+            problem = next((link.problem for link in links if link.problem), "")
+            not_older = self._not_older(lists[0])
+            if lists[0] and not not_older:
+                problem = problem or self._all_earlier(lists[0])
+            wanted = [each for each in not_older if is_wanted(each)]
+            whole = [each for each in wanted if all(each in found for found in lists)]
+            if whole:
+                try:
+                    return self._fetch(whole[-1])
+                except VersionNotThere as error:
+                    if not deadline.remaining_s():
+                        raise NothingYet(f"versions are dropped before they are taken: {error}") from error
+                    links = []  # it was dropped meanwhile, so a newer one is there: ask anew
+                    continue
+            self._servers.problem = problem
+            if problem and self._servers.has_others:
+                raise PeerError(problem)
+            if self._servers.is_closed or not deadline.remaining_s():
+                there = [each.number for each in lists[0]]
+                raise NothingYet(f"there is none yet; there are {there}{problem and f'. {problem}'}")
+            lists = self._wait_change(lists, is_wanted, deadline)
 
     def _not_older(self, found: tuple[PublicationId, ...]) -> list[PublicationId]:
         """Return what was not published before the version that was taken last, as by an earlier publisher."""
@@ -355,16 +364,15 @@ class VersionSubscription:
     ) -> list[tuple[PublicationId, ...]]:
         """Wait for the server that is behind the others, or the first of them, to have another version.
 
-        Return what all of them have then. One that is ahead may have dropped what the others have: to wait for its next
-        version would be to miss each of theirs.
+        Return the lists with its versions. One that is ahead holds its newest meanwhile, for the others to come to, and
+        to wait for its next version would be to miss each of theirs.
         """
         newest = [
             max((_place(each) for each in self._not_older(found) if is_wanted(each)), default=_NONE) for found in lists
         ]
         late = newest.index(min(newest))
-        links = self._servers.links
-        found = links[late].find(self.name, lists[late], deadline.remaining_s())
-        return [found if rank == late else link.find(self.name, (), 0.0) for rank, link in enumerate(links)]
+        found = self._servers.links[late].find(self.name, lists[late], deadline.remaining_s(), hold=True)
+        return [*lists[:late], found, *lists[late + 1 :]]
 
     def _everywhere(self, deadline: Deadline) -> list[PublicationId]:
         """Return the versions that all servers have, the newest last."""

@@ -113,13 +113,15 @@ def decode_layout(encoded: memoryview) -> VersionLayout:
 class FindVersions:
     """From a reader: say which versions of this name there are, the newest last.
 
-    Reply when there is one that is not in `known`, or after `wait_s` seconds, up to `MAX_WAIT_S`.
+    Reply when there is one that is not in `known`, or after `wait_s` seconds, up to `MAX_WAIT_S`. With `hold`, keep the
+    newest until I have leased one or ask again, if it is not in `known`: it may be dropped before I lease it otherwise.
     """
 
     number: int
     name: Name
     known: Annotated[tuple[PublicationId, ...], msgspec.Meta(max_length=MAX_KNOWN)]
     wait_s: float
+    hold: bool = False
 
 
 @value_class
@@ -166,9 +168,9 @@ class FetchDelta:
 
 @value_class
 class EndLease:
-    """From a reader: I no longer need this version. There is no answer."""
+    """From a reader: I no longer need this version; without an id, the one that is held for me. There is no answer."""
 
-    id: PublicationId
+    id: PublicationId | None
 
 
 @value_class
