@@ -13,8 +13,8 @@ from unittest.mock import patch
 
 from paceline.ray.engine import OBJECT_STORE_BYTES, OWN_CLUSTER
 
-# Ray looks at these when it is imported.
-os.environ.update(OWN_CLUSTER, RAY_AUTH_TOKEN="0" * 64)
+# Ray looks at these when it is imported. It kills no actors because others fill the memory of this machine.
+os.environ.update(OWN_CLUSTER, RAY_AUTH_TOKEN="0" * 64, RAY_memory_monitor_refresh_ms="0")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it, and so would we
 
 

@@ -98,14 +98,16 @@ class Launcher:
         self.process.stdin.flush()
 
     def read_until(self, word: str) -> list[str]:
-        """Read its output up to the line with this word, and return it."""
+        """Read its output up to the line with this word, and return it; a job that ends before it does is an error."""
         assert self.process.stdout is not None
         lines: list[str] = []
         for line in self.process.stdout:
             lines.append(line.rstrip("\n"))
             if word in line:
                 return lines
-        raise AssertionError(f"the launcher ended before it said {word!r}: {lines}")
+            if line.startswith("END "):
+                break
+        raise AssertionError(f"the launcher, or its job, ended before it said {word!r}: {lines}")
 
     def run(self, script: Path, text: str, **job: Any) -> tuple[int, list[str]]:
         """Run a script to its end; return the exit code and what was said."""
