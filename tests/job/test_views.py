@@ -49,6 +49,14 @@ def test_a_view_that_has_ended_is_not_followed_by_another(tmp_path: Path) -> Non
     assert views.newest() == View(2, head=1)
 
 
+def test_files_of_others_are_no_views(tmp_path: Path) -> None:
+    views = begun(tmp_path)
+    for name in ("server-3.view-1~", "server-3.view-2.bak", "server-3.view-", "server-3.asked-2.orig"):
+        (tmp_path / name).write_text("of another program")
+    assert views.newest() == FIRST
+    assert views.asked(set()) == []
+
+
 def test_a_process_that_has_come_is_the_replica_in_one_view(tmp_path: Path) -> None:
     views = begun(tmp_path)
     for process in range(4):

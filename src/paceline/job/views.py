@@ -85,15 +85,18 @@ class Views:
 
     def newest(self) -> View | None:
         """Return the view that counts; None where the server has no replica. Raises OSError."""
-        found = [name for name in names_in(self._run_dir) if name.startswith(self._prefix)]
-        if not found:
-            return None
-        return self._read(max(found, key=lambda name: int(name.removeprefix(self._prefix))))
+        numbers = self._numbers(self._prefix)
+        return self._read(f"{self._prefix}{max(numbers)}") if numbers else None
 
     def current(self, number: int) -> View | None:
         """Return the view of this number; None if it has ended. Raises OSError."""
         view = self.newest()
         return view if view is not None and view.number == number else None
+
+    def _numbers(self, prefix: str) -> list[int]:
+        """Return the numbers of the views under this prefix; others may have files of such names in the folder, too."""
+        ends = (name.removeprefix(prefix) for name in names_in(self._run_dir) if name.startswith(prefix))
+        return [int(end) for end in ends if end.isdecimal()]
 
     def _read(self, name: str) -> View:
         head, replica = map(int, (self._run_dir / name).read_text().split())
@@ -113,7 +116,7 @@ class Views:
 
     def asked(self, known: set[View]) -> list[View]:
         """Return the views that the process of this folder has asked for, without those that are `known`."""
-        names = [name for name in names_in(self._run_dir) if name.startswith(self._asked_prefix)]
+        names = (f"{self._asked_prefix}{number}" for number in self._numbers(self._asked_prefix))
         return [view for name in names if (view := self._read(name)) not in known]
 
     def _ask(self, view: View) -> bool:
