@@ -55,6 +55,9 @@ def test_files_of_others_are_no_views(tmp_path: Path) -> None:
         (tmp_path / name).write_text("of another program")
     assert views.newest() == FIRST
     assert views.asked(set()) == []
+    views.forget(FIRST.number)
+    assert views.newest() is None
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_a_process_that_has_come_is_the_replica_in_one_view(tmp_path: Path) -> None:

@@ -93,6 +93,12 @@ class Views:
         view = self.newest()
         return view if view is not None and view.number == number else None
 
+    def forget(self, last: int) -> None:
+        """Remove the views up to the one of this number. Raises OSError."""
+        for number in self._numbers(self._prefix):
+            if number <= last:
+                (self._run_dir / f"{self._prefix}{number}").unlink(missing_ok=True)
+
     def _numbers(self, prefix: str) -> list[int]:
         """Return the numbers of the views under this prefix; others may have files of such names in the folder, too."""
         ends = (name.removeprefix(prefix) for name in names_in(self._run_dir) if name.startswith(prefix))

@@ -123,9 +123,7 @@ class NamespaceViews:
         # Looked at again: one that was stopped in between may have made a view whose number was forgotten.
         if not self._views.change(view) or self.newest() != view:
             return False
-        for name in names_in(self._folder):
-            if not name.startswith(".") and int(name.rpartition("-")[2]) <= view.number - _KEPT_VIEWS:
-                (self._folder / name).unlink(missing_ok=True)
+        self._views.forget(view.number - _KEPT_VIEWS)
         return True
 
 
