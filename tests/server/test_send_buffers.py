@@ -68,6 +68,15 @@ def test_memory_of_a_push_is_given_back_once() -> None:
     assert not memory._lent
 
 
+def test_memory_of_a_push_that_an_interrupted_call_has_dropped_is_not_waited_for() -> None:
+    memory = slots()
+    buffer = memory.lend(shown=True)
+    assert not memory.has_slot(0)
+    del buffer  # as by Ctrl-C between its reservation and its push
+    assert memory.has_slot(0)
+    memory.reclaim(memory.lend(shown=True))
+
+
 @pytest.mark.parametrize("kind", ["memory", "shm", "tcp"])
 def test_nothing_of_a_push_is_left_once_all_servers_have_answered(kind: str, tmp_path: Path) -> None:
     seen: list[PushBuffer] = []

@@ -202,6 +202,28 @@ def test_frame_sent_in_part_ends_the_connection(member: TlsSettings) -> None:
             pair.server.send(b"next", timeout_s=30)
 
 
+def test_a_peer_that_has_tls_answer_without_end_loses_its_connection(member: TlsSettings) -> None:
+    with closing(connect_pair(client_with(member), "127.0.0.1:0")) as pair:
+        # As from forty thousand requests for new keys: each has an answer, which leaves with the next frame.
+        cast("Any", pair.server)._channel._leaving.write(bytes(1 << 21))
+        pair.client.send(b"more", timeout_s=30)
+        with pytest.raises(PeerError, match="asks for new keys"):
+            pair.server.receive(timeout_s=30)
+        with pytest.raises(ConnectionLost, match="asks for new keys"):
+            pair.server.send(b"next", timeout_s=30)
+
+
+@pytest.mark.parametrize("header", ["X509 CERTIFICATE", "TRUSTED CERTIFICATE"])
+def test_a_certificate_under_another_header_is_the_callers_mistake(
+    member: TlsSettings, header: str, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.pem"
+    text = member.certificate.read_text()
+    other.write_text(text.replace("BEGIN CERTIFICATE", f"BEGIN {header}").replace("END CERTIFICATE", f"END {header}"))
+    with pytest.raises(UsageError, match=r"other.pem: expected a certificate in PEM format between -----BEGIN CERT"):
+        client_with(replace(member, certificate=other))
+
+
 @pytest.mark.parametrize("name", ["certificate", "key", "authority"])
 def test_files_that_are_not_there_are_the_callers_mistake(member: TlsSettings, name: str, tmp_path: Path) -> None:
     settings = replace(member, **{name: tmp_path / "missing.pem"})

@@ -197,6 +197,35 @@ def test_a_connection_that_breaks_is_reported_once() -> None:
     post.close()
 
 
+def test_a_peer_for_whom_there_is_no_thread_loses_its_connection_and_its_values_are_taken_back(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gate, reports, left = Gate(), list[str](), list[str]()
+    post = SendQueue(gate, on_broken=lambda: reports.append("broken"), bounded=True, copies=True)
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    memory = LentMemory(memoryview(bytearray(LARGE)))
+    memory.when_left(lambda: left.append("values"))
+    lent = memory.lend()
+    post.send(b"values", lent.memory, lent=lent)
+    assert (reports, left, post.is_over, post.num_waiting) == (["broken"], ["values"], True, 0)
+    assert "gate loses its connection, as what it waits for needs a thread: can't start" in capsys.readouterr().err
+
+
+def test_values_that_a_broken_connection_does_not_take_are_lent_no_more() -> None:
+    gate, left = Gate(), list[str]()
+    gate.close()
+    post = SendQueue(gate, on_broken=lambda: None, bounded=True, copies=True)
+    memory = LentMemory(memoryview(bytearray(8)))
+    memory.when_left(lambda: left.append("values"))
+    lent = memory.lend()
+    post.send(b"values", lent.memory, lent=lent)
+    assert (left, post.is_over) == (["values"], True)
+
+
 def test_what_is_urgent_goes_before_all_that_waits() -> None:
     gate = Gate()
     gate.num_expected = 4

@@ -26,6 +26,8 @@ from paceline.transport.peer_identity import clock, read_identity, read_revoked,
 
 # Sixteen records of the largest size: enough that the cost of a call does not matter.
 _TURN_BYTES: Final = 256 * 1024
+# Twice as many wait at most while a frame is written. More are answers to a peer that asks for new keys without end.
+_MOST_LEAVING_BYTES: Final = 4 * _TURN_BYTES
 _FIRST_BYTES: Final = 4  # say what a program is that does not speak TLS
 
 
@@ -81,6 +83,8 @@ class TlsChannel:
         while True:
             with self._lock:
                 num_bytes = self._decrypt(buffer)
+            if self._leaving.pending > _MOST_LEAVING_BYTES:
+                raise PeerError("it asks for new keys, which TLS answers, again and again")
             if num_bytes:
                 return num_bytes
             self._take_in(deadline)
@@ -333,7 +337,14 @@ def _read_own(settings: TlsSettings) -> _Own:
     serving.num_tickets = 0  # sessions are not resumed
     _, begin, rest = settings.certificate.read_text(encoding="ascii", errors="replace").partition(ssl.PEM_HEADER)
     own, end, _ = rest.partition(ssl.PEM_FOOTER)  # the first one of a chain
-    return _Own(serving, calling, hashlib.sha256(ssl.PEM_cert_to_DER_cert(begin + own + end)).digest())
+    try:
+        digest = hashlib.sha256(ssl.PEM_cert_to_DER_cert(begin + own + end)).digest()
+    except ValueError as error:  # OpenSSL takes other headers, too; or the file has just been replaced
+        raise UsageError(
+            f"cannot use {settings.certificate}: expected a certificate in PEM format between {ssl.PEM_HEADER} and "
+            f"{ssl.PEM_FOOTER}"
+        ) from error
+    return _Own(serving, calling, digest)
 
 
 def _context(protocol: int, settings: TlsSettings) -> ssl.SSLContext:

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Final, NamedTuple, final
 
 from paceline.errors import PeerError, UsageError
+from paceline.notices import tell
 from paceline.transport.base import EMPTY, MAX_TOGETHER, Connection
 from paceline.transport.buffers import LentBody, SendsLent
 
@@ -306,17 +307,20 @@ class SendQueue:
 
     def _queue(self, frame: _Frame) -> None:
         """Leave a frame to the thread, or drop it."""
+        problem = ""
         with self._changed:
             may_wait = not self.bounded or not frame.body.nbytes or bool(frame.owed) or self._has_room()
             is_over = self._closed
             is_dropped = not may_wait or frame.header in self._names
             if not is_over and not is_dropped:
-                self._put(self._kept(frame), self._urgent if frame.urgent else self._waiting)
+                problem = self._put(self._kept(frame), self._urgent if frame.urgent else self._waiting)
             is_flooded = self.bounded and self._is_flooded(frame.owed)
-        if is_over:
-            _end(frame)
-        elif is_flooded:
+        if problem:
+            tell(f"{self.connection.peer} loses its connection, as what it waits for needs a thread: {problem}")
+        if is_flooded or problem:
             self._give_up()
+        if is_over or (is_flooded and is_dropped):
+            _end(frame)
         elif is_dropped:
             _note_sent(frame)
 
@@ -329,6 +333,8 @@ class SendQueue:
                 return False
         except (PeerError, UsageError):  # see `_send`
             self._give_up()
+            for frame in frames:
+                _end(frame)
             return True
         for frame in frames:
             _note_sent(frame)
@@ -348,16 +354,22 @@ class SendQueue:
             frame.lent.note_left()
         return frame._replace(body=body, lent=None)
 
-    def _put(self, frame: _Frame, queue: deque[_Frame]) -> None:
-        """Leave a frame to the thread."""
+    def _put(self, frame: _Frame, queue: deque[_Frame]) -> str:
+        """Leave a frame to the thread; return why a bounded queue has none, and "" if it has."""
         queue.append(frame)
         self._names.add(frame.name)
         self._num_waiting_bytes += frame.body.nbytes
         if frame.owed:
             self._num_owed[frame.owed] += 1
-        if self._thread is None:
-            self._start()
         self._changed.notify_all()
+        try:
+            if self._thread is None:
+                self._start()
+        except RuntimeError as error:  # the system has none left: one peer must not end a process that serves others
+            if not self.bounded:
+                raise
+            return str(error)
+        return ""
 
     def _start(self) -> None:
         thread = threading.Thread(target=self._work, name=f"paceline-post-{self.connection.peer}", daemon=True)

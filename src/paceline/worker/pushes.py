@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -274,6 +275,7 @@ class Pushes:
 
     At most `limit` buffers are kept, and as many pushes are in flight. Where servers hold pushes until their clock is
     complete (`held`), those of the current clock do not count: they remain in flight until this worker finishes it.
+    A buffer that is dropped instead of returned is freed, and not reused.
     """
 
     limit: int
@@ -281,7 +283,8 @@ class Pushes:
     make: Callable[[], PushBuffer]
     poisons: bool = False
     _free: list[PushBuffer] = field(default_factory=list[PushBuffer])
-    _lent: dict[PushBuffer, bool] = field(default_factory=dict[PushBuffer, bool])  # -> shown
+    # -> shown. Of one that a call has dropped, as it was interrupted, nothing is left here.
+    _lent: WeakKeyDictionary[PushBuffer, bool] = field(default_factory=WeakKeyDictionary[PushBuffer, bool])
     _under_way: dict[int, Outgoing] = field(default_factory=dict[int, Outgoing])  # by sequence number
     _counts: ClockCounts = field(default_factory=ClockCounts)
 

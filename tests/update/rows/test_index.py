@@ -169,6 +169,21 @@ def test_removing_what_is_not_there_is_refused() -> None:
     index.close()
 
 
+def test_an_index_that_has_no_memory_to_grow_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = new_index("")
+    slots, _ = index.add(torch.arange(600))
+    index.remove(slots[100:200])
+    with monkeypatch.context() as patched:
+        patched.setattr(index_module, "num_entries", lambda _: 1 << 45)
+        with pytest.raises(UsageError, match=f"needs {1 << 48} bytes of memory for its index"):
+            index.add(torch.arange(1001))
+    found = index.find(torch.arange(600))
+    assert torch.equal(found.sort().values[100:], torch.cat([slots[:100], slots[200:]]))
+    index.add(torch.arange(1001))
+    assert len(index) == 1001
+    index.close()
+
+
 def test_more_rows_than_slots_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_module, "MAX_ROWS", 1000)
     index = new_index("")

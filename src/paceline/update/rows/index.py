@@ -149,11 +149,22 @@ class RowIndex:
         needed = len(self) + self._ops.unique(missing)[0].numel()
         if needed > MAX_ROWS:
             raise UsageError(f"A server would have {needed} rows of one table, it can have {MAX_ROWS}. Add servers.")
-        wanted = num_entries(needed)
-        if wanted > self._entries.numel():
-            self._entries = torch.empty(0)  # free the old entries before the new ones are allocated
-            self._entries = torch.zeros(wanted, dtype=torch.int64)
-            self._ops.rebuild(self._entries, self._ids_of_slots(), self._live(), self._num_slots, self._seed)
+        wanted, num_before = num_entries(needed), self._entries.numel()
+        if wanted > num_before:
+            try:
+                self._build(wanted)
+            except RuntimeError as error:  # of torch, where an allocation fails
+                self._build(num_before)
+                raise UsageError(
+                    f"A row table needs {8 * wanted} bytes of memory for its index, which are not available. Give it "
+                    "more, use more servers, or remove rows: expire_after, max_rows."
+                ) from error
+
+    def _build(self, num: int) -> None:
+        """Lay out so many entries."""
+        self._entries = torch.empty(0)  # free the old entries before the new ones are allocated
+        self._entries = torch.zeros(num, dtype=torch.int64)
+        self._ops.rebuild(self._entries, self._ids_of_slots(), self._live(), self._num_slots, self._seed)
 
     def _live(self) -> Tensor | None:
         """Return which slots are in use, (num_slots,) bool, or None when all are."""
