@@ -73,6 +73,7 @@ __all__ = [
     "TreeSpec",
     "after_forward",
     "before_forward",
+    "buffers_of",
     "call_after_backward",
     "flatten_tensors",
     "gloo_backend",
@@ -130,6 +131,11 @@ AnyBatchNorm: Final = _BatchNorm  # what all kinds of it are
 def submodules(module: nn.Module) -> Mapping[str, nn.Module | None]:
     """Return the modules directly inside, by name; unlike those of `named_children`, one may be in it twice."""
     return module._modules  # pyright: ignore[reportPrivateUsage]
+
+
+def buffers_of(module: nn.Module) -> Mapping[str, Tensor | None]:
+    """Return the buffers directly inside, by name; unlike `named_buffers`, with those that are None for now."""
+    return module._buffers  # pyright: ignore[reportPrivateUsage]
 
 
 def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -18,7 +18,9 @@ from paceline.model_parallel.losses import (
     PieceLoss,
     batch_dims,
     cut_targets,
+    joined_pieces,
     joining_of,
+    one_number,
     require_joining,
 )
 
@@ -99,6 +101,29 @@ def test_outputs_that_do_not_grow_with_the_batch_need_a_reduction() -> None:
     assert batch_dims(small, large, True) == [0, None, None, None]
     with pytest.raises(UsageError, match=r"an output of shape \(\) does not grow with the batch: give reduction='"):
         batch_dims(small, large, False)
+
+
+def test_outputs_that_do_not_grow_are_those_of_the_batch_or_refused() -> None:
+    same = (torch.tensor(float("nan")), torch.tensor([True]), 2, None)
+    assert joined_pieces([(torch.ones(1), *same)] * 2, [0, *([None] * 4)])[1:] == [*same]
+    for one, other in ((torch.ones(()), torch.zeros(())), (torch.ones(1), torch.ones(2)), (0.5, 0.25)):
+        with pytest.raises(UsageError, match="does not grow with the batch and differs between its micro-batches"):
+            joined_pieces([(one,), (other,)], [None])
+
+
+@pytest.mark.parametrize("found", [(torch.ones(()), torch.ones(3)), torch.ones(2), 0.5, None])
+def test_a_loss_is_a_tensor_of_one_number(found: object) -> None:
+    for taking in (PieceLoss(lambda *_: found, Joining(), [0]), BatchLoss(lambda *_: found, 0, 1, [None])):  # pyright: ignore[reportArgumentType]
+        with pytest.raises(UsageError, match=r"the loss gives .* expected a tensor with one number for the batch"):
+            taking(torch.ones(2, requires_grad=True))
+    assert one_number(torch.ones(1, 1)).shape == (1, 1)
+
+
+def test_a_batch_that_is_not_cut_may_have_any_loss() -> None:
+    outputs = torch.ones(3, requires_grad=True), torch.ones((), requires_grad=True), torch.ones(1, requires_grad=True)
+    taking = BatchLoss(lambda outputs, _: outputs[0].sum() * outputs[1], None, 1, [None, None, None])
+    taking(outputs).backward()
+    assert [one.grad is not None and one.grad.tolist() for one in outputs] == [[1.0, 1.0, 1.0], 3.0, False]
 
 
 def test_targets_are_cut_where_they_have_an_entry_for_each_sample() -> None:

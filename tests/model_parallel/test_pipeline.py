@@ -28,6 +28,17 @@ def test_a_pipeline_computes_what_one_process_does(tmp_path: Path, num_stages: i
     assert run.told() == went_on_without(died, needs_all=options[-1])
 
 
+def test_layers_of_a_pipeline_may_do_what_those_of_one_process_may(tmp_path: Path) -> None:
+    options = ("-n", "2", "--strategy", "pipeline:2")
+    code, run = run_to_end(tmp_path / "run", SCRIPTS / "liberties.py", options=options)
+
+    assert code == 0, run.output
+    for name in ("tuples of one", "changes in place", "buffers", "modes", "names", "dicts", "precisions"):
+        assert len(run.saying(f"equal {name}")) == 2, run.output
+    assert len(run.saying("refused on all")) == 2, run.output
+    assert len(run.saying("ended on all")) == 2, run.output
+
+
 def test_replicas_of_a_pipeline_learn_what_one_process_learns_from_the_whole_batch(tmp_path: Path) -> None:
     code, run = run_to_end(tmp_path / "run", SCRIPTS / "replicas.py", options=("-n", "4"))
 

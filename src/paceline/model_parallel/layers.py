@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_checkable
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from paceline.errors import UsageError
 from paceline.model_parallel.balance import balanced_ends
 from paceline.model_parallel.tensor_plan import has_hooks
-from paceline.torch_private import submodules
+from paceline.model_parallel.traces import changeable, unchanged_buffers
+from paceline.torch_private import submodules, tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from paceline.model_parallel.mesh import Mesh
@@ -138,9 +139,15 @@ def require_apart(layers: Sequence[ModelLayer], ends: Sequence[int]) -> None:
         start = end
 
 
-def tree_of(layers: Sequence[ModelLayer]) -> nn.Module:
-    """Return a module that holds these layers under the names that they have in their model."""
+def tree_of(layers: Sequence[ModelLayer], *, training: bool = True) -> nn.Module:
+    """Return a module that holds these layers under the names that they have in their model.
+
+    Args:
+        layers: some of the model.
+        training: the mode of the module itself; layers keep theirs.
+    """
     root = nn.Module()
+    root.training = training
     for layer in layers:
         *path, last = layer.name.split(".")
         holder = root
@@ -296,32 +303,30 @@ def measured(layers: Sequence[ModelLayer], sample: Any) -> list[float]:  # noqa:
     for layer in layers:
         if any(tensor.is_meta for tensor in layer.module.parameters()):
             raise UsageError(f"the cost of '{layer.name}' cannot be measured on the meta device: leave out balance=...")
-        buffers = {buffer: buffer.clone() for buffer in layer.module.buffers()}
-        with torch.random.fork_rng(devices=[]):
-            times = [_timed(layer.module, values) for _ in range(1 + _NUM_TIMES)]
+        times: list[tuple[float, Any]] = []
+        for _ in range(1 + _NUM_TIMES):
+            with torch.random.fork_rng(devices=[]), unchanged_buffers(layer.module):
+                times.append(_timed(layer.module, values))
         costs.append(min(time_s for time_s, _ in times))
         values = times[-1][1]
-        for buffer, before in buffers.items():
-            buffer.copy_(before)
     return costs
 
 
 def _timed(module: nn.Module, values: Any) -> tuple[float, Any]:  # noqa: ANN401
     """Return the seconds of one forward and backward, and the outputs."""
-    leaves = _mapped(values, lambda one: one.detach().requires_grad_(one.is_floating_point()))
+    leaves = tree_map_only(Tensor, lambda one: one.detach().clone().requires_grad_(one.is_floating_point()), values)
     began_s = time.perf_counter()
-    found = module(leaves)
-    outputs = [one for one in (found if isinstance(found, tuple) else (found,)) if one.requires_grad]
-    inputs = [one for one in (leaves if isinstance(leaves, tuple) else (leaves,)) if one.requires_grad]
+    found = module(tree_map_only(Tensor, changeable, leaves))
+    inputs, outputs = _learning(leaves), _learning(found)
     learned = [one for one in module.parameters() if one.requires_grad]
     if outputs:
         ones = [torch.ones_like(one) for one in outputs]
         torch.autograd.grad(outputs, [*inputs, *learned], ones, allow_unused=True)
-    return time.perf_counter() - began_s, _mapped(found, Tensor.detach)
+    return time.perf_counter() - began_s, tree_map_only(Tensor, Tensor.detach, found)
 
 
-def _mapped(values: Any, change: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401
-    return tuple(map(change, values)) if isinstance(values, tuple) else change(values)
+def _learning(values: Any) -> list[Tensor]:  # noqa: ANN401
+    return [one for one in tree_leaves(values) if isinstance(one, Tensor) and one.requires_grad]
 
 
 def _listed(layers: Sequence[ModelLayer]) -> str:

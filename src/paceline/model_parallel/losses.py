@@ -16,6 +16,7 @@ from paceline.errors import UsageError
 from paceline.model_parallel.arrangement import whole
 from paceline.model_parallel.tensor_plan import has_hooks
 from paceline.torch_private import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from paceline.worker.validation import brief
 
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
 Reduction: TypeAlias = Literal["mean", "sum"] | Callable[[Any], Any]  # the last returns the weight of targets
@@ -182,7 +183,7 @@ class PieceLoss(Taking):
             )
         if share == 0:  # its own mean would be over nothing
             return _nothing(outputs)
-        loss = self._loss(outputs, targets).reshape(1) * share
+        loss = one_number(self._loss(outputs, targets)).reshape(1) * share
         self.total += loss.detach().double().sum()
         return loss.float()
 
@@ -220,11 +221,11 @@ class BatchLoss(Taking):
         joined = joined_pieces(self._pieces, self._dims)
         self._pieces = []
         leaves = [one.requires_grad_() if learns else one for one, learns in zip(joined, learned, strict=True)]
-        loss = self._loss(tree_unflatten(leaves, spec), self._targets).reshape(())
+        loss = one_number(self._loss(tree_unflatten(leaves, spec), self._targets)).reshape(())
         loss.backward()
         self.total = loss.detach().double()
         found = [
-            [None] * self._num if one.grad is None else one.grad.chunk(self._num, dim)
+            [one.grad] * self._num if one.grad is None or dim is None else one.grad.chunk(self._num, dim)
             for one, dim, learns in zip(leaves, self._dims, learned, strict=True)
             if learns
         ]
@@ -244,6 +245,21 @@ class _Later(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # noqa: ANN401
         del gradients
         return (None, None, *ctx.taking.gradients_of(ctx.index))
+
+
+def one_number(loss: object) -> Tensor:
+    """Return what a loss function has given.
+
+    Raises:
+        UsageError: it is not a tensor of one number.
+
+    Example:
+        >>> one_number(torch.ones(1))
+        tensor([1.])
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise UsageError(f"the loss gives {brief(loss)}, expected a tensor with one number for the batch.")
+    return loss
 
 
 def cut_targets(targets: object, batch_size: int, num: int) -> list[Any]:
@@ -287,11 +303,35 @@ def batch_dims(one: object, two: object, is_said: bool) -> list[int | None]:
 
 
 def joined_pieces(pieces: Sequence[Sequence[Any]], dims: Sequence[int | None]) -> list[Any]:
-    """Return the output leaves of a batch, given those of its micro-batches."""
+    """Return the output leaves of a batch, given those of its micro-batches.
+
+    Raises:
+        UsageError: a leaf that does not grow with the batch differs between micro-batches.
+    """
     return [
-        found[0] if dim is None else torch.cat(list(found), dim)
+        _only(found) if dim is None else torch.cat(list(found), dim)
         for found, dim in zip(zip(*pieces, strict=True), dims, strict=True)
     ]
+
+
+def _only(found: Sequence[Any]) -> Any:  # noqa: ANN401 - whatever the last layer gives
+    """Return the leaf that all micro-batches have, which is that of the batch."""
+    first = found[0]
+    for other in found[1:]:
+        if isinstance(first, Tensor | int | float) and not _are_equal(first, other):
+            raise UsageError(
+                f"the loss is computed on the whole batch, but an output, {brief(first)}, does not grow with the batch "
+                "and differs between its micro-batches, so there is none of the batch: leave it out of what the model "
+                "gives, or give reduction='mean', 'sum', or a function for the weight of targets, to compute the loss "
+                "on each micro-batch."
+            )
+    return first
+
+
+def _are_equal(one: Tensor | float, other: Any) -> bool:  # noqa: ANN401
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return type(one) is type(other) and (one == other or one != one)
+    return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def require_joining(

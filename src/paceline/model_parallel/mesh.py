@@ -151,10 +151,12 @@ class Mesh:
         return calls
 
     @contextmanager
-    def explained(self, what: str, group: ProcessGroup | None = None) -> Generator[None]:
+    def explained(self, what: str, group: ProcessGroup | None = None, *, apart: bool = False) -> Generator[None]:
         """Explain failed connections in the block; errors of the script are raised unchanged.
 
         `group`: the workers that wait for each other in it. Default: those that hold one model together.
+        `apart`: whether workers do different things in it, so that an error of this one is none of the others. They
+        wait for what it would have sent, so it ends all connections.
 
         Raises:
             PeerError: a worker is gone, or too late, and all connections have ended; or this worker has left.
@@ -169,15 +171,23 @@ class Mesh:
         try:
             with waits.during(what, about, waits.limit_s, self.abort) as wait:
                 yield
-        except (RuntimeError, ValueError, PeerError) as error:
+        except Exception as error:
             found = _unwrapped(error)
             if not _is_of_connections(found):
+                if apart:
+                    self._end_with(f"{what}: {type(found).__name__}: {found}")
                 raise found from None
             late = wait.waited_s if wait is not None and wait.give_up is None else None
             self._failure = f"{what} has failed"
             told = self.failure_reports.explain(what, self._missing(), late, str(found))
             self._failure = str(told)
             raise told from error
+
+    def _end_with(self, failure: str) -> None:
+        """End all connections for an error of this worker, which is told to the others."""
+        self._failure = failure
+        self.failure_reports.write(f"has failed in {failure}")
+        self.abort()
 
     def _require_open(self, what: str) -> None:
         if not dist.is_initialized():

@@ -19,7 +19,7 @@ from paceline.errors import PacelineError, UsageError
 from paceline.job.strategy import Distribution
 from paceline.model_parallel.arrangement import Arrangement, ModelPart, whole
 from paceline.model_parallel.layers import Placement, drop, ends_of, layers_of, materialise, require_apart, tree_of
-from paceline.model_parallel.losses import Loss, Reduction, joining_of
+from paceline.model_parallel.losses import Loss, Reduction, joining_of, one_number
 from paceline.model_parallel.mesh import Mesh
 from paceline.model_parallel.pipeline import (
     SCHEDULES,
@@ -32,7 +32,7 @@ from paceline.model_parallel.pipeline import (
     send_tensors,
     text_of,
 )
-from paceline.torch_private import AnyBatchNorm
+from paceline.torch_private import AnyBatchNorm, submodules
 from paceline.worker.validation import brief
 
 _Run = Callable[[Any], Any]
@@ -46,12 +46,13 @@ class Parallel(nn.Module):
 
     def __init__(self, held: nn.Module, run: _Run | Pipeline, loss: Loss, part: ModelPart) -> None:
         super().__init__()
-        for name, child in held.named_children():
+        self.training = held.training
+        for name, child in submodules(held).items():  # under each of its names, as in the state of the model
             self.add_module(name, child)
-        for name, parameter in held.named_parameters(recurse=False):
+        for name, parameter in held.named_parameters(recurse=False, remove_duplicate=False):
             self.register_parameter(name, parameter)
         lasting = held.state_dict().keys()
-        for name, buffer in held.named_buffers(recurse=False):
+        for name, buffer in held.named_buffers(recurse=False, remove_duplicate=False):
             self.register_buffer(name, buffer, persistent=name in lasting)
         self._held: tuple[nn.Module, _Run | Pipeline] = (held, run)  # in a tuple, where torch sees no child
         if isinstance(loss, nn.Module) and next(loss.parameters(), None) is None:
@@ -95,10 +96,15 @@ class Parallel(nn.Module):
             PeerError: a worker has died or left, or is too late; the message names it.
         """
         run = self._held[1]
+        if not torch.is_grad_enabled():
+            raise UsageError(
+                "forward_backward was called under torch.no_grad() or inference_mode(), where there are no gradients: "
+                "call it outside, or the model itself for its outputs."
+            )
         if self._part.mesh is None:
             outputs = self(inputs)  # through hooks, as of an optimizer that combines gradients
             with _given("forward_backward", targets=targets):
-                loss = self._loss(outputs, targets)
+                loss = one_number(self._loss(outputs, targets))
             loss.backward()
             return float(loss.detach())
         taken = _given("forward_backward", inputs=inputs, targets=targets)
@@ -106,7 +112,7 @@ class Parallel(nn.Module):
             if isinstance(run, Pipeline):
                 found = run.forward_backward(inputs, targets)
             else:
-                loss = self._loss(run(inputs), targets)
+                loss = one_number(self._loss(run(inputs), targets))
                 loss.backward()
                 found = float(loss.detach())
         for follower in self._followers:
@@ -174,7 +180,7 @@ class Parallel(nn.Module):
         if mesh is None or mesh.grid.pipeline > 1:  # a pipeline does both
             yield
             return
-        mesh.agree(CallSignature.over(parts(inputs, "the batch")[0], pattern, root=1), pattern)
+        mesh.agree(CallSignature.over(parts(inputs, "the batch is")[0], pattern, root=1), pattern)
         with mesh.explained(pattern):
             yield
 
@@ -314,9 +320,8 @@ def _cut(model: nn.Module, loss: Loss, asked: ParallelizeOptions, part: ModelPar
     layers = layers_of(model)
     own = layers[ends[stage - 1] if stage else 0 : ends[stage]]
     drop([layer for layer in layers if layer not in own], own)
-    held = tree_of(own)
+    held = tree_of(own, training=model.training)
     materialise(held)
-    held.train(model.training)
     run = PipelineStage([layer.module for layer in own], recompute=asked.recompute)
     pipeline = Pipeline(mesh, run, loss, joining, asked.schedule, asked.micro_batches, min_size)
     return Parallel(held, pipeline, loss, part)

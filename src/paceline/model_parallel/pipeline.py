@@ -27,6 +27,7 @@ from paceline.model_parallel.losses import (
     require_joining,
 )
 from paceline.model_parallel.mesh import Mesh
+from paceline.model_parallel.traces import changeable, unchanged_buffers
 from paceline.torch_private import (
     gpipe,
     tree_flatten,
@@ -103,6 +104,7 @@ class PipelineStage(nn.Module):
 
     Attributes:
         taking: on the last stage, computes the loss of its output in the current step.
+        takes_tuple: whether its first layer gets a tuple where there is only one tensor.
     """
 
     def __init__(self, layers: Sequence[nn.Module], *, recompute: bool) -> None:
@@ -110,23 +112,35 @@ class PipelineStage(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.recompute = recompute
         self.taking: Taking | None = None
+        self.takes_tuple = False
+
+    def given(self, values: tuple[Tensor, ...]) -> Values:
+        """Return the input of the first layer, which may change it in place."""
+        own = tuple(map(changeable, values))
+        return own[0] if len(own) == 1 and not self.takes_tuple else own
 
     def run(self, values: Any) -> Any:  # noqa: ANN401 - whatever the layers take and give
         """Run the layers."""
         for layer in self.layers:
             if self.recompute and torch.is_grad_enabled():
                 again = _Again(layer)
-                values = checkpoint(layer, values, use_reentrant=False, context_fn=again.contexts)
+                run = partial(_on_copies, layer)
+                values = checkpoint(run, values, use_reentrant=False, context_fn=again.contexts)
             else:
                 values = layer(values)
         return values
 
     def forward(self, *values: Tensor) -> Any:  # noqa: ANN401 - a tensor, or several
         """Return the input of the next stage; on the last stage the (1,) root of a micro-batch's backward."""
-        found = self.run(joined(values))
+        found = self.run(self.given(values))
         if self.taking is None:
-            return joined(tuple(value.contiguous() for value in parts(found, "a stage")))
+            return tuple(value.contiguous() for value in parts(found, "a stage gives"))
         return self.taking(found)
+
+
+def _on_copies(layer: nn.Module, values: Any) -> Any:  # noqa: ANN401 - whatever the layer takes and gives
+    """Run a layer that may change its input in place, which is kept for the second run as it was."""
+    return layer(tree_map_only(Tensor, torch.clone, values))
 
 
 class _Again:
@@ -170,11 +184,6 @@ def _buffers(layer: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
             yield module, name, buffer
 
 
-def joined(values: tuple[Tensor, ...]) -> Values:
-    """Return the input of a layer: a single tensor, or a tuple."""
-    return values[0] if len(values) == 1 else values
-
-
 def parts(values: object, what: str) -> tuple[Tensor, ...]:
     """Return the tensors of a value.
 
@@ -185,7 +194,7 @@ def parts(values: object, what: str) -> tuple[Tensor, ...]:
     tensors = tuple(value for value in found if isinstance(value, Tensor))
     if not found or len(tensors) != len(found):
         kinds = ", ".join(type(value).__name__ for value in found)
-        raise UsageError(f"{what} gives {kinds or 'nothing'}, expected a tensor or a tuple of tensors between stages.")
+        raise UsageError(f"{what} {kinds or 'nothing'}, expected a tensor or a tuple of tensors.")
     return tensors
 
 
@@ -233,14 +242,14 @@ class Pipeline:
     micro_batches: int | None
     min_size: int = 1
     _engines: dict[_Key, _Made] = field(default_factory=dict[_Key, _Made])
-    # A number for each set of parameters that require gradients, in the order of first use.
-    _frozen: dict[tuple[bool, ...], int] = field(default_factory=dict[tuple[bool, ...], int])
+    # A number for each state of the stage that its outputs depend on, in the order of first use.
+    _states: dict[tuple[object, ...], int] = field(default_factory=dict[tuple[object, ...], int])
 
     def forward(self, inputs: object) -> Any:  # noqa: ANN401 - whatever the last stage gives
         """Return the outputs of the last stage for a batch, on all stages. All must call it."""
-        given = parts(inputs, "the batch")
+        given = self._taken(inputs)
         self.mesh.agree(CallSignature.over(given[0], "forward"), "forward")
-        with self.mesh.explained("forward"), torch.no_grad():
+        with self.mesh.explained("forward", apart=True), torch.no_grad():
             _, outputs = self._relay(given)
             return self._shared(outputs)
 
@@ -251,19 +260,15 @@ class Pipeline:
             UsageError: the batch does not divide into micro-batches, or differs from that of other workers.
             PeerError: a worker has ended.
         """
-        given = parts(inputs, "the batch")
-        if not given[0].dim():
-            raise UsageError("the batch is one number, expected a tensor whose first dimension counts the samples.")
-        size = len(given[0])
+        given = self._taken(inputs)
+        size = num_samples(given)
         num = self._num_micro_batches(size)
         pieces = cut_targets(targets, size, num) if self.joining is not None else []
-        learns = tuple(parameter.requires_grad for parameter in self.stage.parameters())
-        call = replace(
-            CallSignature.over(given[0], "step", root=num), weight=self._frozen.setdefault(learns, len(self._frozen))
-        )
+        state = self._states.setdefault(self._state(), len(self._states))
+        call = replace(CallSignature.over(given[0], "step", root=num), weight=state)
         calls = self.mesh.agree(call, "forward_backward")
         made = self._engine(given, num, tuple(call.weight for call in calls))
-        with self.mesh.explained("forward_backward"):
+        with self.mesh.explained("forward_backward", apart=True):
             if not self._is_last:
                 made.engine.step(*given if self._is_first else ())
                 return float(self._shared(None))
@@ -283,6 +288,11 @@ class Pipeline:
             made.outputs = None
         return PieceLoss(self.loss, self.joining, pieces)
 
+    def _taken(self, inputs: object) -> tuple[Tensor, ...]:
+        if self._is_first:
+            self.stage.takes_tuple = isinstance(inputs, tuple)
+        return parts(inputs, "the batch is")
+
     # -- shapes ------------------------------------------------------------------------------------------------------
 
     def _num_micro_batches(self, batch_size: int) -> int:
@@ -297,11 +307,16 @@ class Pipeline:
             )
         return self.micro_batches
 
-    def _engine(self, given: tuple[Tensor, ...], num: int, learns: tuple[float, ...]) -> _Made:
+    def _state(self) -> tuple[object, ...]:
+        """Return what shapes, dtypes and gradients of the outputs of this stage depend on, besides the batch."""
+        learned = tuple((parameter.requires_grad, parameter.dtype) for parameter in self.stage.parameters())
+        return (*learned, torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None)
+
+    def _engine(self, given: tuple[Tensor, ...], num: int, states: tuple[float, ...]) -> _Made:
         """Return the schedule for batches of this shape; a new shape is sent through all stages."""
-        key = (num, tuple((tensor.shape, tensor.dtype) for tensor in given), learns)
+        key = (num, tuple((tensor.shape, tensor.dtype) for tensor in given), states)
         if key not in self._engines:
-            with self.mesh.explained("the first micro-batch"):
+            with self.mesh.explained("the first micro-batch", apart=True):
                 made = self._made(given, num)
             while len(self._engines) >= _MAX_ENGINES:
                 self._engines.pop(next(iter(self._engines)))
@@ -321,7 +336,7 @@ class Pipeline:
             dims = batch_dims(outputs, twice, is_said) if self._is_last else dims
         if self._is_last and not any(one.requires_grad for one in tree_leaves(outputs) if isinstance(one, Tensor)):
             raise UsageError("nothing in the model learns: the parameters of all stages are frozen (requires_grad).")
-        sent = (torch.empty(1, requires_grad=True),) if self._is_last else _blank(parts(outputs, "a stage"))
+        sent = (torch.empty(1, requires_grad=True),) if self._is_last else _blank(parts(outputs, "a stage gives"))
         stage = TorchStage(
             self.stage,
             self.mesh.position.stage,
@@ -341,10 +356,10 @@ class Pipeline:
 
     def _tried(self, micro_batch: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], object]:
         """Return inputs and outputs of this stage for a micro-batch, without side effects on the model."""
-        buffers = {buffer: buffer.clone() for buffer in self.stage.buffers()}
-        with torch.random.fork_rng(devices=[]):
+        own = tuple(tensor.clone().requires_grad_(tensor.requires_grad) for tensor in micro_batch)
+        with torch.random.fork_rng(devices=[]), unchanged_buffers(self.stage):
             try:
-                inputs, outputs = self._relay(micro_batch)
+                return self._relay(own)
             except ValueError as error:
                 if "more than 1 value per channel" not in str(error):
                     raise
@@ -352,21 +367,21 @@ class Pipeline:
                     f"stage {self.mesh.position.stage} has a BatchNorm, which cannot learn from a micro-batch of "
                     f"{len(micro_batch[0])} sample: take fewer micro_batches, or larger batches. ({error})"
                 ) from error
-        for buffer, before in buffers.items():
-            buffer.copy_(before)
-        return inputs, outputs
 
     # -- from stage to stage -----------------------------------------------------------------------------------------
 
     def _relay(self, given: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Any]:
         """Run a batch through all stages once; return the inputs and outputs of this one."""
         group = self.mesh.group("pipeline")
-        inputs = given if self._is_first else receive_tensors(partial(dist.recv, src=self._rank(-1), group=group))
-        outputs = self.stage.run(joined(inputs))
+        if not self._is_first:
+            is_tuple, *received = receive_tensors(partial(dist.recv, src=self._rank(-1), group=group))
+            self.stage.takes_tuple, given = bool(is_tuple), tuple(received)
+        outputs = self.stage.run(self.stage.given(given))
         if not self._is_last:
-            outputs = parts(outputs, f"stage {self.mesh.position.stage}")
-            send_tensors(outputs, partial(dist.send, dst=self._rank(+1), group=group))
-        return inputs, outputs
+            told = (torch.tensor(isinstance(outputs, tuple)),)
+            outputs = parts(outputs, f"stage {self.mesh.position.stage} gives")
+            send_tensors((*told, *outputs), partial(dist.send, dst=self._rank(+1), group=group))
+        return given, outputs
 
     def _shared(self, values: object) -> Any:  # noqa: ANN401
         """Broadcast the values of the last stage to all stages: a pytree of tensors."""
@@ -379,7 +394,14 @@ class Pipeline:
         if not all(isinstance(one, Tensor) for one in leaves):
             kinds = ", ".join(sorted({type(one).__name__ for one in leaves if not isinstance(one, Tensor)}))
             raise UsageError(f"the model gives {kinds}, but only tensors can be handed to all stages.")
-        send_tensors((letters_of(treespec_dumps(spec)), *leaves), carry)
+        try:
+            structure = letters_of(treespec_dumps(spec))
+        except NotImplementedError as error:
+            raise UsageError(
+                f"the model gives a {type(values).__name__} that cannot be handed to all stages: expected tensors in "
+                f"dicts, tuples and lists. ({error})"
+            ) from error
+        send_tensors((structure, *leaves), carry)
         return values
 
     def _rank(self, distance: int) -> int:
@@ -393,6 +415,29 @@ class Pipeline:
     @property
     def _is_last(self) -> bool:
         return self.mesh.position.stage == self.mesh.grid.pipeline - 1
+
+
+def num_samples(batch: tuple[Tensor, ...]) -> int:
+    """Return the number of samples of a batch, which is cut along the first dimension of each tensor.
+
+    Raises:
+        UsageError: there are none, or tensors have different numbers.
+
+    Example:
+        >>> num_samples((torch.ones(4, 2), torch.ones(4)))
+        4
+    """
+    if not all(tensor.dim() for tensor in batch):
+        raise UsageError("the batch is one number, expected a tensor whose first dimension counts the samples.")
+    sizes = [len(tensor) for tensor in batch]
+    if len(set(sizes)) > 1:
+        raise UsageError(
+            f"the tensors of the batch have {', '.join(map(str, sizes))} samples, expected as many of each: a batch is "
+            "cut along its first dimension. What is the same for all samples belongs into the layers, or expanded."
+        )
+    if not sizes[0]:
+        raise UsageError("the batch has no samples, of which there is no loss.")
+    return sizes[0]
 
 
 def _as_it_is(loss: Tensor, _: Tensor) -> Tensor:

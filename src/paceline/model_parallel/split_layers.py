@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import UsageError
+from paceline.model_parallel.traces import unchanged_buffers
 from paceline.torch_private import tree_flatten, tree_map_only
 
 _ADDED_AS: Final = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # rounded once, after all additions
@@ -569,7 +570,6 @@ class WholeCheck:
     @contextmanager
     def _standing_in(self, trial: EquivalenceTrial) -> Generator[None]:
         layers = self._layers()
-        buffers = {buffer: buffer.clone() for buffer in self._unit.buffers()}
         numbers = [*self._heads, *((one, "out_features") for one in layers if isinstance(one, ColumnLinear))]
         numbers += [(one, "in_features") for one in layers if isinstance(one, RowLinear)]
         own = [(owner, name, getattr(owner, name)) for owner, name in numbers]
@@ -578,14 +578,13 @@ class WholeCheck:
         for owner, name, number in own if trial.rank is None else ():
             setattr(owner, name, number * trial.size)
         try:
-            yield
+            with unchanged_buffers(self._unit):
+                yield
         finally:
             for owner, name, number in own:
                 setattr(owner, name, number)
             for layer in layers:
                 layer.trial = None
-            for buffer, before in buffers.items():
-                buffer.data.copy_(before)
 
 
 class _WithoutDropout(TorchFunctionMode):
