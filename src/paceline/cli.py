@@ -5,6 +5,7 @@ A command's imports are deferred until it runs, so that `paceline --help` is fas
 
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from cyclopts import App, ArgumentCollection, CycloptsError
 from paceline import __version__
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.limits import explain, is_shortage
-from paceline.launch.output import occupy_closed_streams
+from paceline.launch.output import end_output, occupy_closed_streams, show_any_text
 from paceline.notices import for_terminal
 from paceline.tools.join import join
 from paceline.tools.run import run, take_config
@@ -25,6 +26,9 @@ TRACEBACK_FLAG: Final = "--traceback"
 END_OF_OPTIONS: Final = "--"
 # Position of the script, which takes all arguments behind it: `tune` has its search file before it, `join` an address.
 SCRIPT_PLACES: Final = {"run": 1, "launch": 1, "tune": 2, "join": 2}
+MOST_DIGITS: Final = 18  # of a whole number, which then fits 64 bits wherever it goes
+ENDLESS_NUMBER: Final = re.compile(r"\d{1000}")  # in a text, as `ssp:3` is one; Python reads none of 4300 digits
+SCRIPT_ARGUMENTS: Final = "ARGS"
 EXIT_FAILURE: Final = 1
 EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = 130
@@ -71,20 +75,27 @@ def check_values(_app: App, _commands: tuple[str, ...], arguments: ArgumentColle
         for token in argument.tokens:
             if "\0" in token.value:
                 raise UsageError(f"{argument.name} is {token.value[:40]!r}, expected a text without zero bytes")
-            if int in kinds and float not in kinds and is_fraction(token.value):
-                raise UsageError(f"{argument.name} is {token.value[:40]}, expected a whole number")
+            is_whole = int in kinds and float not in kinds
+            expected = instead_of(token.value) if is_whole else ""
+            if argument.name != SCRIPT_ARGUMENTS and ENDLESS_NUMBER.search(token.value):
+                expected = f"no number of more than {MOST_DIGITS} digits"
+            if expected:
+                raise UsageError(f"{argument.name} is {token.value[:40]}, expected {expected}")
 
 
-def is_fraction(text: str) -> bool:
-    """Return whether a text is a number, but not a whole one.
+def instead_of(text: str) -> str:
+    """Say what is expected in the place of a number that is not whole or is too large; nothing for any other text.
 
-    >>> is_fraction("1.5"), is_fraction("2.0"), is_fraction("x")
-    (True, False, False)
+    >>> instead_of("1.5"), instead_of("9" * 30), instead_of("2.0"), instead_of("x")
+    ('a whole number', 'a whole number of at most 18 digits', '', '')
     """
     try:
-        return not float(text).is_integer()
+        number = float(text)
     except ValueError:
-        return False
+        return ""
+    if abs(number) > 10**MOST_DIGITS:
+        return f"a whole number of at most {MOST_DIGITS} digits"
+    return "" if number.is_integer() else "a whole number"
 
 
 app.register_install_completion_command(help="Have the shell complete commands and options.")
@@ -94,7 +105,12 @@ app.config = (take_config, check_values)
 def main() -> None:
     """Run the command line and exit: 0, 2 for a usage error, 1 for another failure, or the job's exit code."""
     occupy_closed_streams()
-    sys.exit(answer(sys.argv[1:]))
+    show_any_text()
+    code = answer(sys.argv[1:])
+    lost = end_output()
+    if lost is not None and not isinstance(lost, BrokenPipeError):  # a reader that has gone wants no more
+        print(f"paceline: standard output: {explain(lost)}", file=sys.stderr)
+    sys.exit(code if lost is None else code or EXIT_FAILURE)
 
 
 def answer(tokens: Sequence[str]) -> int:
@@ -118,7 +134,8 @@ def answer(tokens: Sequence[str]) -> int:
     except (OSError, MemoryError, RuntimeError) as error:
         if wants_traceback or not is_shortage(error):
             raise
-        print(f"paceline: {explain(error)}", file=sys.stderr)
+        if not isinstance(end_output(), BrokenPipeError):
+            print(f"paceline: {explain(error)}", file=sys.stderr)
         return EXIT_FAILURE
 
 

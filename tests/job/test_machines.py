@@ -45,6 +45,8 @@ def test_addresses_are_those_that_others_could_reach(address: str) -> None:
 def test_a_name_that_is_not_known_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"no address is known for the host 'node-9\.invalid'"):
         look_up("node-9.invalid")
+    with pytest.raises(UsageError, match=r"no address is known for the host 'a\.\.b'"):  # which is no name at all
+        look_up("a..b")
 
     answer = threading.Event()
     monkeypatch.setattr(machines, "LOOKUP_TIMEOUT_S", 0.05)

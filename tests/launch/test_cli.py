@@ -91,6 +91,16 @@ def test_where_the_script_begins(tokens: list[str], split: tuple[list[str], list
         ("plan --parameters 1e6 --devices 99999999999", "--devices is 99999999999, expected 1 to 1000000"),
         ("keys make k --days 99999999999", "99999999999 days are of no use: expected 1 to 36500"),
         ("run --run-dir a\0b train.py", r"--run-dir is 'a\x00b', expected a text without zero bytes"),
+        (f"run --servers {'9' * 400} train.py", "expected a whole number of at most 18 digits"),
+        (f"run -n {'1' * 5000} train.py", "expected no number of more than 18 digits"),
+        (f"run --strategy local-sgd:{'1' * 5000} train.py", "expected no number of more than 18 digits"),
+        (f"replay runs/a --until clock:{'1' * 5000}", "expected no number of more than 18 digits"),
+        ("run --grace-s inf train.py", "--grace-s must be more than 0 seconds, got inf"),
+        ("run --record-gib 1e300 train.py", "--record-gib must be more than 0 and at most 1073741824, got 1e+300"),
+        ("run --server-threads 9999 train.py", "--server-threads must be at most 1024, got 9999"),
+        ("report --last /nowhere", "No trace was found: expected files like worker-0.jsonl in /nowhere/trace"),
+        ("report --last --seconds nan", "--seconds is nan, expected more than 0"),
+        ("snapshot ls", "FOLDER requires an argument"),
         ("run -n 0 train.py", "--workers must be at least 1, got 0"),
         ("run --servers 0 train.py", "--servers must be at least 1, got 0"),
         ("run --server-threads 0 train.py", "--server-threads must be at least 1, got 0"),
@@ -110,6 +120,11 @@ def test_bad_input_is_one_clear_line(line: str, message: str, capsys: pytest.Cap
     assert captured.err.startswith("paceline: ")
     assert message in captured.err
     assert "Traceback" not in captured.err
+
+
+def test_numbers_of_any_length_are_the_scripts(runs: list[LocalRun]) -> None:
+    assert cli.answer(["run", "train.py", "1" * 5000]) == 7
+    assert runs[0].args == ("1" * 5000,)
 
 
 def test_a_traceback_is_shown_on_request(capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,6 +154,45 @@ def test_no_file_gets_the_number_of_a_stream_that_was_closed(tmp_path: Path) -> 
     assert min(ast.literal_eval((tmp_path / "told").read_text())) > 2
 
 
+def show(ending: str, *words: str | Path, **variables: str) -> subprocess.CompletedProcess[bytes]:
+    """Run the command line in a shell, with an ending of its line."""
+    line = ["sh", "-c", f'exec "$0" -m paceline "$@" {ending}', sys.executable, *map(str, words)]
+    return subprocess.run(line, capture_output=True, timeout=TIMEOUT_S, env={**os.environ, **variables}, check=False)
+
+
+def test_a_command_whose_output_is_closed_does_its_work() -> None:
+    done = show("<&- >&-", "launch", "--emit", "slurm", "train.py")
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_reader_that_is_gone_is_not_told_of_and_a_full_disk_is_told_once() -> None:
+    gone, other = os.pipe()
+    os.close(gone)
+    words = [sys.executable, "-m", "paceline", "launch", "--emit", "slurm", "train.py"]
+    done = subprocess.run(words, stdout=other, stderr=subprocess.PIPE, timeout=TIMEOUT_S, check=False)
+    os.close(other)
+    assert (done.returncode, done.stderr) == (1, b"")
+    done = show(">/dev/full", *words[3:])
+    assert done.returncode == 1
+    assert done.stderr.startswith(b"paceline: ")
+    assert b"No space left on device" in done.stderr
+    assert done.stderr.count(b"\n") == 1
+
+
+def test_names_that_are_no_text_are_shown_by_numbers(tmp_path: Path) -> None:
+    keys = tmp_path / os.fsdecode(b"k\xff")
+    done = show("", "keys", "make", keys, PYTHONIOENCODING="utf-8")
+    assert done.returncode == 0
+    assert b"k\\udcff holds keys until" in done.stdout
+
+
+def test_a_file_of_commands_is_not_printed_with_other_letters() -> None:
+    done = show("", "launch", "--emit", "slurm", "tr\u00e4in.py", PYTHONIOENCODING="ascii", PYTHONUTF8="1")
+    assert done.returncode == 2
+    assert done.stdout == b""
+    assert b"standard output, in ascii, lacks letters of the script or its arguments" in done.stderr
+
+
 FLOOD = """
 import select
 os.set_blocking(1, False)

@@ -1,10 +1,13 @@
 """What is imported ahead for a script is what it names."""
 
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from paceline.launch.script import may_make_optimizers, sets_variables
+from paceline.errors import UsageError
+from paceline.launch.script import check_script, find_module, may_make_optimizers, sets_variables
 
 
 @pytest.mark.parametrize(
@@ -35,6 +38,21 @@ def test_what_cannot_be_read_may_make_anything(tmp_path: Path) -> None:
     assert may_make_optimizers(tmp_path / "bytes.py")
     assert may_make_optimizers(tmp_path / "deep.py")
     assert may_make_optimizers(tmp_path / "none.py")
+
+
+def test_a_script_that_this_parser_cannot_take_is_left_to_python(tmp_path: Path) -> None:
+    deep, wrong = tmp_path / "deep.py", tmp_path / "wrong.py"
+    deep.write_text("+".join("1" * 100_000))
+    check_script(deep)
+    wrong.write_text("1 +")
+    with pytest.raises(UsageError, match=r"wrong\.py, line 1: invalid syntax"):
+        check_script(wrong)
+
+
+def test_a_module_that_comes_from_nowhere_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "from_nowhere", ModuleType("from_nowhere"))  # as `__main__` of a command is
+    with pytest.raises(UsageError, match="there is no module from_nowhere"):
+        find_module("from_nowhere", [str(tmp_path)])
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_verify_ends_with_1_for_a_damaged_file(folder: Path, capsys: pytest.Capt
 
 
 def test_torch_reads_what_convert_writes(folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "all.pt"
+    out = tmp_path / "all"  # torch alone would take no name without a dot
     assert answer(["snapshot", "convert", str(folder), str(out)]) == 0
     found, expected = torch.load(out, weights_only=True), torch.load(folder / "expected.pt", weights_only=True)
     model = torch.nn.Linear(3, 2)
@@ -96,6 +96,39 @@ def test_torch_reads_what_convert_writes(folder: Path, tmp_path: Path) -> None:
     assert all(torch.equal(value, theirs[number][name]) for number in mine for name, value in mine[number].items())
     assert mine.keys() == theirs.keys()
     assert found["rows"]["users"]["values"].tolist() == [[2.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize("form", ["torch", "dcp", "parquet"])
+def test_what_cannot_be_written_is_told_and_leaves_nothing(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    (tmp_path / "file").touch()
+    assert answer(["snapshot", "convert", str(folder), str(tmp_path / "file" / "out"), "--to", form]) == 2
+    assert "out cannot be written: Not a directory. Name another place." in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("name", ["", "folder"])
+def test_torch_gets_no_folder_for_a_file(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    assert answer(["snapshot", "convert", str(folder), name]) == 2
+    assert "cannot be written: it is there, and is no file" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_rows_are_needed_for_parquet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pyarrow")
+
+    def fill(unfinished: Path) -> SnapshotManifest:
+        return SnapshotManifest(1, 1, 1, 1, (), (write_file(unfinished / "w", b""),))
+
+    write_snapshot(tmp_path / "made", fill)
+    assert answer(["snapshot", "convert", str(tmp_path / "made"), str(tmp_path / "out"), "--to", "parquet"]) == 2
+    assert "has no rows, and Parquet takes nothing else" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_distributed_checkpoints_and_parquet_have_the_same_values(folder: Path, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def look_up(host: str) -> list[str]:
     found: list[str] = []
 
     def ask() -> None:
-        with suppress(OSError):
+        with suppress(OSError, UnicodeError):  # the latter for a part that is empty, or longer than names have
             found.extend(str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
 
     asking = threading.Thread(target=ask, name=f"paceline-look-up {host}", daemon=True)

@@ -117,15 +117,16 @@ def export_run(
     wait_over: Callable[[float], bool],
     *,
     is_live: bool = True,
-) -> None:
-    """Pass on what a run reports until it is over; blocks.
+) -> bool:
+    """Pass on what a run reports until it is over, and return whether all trackers have all of it; blocks.
 
     Args:
         run_dir: folder of the run.
         log: trackers, as `--log` names them; empty for none.
         listening: socket at which metrics are scraped, or None; it is closed at the end.
         wait_over: blocks for so many seconds at most; returns whether the run is over.
-        is_live: whether its records are made now; else their time is that of their files.
+        is_live: whether its records are made now; else their time is that of their files, and slow trackers are waited
+            for.
 
     Raises:
         UsageError: the records cannot be read, or a tracker cannot be had.
@@ -138,10 +139,11 @@ def export_run(
         export = RunExport(records, metrics)
         offset_s = unix_offset_s() if is_live else _offset_of(records)
         run = ExportedRun(run_dir.resolve().name, _settings(run_dir), offset_s, metrics)
-        export.feeds += [TrackerFeed(choice, run) for choice in (parse_trackers(log) if log else ())]
+        choices = parse_trackers(log) if log else ()
+        export.feeds += [TrackerFeed(choice, run, waits=not is_live) for choice in choices]
         while not wait_over(POLL_S):
             export.poll()
-        export.close()
+        return export.close()
 
 
 def _offset_of(records: Path) -> float:

@@ -46,6 +46,28 @@ def occupy_closed_streams() -> None:
             os.fstat(number)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the least number that is free is this one
+    if sys.stdin is None:  # pyright: ignore[reportUnnecessaryComparison] - where it was closed
+        sys.stdin = open(os.devnull)  # noqa: SIM115 - it stays open
+    if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison] - where it was closed
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - it stays open
+
+
+def end_output() -> OSError | None:
+    """Write what standard output still holds; return why that cannot be, after which it takes all and keeps nothing."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())  # else Python tries again as it ends, and tells of it in its own words
+        os.close(null)
+        return error
+    return None
+
+
+def show_any_text() -> None:
+    """Have standard output show what its encoding lacks, as the name of a file may be, by numbers: as stderr does."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 @final

@@ -26,6 +26,7 @@ from paceline.snapshots.options import SnapshotOptions
 _BEFORE_TORCH: Final = ("coverage",)
 # On a busy machine an import of torch takes a minute; a process that fails to start is seen at once, whatever this is.
 START_TIMEOUT_S: Final = 180.0
+MOST_THREADS: Final = 1024  # of a server; each has memory of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +129,14 @@ class LocalRun:
         ):
             if number < least:
                 raise UsageError(f"--{what} must be at least {least}, got {number}")
+        if self.server_threads is not None and self.server_threads > MOST_THREADS:
+            raise UsageError(f"--server-threads must be at most {MOST_THREADS}, got {self.server_threads}")
         self.snapshots.validate()
         self.record.validate(stays=self.run_dir is not None)
         if self.debug is not None and self.debug not in self.first_workers:
             raise UsageError(f"--debug is {self.debug}, expected a worker from 0 to {self.first_workers[-1]}")
-        if not self.policy.grace_s > 0:
-            raise UsageError(f"--grace-s must be more than 0, got {self.policy.grace_s:g}")
+        if not 0 < self.policy.grace_s < math.inf:
+            raise UsageError(f"--grace-s must be more than 0 seconds, got {self.policy.grace_s:g}")
         if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
             raise UsageError(f"--timeout must be more than 0 seconds, got {self.timeout_s:g}")
         check_shares(self.shares, self.num_servers)

@@ -1,12 +1,13 @@
 """What a job is asked about records for `paceline replay`. Light, as the command line imports it."""
 
-import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Final
 
 from cyclopts import Parameter
 
 from paceline.errors import UsageError
+
+_MOST_GIB: Final = 2.0**30  # more than any disk has
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,8 @@ class RecordOptions:
         """Raise UsageError for no disk, and without a folder that stays."""
         if self.record and not stays:
             raise UsageError("--record needs a folder that stays: name one with --run-dir")
-        if not 0 < self.record_gib < math.inf:
-            raise UsageError(f"--record-gib must be more than 0, got {self.record_gib:g}")
+        if not 0 < self.record_gib <= _MOST_GIB:
+            raise UsageError(f"--record-gib must be more than 0 and at most {_MOST_GIB:.0f}, got {self.record_gib:g}")
 
     def max_bytes(self, num_servers: int) -> int:
         """Return how much the record of each server may have; 0 keeps none."""

@@ -63,13 +63,20 @@ def source_of(name: str, folders: Sequence[str]) -> Path:
 
 def _find(name: str, folders: Sequence[str]) -> ModuleSpec | None:
     top, *inner = name.split(".")
-    found = PathFinder.find_spec(top, folders) or (importlib.util.find_spec(top) if top else None)
+    found = PathFinder.find_spec(top, folders) or _built_in(top)
     for number in range(len(inner)):
         if found is None or found.submodule_search_locations is None:
             return None
         full = ".".join((top, *inner[: number + 1]))
         found = PathFinder.find_spec(full, list(found.submodule_search_locations))
     return found
+
+
+def _built_in(name: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name) if name else None
+    except ValueError:  # it is imported and comes from nowhere, as `__main__` of this process
+        return None
 
 
 def check_script(script: Path) -> None:
@@ -94,6 +101,8 @@ def _check_readable(script: Path) -> None:
                 ast.parse(content, str(script))
     except OSError as error:
         raise UsageError(f"cannot read the script {script}: {explain(error)}") from error
+    except (RecursionError, MemoryError):  # too deep for this parser; Python, which may take it, says so itself
+        return
     except (SyntaxError, ValueError) as error:  # ValueError: it has null bytes
         line = getattr(error, "lineno", None)
         where = f", line {line}" if line else ""

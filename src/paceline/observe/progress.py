@@ -38,7 +38,7 @@ from paceline.observe.verdict import SILENT_S, Surroundings, judge
 from paceline.observe.window import Window, staleness_of, worker_times
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from rich.console import Console
@@ -229,6 +229,11 @@ def _mean(losses: Sequence[float]) -> float | None:
     return sum(losses) / len(losses) if losses else None
 
 
+def _tell_failure(error: Exception) -> None:
+    """Tell that records cannot be read; a failed display does not end the run."""
+    tell(f"the live display stands still from here on: {str(error).rstrip('.')}. The run goes on")
+
+
 class TraceDisplay:
     """Shows the progress of every worker, from the trace files in `trace_folder`.
 
@@ -243,10 +248,19 @@ class TraceDisplay:
     """
 
     def __init__(
-        self, trace_folder: Path, num_workers: int, stream: TextIO | None = None, *, last_bytes: int = 0
+        self,
+        trace_folder: Path,
+        num_workers: int,
+        stream: TextIO | None = None,
+        *,
+        last_bytes: int = 0,
+        on_failure: Callable[[Exception], object] = _tell_failure,
     ) -> None:
-        """Show nothing yet. `last_bytes`: leave out what is further from the end of each trace, unless it is 0."""
-        self.view = RunView(trace_folder, num_workers, last_bytes)
+        """Show nothing yet. `last_bytes`: leave out what is further from the end of each trace, unless it is 0.
+
+        `on_failure`: see `RunView`.
+        """
+        self.view = RunView(trace_folder, num_workers, last_bytes, on_failure=on_failure)
         self._display = _open_display(sys.stderr if stream is None else stream)
 
     def note(self, worker: int, state: str) -> None:
@@ -276,8 +290,20 @@ class RunView:
     view.picture().verdict.text
     """
 
-    def __init__(self, trace_folder: Path, num_workers: int = 0, last_bytes: int = 0, *, piece_bytes: int = 0) -> None:
-        """Know nothing yet; see `TraceDisplay`, and `TraceFollower` for `piece_bytes`."""
+    def __init__(
+        self,
+        trace_folder: Path,
+        num_workers: int = 0,
+        last_bytes: int = 0,
+        *,
+        piece_bytes: int = 0,
+        on_failure: Callable[[Exception], object] = _tell_failure,
+    ) -> None:
+        """Know nothing yet; see `TraceDisplay`, and `TraceFollower` for `piece_bytes`.
+
+        `on_failure` gets the error when records cannot be read, and may raise; after that nothing more is read.
+        """
+        self._on_failure = on_failure
         # None: cannot be read
         self._tail: TraceFollower | None = TraceFollower(trace_folder, ALL_TRACES, last_bytes, piece_bytes)
         self._paces = {worker: _Pace() for worker in range(num_workers)}
@@ -413,9 +439,9 @@ class RunView:
             return []
         try:
             records = self._tail.poll()
-        except (OSError, UsageError) as error:  # a failed display does not end the run
+        except (OSError, UsageError) as error:
             self._tail = None
-            tell(f"the live display stands still from here on: {error}. The run goes on")
+            self._on_failure(error)
             return []
         if records:
             self._latest_now = self._now

@@ -102,13 +102,18 @@ def read_run(folder: Path) -> Run:
 
     Raises UsageError without a trace, or for a complete line that is not a record.
     """
+    return gather(record for path in trace_paths(folder) for record in read_records(path))
+
+
+def trace_paths(folder: Path) -> list[Path]:
+    """Return the trace files of a run, sorted; raises UsageError where there is none."""
     paths = sorted((folder / "trace").glob("*.jsonl"))
     if not paths:
         raise UsageError(
             f"No trace was found: expected files like worker-0.jsonl in {folder / 'trace'}. "
             "Give the folder of a run (the one that holds 'trace')."
         )
-    return gather(record for path in paths for record in read_records(path))
+    return paths
 
 
 def read_records(path: Path) -> list[Record]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from paceline.notices import printable
 from paceline.observe.disk import look_at_disk
 from paceline.observe.loss_trend import LossTrend
-from paceline.observe.runs import read_records
+from paceline.observe.runs import read_records, trace_paths
 from paceline.observe.screen import event_line
 from paceline.observe.trace import (
     ENDED,
@@ -33,8 +33,8 @@ _MOST_EVENTS: Final = 40
 
 
 def story_lines(folder: Path, seconds: float = 10.0) -> list[str]:
-    """Return the end of the run in a folder, in lines; raises UsageError for traces that cannot be read."""
-    by_process = {path.stem: _records(path) for path in sorted((folder / "trace").glob("*.jsonl"))}
+    """Return the end of the run in a folder, in lines; raises UsageError for no traces, or such as cannot be read."""
+    by_process = {path.stem: _records(path) for path in trace_paths(folder)}
     records = sorted((record for own in by_process.values() for record in own), key=lambda record: record.t)
     if not records:
         return [f"{folder} has no records"]

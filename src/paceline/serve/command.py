@@ -12,6 +12,7 @@ from cyclopts import Parameter
 from msgspec.structs import replace
 
 from paceline.errors import UsageError
+from paceline.job.folders import require_text
 from paceline.job.machines import ANY_ADDRESS, format_host_port, look_up, parse_host_port
 from paceline.observe.export.prometheus import check_free
 from paceline.serve.access import server_access
@@ -67,6 +68,9 @@ def serve(
         Folder that the servers of several machines see, best on a third one: then each namespace is served by one of
         them, and another one has a replica, which serves once that machine is lost. Made if missing.
     """
+    for folder in (state, *(() if views is None else (views,))):
+        require_text(folder)
+    _check_allowed(allow)
     if alone and take_over:
         raise UsageError("--alone keeps nothing that another process could go on with: leave out one of the two")
     folder_keys = None if keys is None else keys.absolute()
@@ -106,6 +110,14 @@ def serve(
         memory.adopt(LOCK, folder.lock)
         memory.start()
         return undo.enter_context(ServeSupervisor(orders, folder.path, memory)).run()
+
+
+def _check_allowed(paths: tuple[str, ...]) -> None:
+    """Raise UsageError for what is no import path: clients would be refused, and told of one that is allowed."""
+    for path in paths:
+        module, _, member = path.partition(":")
+        if not all(part.isidentifier() for part in (*module.split("."), member)):
+            raise UsageError(f"--allow is {path[:60]!r}, expected a rule or function of yours, as package.module:Name")
 
 
 def _take_over(orders: ServeOrders, listen: str | None) -> int:

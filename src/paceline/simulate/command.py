@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -11,10 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
+from msgspec import json as as_json  # which has null for what is not finite
 
 from paceline.core.consistency import Consistency, bsp
 from paceline.core.settings import LEASE_S
 from paceline.errors import UsageError
+from paceline.observe.tables import print_tables
 from paceline.simulate.outcome import Outcome, rehearse
 from paceline.simulate.scenario import DataServers, Faults, Network, Scenario, SimulatedLines, Stragglers
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 _DEFAULT_POLICIES = ("bsp", "ssp:3", "essp:3", "asynchronous", "backup:1")
 _MB = 1e6  # bytes
 _MBIT = 1e6 / 8  # bytes a second
+_LEAST_S, _LEAST_MBIT = 1e-9, 1e-6
+_MOST = 1e9  # seconds, megabytes, and megabits a second: what is added up stays a number
 _SPREAD = 0.1  # compute times vary by this share around their mean
 
 
@@ -198,10 +201,10 @@ def simulate(
     ]
     told = explain(scenario, reference, outcomes)
     if json:
-        print(json_format.dumps(_as_json(scenario, reference, outcomes, told)))
+        print(as_json.encode(_as_json(scenario, reference, outcomes, told)).decode())
     else:
         tables = _table(scenario, reference, outcomes), _table_of_resources(scenario, reference, outcomes)
-        _print([table for table in tables if table is not None], told)
+        print_tables([table for table in tables if table is not None], told)
     _write_files(scenario, outcomes, out)
     return 0
 
@@ -258,10 +261,10 @@ def _scenario(
     for name, value in (("--workers", workers), ("--servers", servers), ("--clocks", clocks)):
         if value < 1:
             raise UsageError(f"{name} is {value}, expected 1 or more.")
-    if compute_s <= 0 or latency_s < 0:
-        raise UsageError(
-            f"--compute-s is {compute_s}, expected more than 0; --latency-s is {latency_s}, expected 0 or more."
-        )
+    if not _LEAST_S <= compute_s <= _MOST:
+        raise UsageError(f"--compute-s is {compute_s}, expected {_LEAST_S:g} to {_MOST:g} seconds.")
+    if not 0 <= latency_s <= _MOST:
+        raise UsageError(f"--latency-s is {latency_s}, expected 0 to {_MOST:g} seconds.")
     return Scenario(
         bsp(),
         num_workers=workers,
@@ -282,8 +285,8 @@ def _with_options(
     _refuse_below_zero(lines, faults)
     if read.reads < 1:
         raise UsageError(f"--reads is {read.reads}, expected 1 or more.")
-    if lines.bandwidth_mbit is not None and lines.bandwidth_mbit <= 0:
-        raise UsageError(f"--bandwidth-mbit is {lines.bandwidth_mbit}, expected more than 0.")
+    if lines.bandwidth_mbit is not None and lines.bandwidth_mbit < _LEAST_MBIT:
+        raise UsageError(f"--bandwidth-mbit is {lines.bandwidth_mbit}, expected {_LEAST_MBIT:g} or more.")
     if not 0 < model.rate < inf:
         raise UsageError(f"--rate is {model.rate}, expected more than 0.")
     size, rate = lines.model_mb * _MB, lines.bandwidth_mbit
@@ -310,12 +313,12 @@ def _with_options(
 
 
 def _refuse_below_zero(*groups: LineOptions | FaultOptions) -> None:
-    """Raise UsageError for an option below 0, or that is not a number."""
+    """Raise UsageError for an option below 0, beyond all machines, or that is not a number."""
     for group in groups:
         for option in fields(group):
             value = getattr(group, option.name)
-            if value is not None and not 0 <= value < inf:
-                raise UsageError(f"--{option.name.replace('_', '-')} is {value}, expected 0 or more.")
+            if value is not None and not 0 <= value <= _MOST:
+                raise UsageError(f"--{option.name.replace('_', '-')} is {value}, expected 0 to {_MOST:g}.")
 
 
 def _under(scenario: Scenario, policy: Consistency, *, lazy: bool) -> Scenario:
@@ -393,16 +396,6 @@ def _in_digits(loss: float | None) -> str:
 def _span(rates: tuple[float, ...]) -> str:
     low, high = f"{min(rates):,.1f}", f"{max(rates):,.1f}"
     return low if low == high else f"{low} .. {high}"
-
-
-def _print(tables: Sequence[Table], told: str) -> None:
-    from rich.console import Console
-
-    console = Console()
-    for table in tables:
-        console.print(table)
-        console.print()
-    console.print(told, highlight=False)
 
 
 def _as_json(scenario: Scenario, reference: Outcome, outcomes: Iterable[Outcome], told: str) -> dict[str, object]:

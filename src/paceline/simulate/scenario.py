@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 from random import Random
-from typing import Literal
+from typing import Final, Literal
 
 from paceline.core.consistency import Consistency, bsp
 from paceline.errors import UsageError
 
 StragglerKind = Literal["none", "transient", "persistent"]
+_MOST_FACTOR: Final = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +46,9 @@ class Stragglers:
             values = [-1.0]
         if name == "none" and not values:
             return Stragglers()
-        if name == "transient" and len(values) == 2 and 0 <= values[0] <= 1 and values[1] >= 1:
+        if name == "transient" and len(values) == 2 and 0 <= values[0] <= 1 and 1 <= values[1] <= _MOST_FACTOR:
             return Stragglers("transient", share=values[0], factor=values[1])
-        if name == "persistent" and len(values) == 1 and values[0] >= 1:
+        if name == "persistent" and len(values) == 1 and 1 <= values[0] <= _MOST_FACTOR:
             return Stragglers("persistent", factor=values[0])
         raise UsageError(
             f"unknown straggler model '{text}'. Expected none, transient:SHARE:FACTOR (transient:0.1:4 makes one "

@@ -19,7 +19,7 @@ app = App(name="snapshot", help="Look into snapshots, check them, and convert th
 
 
 @app.command(name="ls")
-def list_snapshots(folder: Path) -> int:
+def list_snapshots(folder: Path, /) -> int:
     """List the snapshots of a folder, oldest first.
 
     Parameters
@@ -39,7 +39,7 @@ def list_snapshots(folder: Path) -> int:
 
 
 @app.command
-def show(folder: Path) -> int:
+def show(folder: Path, /) -> int:
     """Show what is in a snapshot, or in the newest of a folder.
 
     Parameters
@@ -71,7 +71,7 @@ def show(folder: Path) -> int:
 
 
 @app.command
-def verify(folder: Path) -> int:
+def verify(folder: Path, /) -> int:
     """Compare all files with their digests; ends with 1 if one is damaged.
 
     Parameters
@@ -93,7 +93,7 @@ def verify(folder: Path) -> int:
 
 
 @app.command
-def convert(folder: Path, out: Path, *, to: Annotated[Target, Parameter(name="--to")] = "torch") -> int:
+def convert(folder: Path, out: Path, /, *, to: Annotated[Target, Parameter(name="--to")] = "torch") -> int:
     """Write a snapshot, or the newest of a folder, in the form of another program.
 
     Parameters

@@ -39,20 +39,32 @@ def state_of(snapshot: Snapshot) -> StateDict:
 
 def to_torch(snapshot: Snapshot, out: Path) -> None:
     """Write a file that `torch.load` reads, with weights_only, too."""
-    unfinished = out.with_name(f".{out.name}")
+    if out.exists() and not out.is_file():
+        raise UsageError(f"{out} cannot be written: it is there, and is no file. Name another place.")
+    unfinished = out.with_name(f".{out.name}.unfinished")
     with _writing(out):
-        torch.save(state_of(snapshot), unfinished)
-        unfinished.replace(out)
+        try:
+            with unfinished.open("wb") as file:  # opened here, as torch takes not every name
+                torch.save(state_of(snapshot), file)
+            unfinished.replace(out)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
 
 
 def to_dcp(snapshot: Snapshot, out: Path) -> None:
     """Write a folder that `torch.distributed.checkpoint.load` reads, in one process or many."""
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
     with _writing(out), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it takes this for a single process, which it is
-        save(state_of(snapshot), storage_writer=FileSystemWriter(out), no_dist=True)
+        out.mkdir(parents=True, exist_ok=True)
+        try:
+            save(state_of(snapshot), storage_writer=FileSystemWriter(out), no_dist=True)
+        except CheckpointException as error:  # which is no `Exception`, and holds that of the only process
+            raise next(wrapped[0] for wrapped in error.failures.values()) from error
 
 
 def to_parquet(snapshot: Snapshot, out: Path) -> None:
@@ -62,9 +74,12 @@ def to_parquet(snapshot: Snapshot, out: Path) -> None:
         import pyarrow.parquet as pq
     except ImportError as error:
         raise UsageError("Parquet needs pyarrow, not installed here: pip install 'paceline[data]'") from error
+    tables = [table for table in snapshot.manifest.tables if table.kind == "rows"]
+    if not tables:
+        raise UsageError(f"{snapshot.folder} has no rows, and Parquet takes nothing else: convert it to torch or dcp")
     with _writing(out):
         out.mkdir(parents=True, exist_ok=True)
-        for number, table in enumerate(table for table in snapshot.manifest.tables if table.kind == "rows"):
+        for number, table in enumerate(tables):
             writer = None
             for piece in row_pieces(snapshot, table):
                 columns = {IDS: pa.array(piece.ids.numpy())}

@@ -36,6 +36,8 @@ def report(
     """
     from paceline.launch.running import last_run
 
+    if not seconds > 0:
+        raise UsageError(f"--seconds is {seconds:g}, expected more than 0")
     folders = list(runs) or [last_run()]
     if last:
         for folder in folders:

@@ -13,6 +13,7 @@ from paceline.observe.export.options import ExportOptions
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+EXIT_INCOMPLETE: Final = 1
 _LOOK_S: Final = 2.0
 
 
@@ -21,10 +22,11 @@ def export(
     /,
     *,
     asked: Annotated[ExportOptions, Parameter(name="*")] = ExportOptions(),  # noqa: B008 - it is frozen
-) -> None:
+) -> int:
     """Pass on what a run reports, to trackers and to Prometheus: of one that is over, or live until its end.
 
     It reads what the processes write down anyway, so that a job does not notice it. Ctrl-C ends it, and not the job.
+    Exits with 1 if a tracker has not got all of it.
 
     Parameters
     ----------
@@ -44,7 +46,8 @@ def export(
     listening = None if asked.metrics is None else listen(asked.metrics)
     if listening is not None:
         tell(f"metrics for Prometheus are at port {listening.getsockname()[1]}, until Ctrl-C", NEWS)
-    export_run(folder, asked.log or "", listening, _until_over(folder, serves=listening is not None), is_live=is_live)
+    until_over = _until_over(folder, serves=listening is not None)
+    return 0 if export_run(folder, asked.log or "", listening, until_over, is_live=is_live) else EXIT_INCOMPLETE
 
 
 def _until_over(folder: Path, *, serves: bool) -> "Callable[[float], bool]":

@@ -41,7 +41,7 @@ def replay(
         Stop where this comes to be: nan (a value that is not finite), stale:CLOCKS (a read of values that are more
         clocks old) or clock:NUMBER.
     step
-        Write a line for each event; on a terminal, wait for Enter after each, until q.
+        Write a line for each event; on a terminal, wait for Enter after each, until q or Ctrl-D.
     show
         Name of a table whose values are shown where the replay ends.
     json
@@ -58,7 +58,7 @@ def replay(
         reason = "" if condition is None else condition.met(moment)
         if step:
             print(describe(moment))
-            if not reason and sys.stdin.isatty() and input().strip() == "q":
+            if not reason and sys.stdin.isatty() and sys.stdin.readline().strip(" \t") in ("q\n", "q", ""):
                 return "as you said"
         return reason
 

@@ -201,6 +201,8 @@ def take_config(_app: App, commands: tuple[str, ...], arguments: "ArgumentCollec
 
     path = named[0].value
     for name, value in read_config(Path(path)).options.items():
+        if name == "config":
+            raise UsageError(f"{path}: a file names no other one: leave out 'config'")
         try:
             argument, _, _ = arguments.match(f"--{name}")
         except ValueError:

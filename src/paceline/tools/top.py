@@ -33,7 +33,8 @@ def top(
     job
         The folder of the run, or the address of one of its servers; by default the latest job on this machine.
     once
-        Show it once and end: exit code 0 for a healthy job, 3 for one that something holds up.
+        Show it once and end: exit code 0 for a healthy job, 3 for one that something holds up, 2 where that cannot be
+        read.
     json
         One JSON object instead of lines, and one more every interval without --once.
     interval
@@ -47,13 +48,13 @@ def top(
         raise UsageError(f"--interval is {interval:g} s, expected more than 0 and at most {MAX_INTERVAL_S:g}")
     folder = find_run(job) / "trace"
     if once or json:
-        view = RunView(folder, last_bytes=LAST_BYTES)
+        view = RunView(folder, last_bytes=LAST_BYTES, on_failure=_refuse)
         for _ in _looks(view, interval):
             _print(view, as_json=json)
             if once:
                 return 0 if view.verdict().is_healthy else EXIT_HELD_UP
         return 0
-    display = TraceDisplay(folder, 0, sys.stdout, last_bytes=LAST_BYTES)
+    display = TraceDisplay(folder, 0, sys.stdout, last_bytes=LAST_BYTES, on_failure=_refuse)
     try:
         for now in _looks(display.view, interval):
             display.refresh(now)
@@ -62,6 +63,13 @@ def top(
     if not sys.stdout.isatty():
         _print(display.view, as_json=False)  # how it has ended, where lines so far were short
     return 0
+
+
+def _refuse(error: Exception) -> None:
+    """End with what is wrong with the records: nothing is known of the job without them."""
+    from paceline.errors import UsageError
+
+    raise UsageError(str(error)) from error
 
 
 def _looks(view: "RunView", interval: float) -> Iterator[float]:

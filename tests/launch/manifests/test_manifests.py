@@ -132,6 +132,7 @@ def test_it_is_written_to_a_new_file_and_to_no_other(tmp_path: Path, capsys: pyt
         (["--name=-a", "a.py"], "--name is '-a'"),
         (["--name", "A_b", "a.py"], "--name is 'A_b'"),
         (["--name", "a" * 48, "a.py"], "at most 47"),
+        ([""], "the script has no name"),
         (["--", "-a.py"], "would be taken for an option: write ./-a.py"),
         (["a.py", "one\ntwo"], "'one\\ntwo' has line ends"),
         (["a.py\u2028#SBATCH"], "has line ends"),

@@ -40,10 +40,12 @@ class FakeTracker:
         self.is_closed = True
 
 
-def fed(fake: FakeTracker, monkeypatch: pytest.MonkeyPatch, told: list[str], name: str = "fake") -> TrackerFeed:
+def fed(
+    fake: FakeTracker, monkeypatch: pytest.MonkeyPatch, told: list[str], name: str = "fake", *, waits: bool = False
+) -> TrackerFeed:
     monkeypatch.setitem(trackers.TRACKERS, name, TrackerKind("json", "fake", "NAME", fake.open))  # type: ignore[arg-type]
     run = ExportedRun("run", {}, 0.0, RunMetrics())
-    return TrackerFeed(TrackerChoice(name), run, told.append)
+    return TrackerFeed(TrackerChoice(name), run, told.append, waits=waits)
 
 
 def test_what_is_given_is_written_and_then_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +98,36 @@ def test_a_tracker_that_hangs_misses_points_and_is_not_waited_for(monkeypatch: p
     one.wait_closed(PATIENCE_S)
     assert fake.is_closed
     assert "misses" in told[-1]
+
+
+def test_a_slow_tracker_is_waited_for_once_a_run_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "_MOST_POINTS", 1)
+    told, released = list[str](), threading.Event()
+    fake = FakeTracker(lambda: released.wait(PATIENCE_S))
+    one = fed(fake, monkeypatch, told, waits=True)
+    giving = threading.Thread(target=one.give, args=([POINT] * 200,), daemon=True)  # more batches than may wait
+    giving.start()
+    giving.join(0.2)
+    assert giving.is_alive()
+    released.set()
+    giving.join(PATIENCE_S)
+    one.end()
+    one.wait_closed(PATIENCE_S)
+    assert (len(fake.written), told, one.has_all) == (200, [], True)
+
+
+def test_a_tracker_that_fails_is_not_waited_for_and_lacks_what_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "_MOST_POINTS", 1)
+
+    def fail() -> None:
+        raise OSError("full")
+
+    told = list[str]()
+    one = fed(FakeTracker(fail), monkeypatch, told, waits=True)
+    one.give([POINT] * 200)
+    one.end()
+    one.wait_closed(PATIENCE_S)
+    assert (told, one.has_all) == (["fake has failed and gets nothing more: OSError: full"], False)
 
 
 def test_a_run_is_given_to_each_tracker_whatever_the_others_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,10 +161,15 @@ def test_a_client_that_has_gone_away_is_not_told_of(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("address", ["", "port", "70000", "-1", "127.0.0.1:"])
+@pytest.mark.parametrize("address", ["", "port", "70000", "-1", "127.0.0.1:", "1" * 5000])
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(UsageError, match=r"--metrics is .*, expected a port"):
         listen(address)
+
+
+def test_a_host_that_is_no_name_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"--metrics \.a:80: .*; name another port"):
+        listen(".a:80")
 
 
 def test_a_port_that_is_taken_is_refused() -> None:

@@ -123,8 +123,10 @@ def test_what_cannot_be_advised_on_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"4 whole clocks of some worker, expected 10 or more"):
         advise(short)
     whole = recorded_as(replace(TRANSIENT, num_clocks=20), tmp_path)
-    with pytest.raises(UsageError, match=r"--servers is 0, expected 1 or more"):
+    with pytest.raises(UsageError, match=r"--servers is 0, expected 1 to 10000"):
         advise(whole, servers=(0,))
+    with pytest.raises(UsageError, match=r"--servers is 99999999, expected 1 to 10000"):
+        advise(whole, servers=(99999999,))
     with pytest.raises(UsageError, match=r"unknown consistency 'fast'"):
         advise(whole, policies=("fast",))
     for path in (whole / "trace").glob("*.jsonl"):

@@ -73,6 +73,16 @@ def test_a_plan_is_readable_in_a_pipe_and_at_eighty_columns(
     assert "\n+recompute" in table
 
 
+def test_no_number_is_cut_off_for_lack_of_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert answer(["plan", "gpt-2", "--devices", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "\u2026" not in out
+    assert "\nparameter-server:1 " in out
+
+
 def test_the_well_known_table_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(["plan", "--well-known", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -138,10 +148,16 @@ def test_a_model_from_a_file(capsys: pytest.CaptureFixture[str], module: Path) -
         ("gpt-2 --devices 0", "--devices is 0, expected 1 to 1000000"),
         ("gpt-2 --devices-per-machine 0", "--devices-per-machine is 0"),
         ("gpt-2 --utilisation 2", "--utilisation is 2.0"),
+        ("gpt-2 --utilisation 1e-320", "--utilisation is 1e-320, expected 1e-06 to 1"),
+        ("gpt-2 --device mine=1e400GB", "the memory of --device is '1e400GB', expected a size"),
+        (f"gpt-2 --strategies pipeline:{'1' * 5000}", "expected no number of more than 18 digits"),
         ("gpt-2 --servers 0", "--servers is 0"),
         ("gpt-2 --micro-batches 0", "--micro-batches is 0"),
         ("gpt-2 --batch 0", "--batch is 0"),
         ("gpt-2 --compute-s 0", "--compute-s is 0.0"),
+        ("gpt-2 --compute-s nan", "--compute-s is nan"),
+        ("gpt-2 --compute-s inf", "--compute-s is inf"),
+        ("--parameters 1e400", "--parameters is '1e400', expected a number such as 340M or 1.5B, from 1e-12 to 1e+24"),
         ("gpt-2 --optimizer lion", "lion"),
         ("gpt-2 --strategies nope", "strategy 'nope': 'nope' is not known. Expected single, all-reduce"),
         ("gpt-2 --strategies fsdp+zero-1", "'zero-1' cannot be joined"),

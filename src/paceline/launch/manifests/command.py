@@ -84,7 +84,7 @@ def launch(
     )
     text = _slurm(job, partition, image) if emit == "slurm" else _kuberay(job, partition, image)
     if out is None:
-        sys.stdout.write(text)
+        _print(text)
         return 0
     _write_new(out, text)
     print(f"paceline: {out} is written; look at it, then start it: {START[emit]} {out}", file=sys.stderr)
@@ -109,6 +109,18 @@ def _kuberay(job: ManifestJob, partition: str | None, image: str | None) -> str:
             "--emit kuberay needs --image: the name of an image with Ray, torch, Paceline and the script in it"
         )
     return rayjob(job, image)
+
+
+def _print(text: str) -> None:
+    """Print a file of commands; raises UsageError where the terminal would change its letters."""
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"standard output, in {sys.stdout.encoding}, lacks letters of the script or its arguments: name a file "
+            "with --out"
+        ) from error
+    sys.stdout.write(text)
 
 
 def _write_new(path: Path, text: str) -> None:

@@ -39,6 +39,8 @@ class ManifestJob:
                 f"--name is {self.name!r}, expected small letters, digits and inner hyphens, a letter first, at most "
                 f"{NAME_CHARS_MAX} of them"
             )
+        if not self.script:
+            raise UsageError("the script has no name: name the one to run")
         if self.script.startswith("-"):
             raise UsageError(f"the script {self.script!r} would be taken for an option: write ./{self.script}")
         for text in (self.script, *self.args):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _MOST_POINTS: Final = 4096  # of a batch
 _MOST_BATCHES: Final = 64  # that wait for a tracker
+_LOOK_S: Final = 0.05
 CLOSE_TIMEOUT_S: Final = 60.0  # for all trackers together
 
 
@@ -32,21 +33,30 @@ CLOSE_TIMEOUT_S: Final = 60.0  # for all trackers together
 class TrackerFeed:
     """One tracker and its thread."""
 
-    def __init__(self, choice: TrackerChoice, run: ExportedRun, tell: Callable[[str], None] = tell) -> None:
-        """Open it in its thread."""
+    def __init__(
+        self, choice: TrackerChoice, run: ExportedRun, tell: Callable[[str], None] = tell, *, waits: bool = False
+    ) -> None:
+        """Open it in its thread. With `waits`, what gives it points waits for it, as of a run that is over."""
         self._choice = choice
         self._run = run
         self._tell = tell
+        self._waits = waits
         self._batches: queue.Queue[list[Point] | None] = queue.Queue(_MOST_BATCHES)
         self._num_missed = 0
         self._has_failed = False
         self._thread = threading.Thread(target=self._work, name=f"paceline-{choice.kind}", daemon=True)
         self._thread.start()
 
+    @property
+    def has_all(self) -> bool:
+        """Whether it has closed, with all that it was given."""
+        return not (self._has_failed or self._num_missed or self._thread.is_alive())
+
     def give(self, points: Sequence[Point]) -> None:
-        """Have points written; leaves out what the tracker is too slow for. Does not block."""
+        """Have points written; leaves out what the tracker is too slow for. Does not block, unless it waits for it."""
         for begin in range(0, len(points), _MOST_POINTS):
             batch = list(points[begin : begin + _MOST_POINTS])
+            self._wait_room()
             try:
                 self._batches.put_nowait(batch)
             except queue.Full:
@@ -55,7 +65,8 @@ class TrackerFeed:
                 self._num_missed += len(batch)
 
     def end(self) -> None:
-        """Have it closed once it has written what it was given; does not block."""
+        """Have it closed once it has written what it was given; does not block, unless it waits for it."""
+        self._wait_room()
         try:
             self._batches.put_nowait(None)
         except queue.Full:
@@ -64,13 +75,26 @@ class TrackerFeed:
             self._batches.put_nowait(None)
 
     def wait_closed(self, timeout_s: float) -> None:
-        """Block until it has closed, at most so long; tell what is missing then."""
+        """Block until it has closed, at most so long, and tell what is missing then.
+
+        What waits for it goes on to while it takes something; `has_all` says afterwards whether anything is missing.
+        """
         self._thread.join(timeout_s)
+        num_left = _MOST_BATCHES + 1
+        while self._waits and self._thread.is_alive() and self._batches.qsize() < num_left:
+            num_left = self._batches.qsize()
+            self._thread.join(CLOSE_TIMEOUT_S)
         name = self._choice.kind
         if self._thread.is_alive():
             self._tell(f"{name} did not end within {CLOSE_TIMEOUT_S:g} s: what the run reported last is missing there")
         elif self._num_missed and not self._has_failed:
             self._tell(f"{name} misses {self._num_missed} points, which came faster than it takes them")
+
+    def _wait_room(self) -> None:
+        """Block until there is room for a batch, where it waits for the tracker, unless this has failed or hangs."""
+        give_up_s = time.monotonic() + CLOSE_TIMEOUT_S
+        while self._waits and self._batches.full() and self._thread.is_alive() and time.monotonic() < give_up_s:
+            self._thread.join(_LOOK_S)
 
     def _work(self) -> None:
         tracker: Tracker | None = None
@@ -83,7 +107,8 @@ class TrackerFeed:
             self._has_failed = True
             reason = " ".join(str(error).split())[:300]
             problem = f"{type(error).__name__}: {reason}"
-            self._tell(f"{self._choice.kind} has failed and gets nothing more; the run goes on: {problem}")
+            goes_on = "" if self._waits else "; the run goes on"
+            self._tell(f"{self._choice.kind} has failed and gets nothing more{goes_on}: {problem}")
 
 
 @dataclass(slots=True)
@@ -118,11 +143,15 @@ class RunExport:
             for feed in self.feeds:
                 feed.give(points)
 
-    def close(self) -> None:
-        """Take in what is left, and let trackers end; blocks for at most `CLOSE_TIMEOUT_S`."""
+    def close(self) -> bool:
+        """Take in what is left, and let trackers end; return whether they have all.
+
+        Blocks for at most `CLOSE_TIMEOUT_S`, unless trackers are waited for.
+        """
         self.poll(is_over=True)
         for feed in self.feeds:
             feed.end()
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         for feed in self.feeds:
             feed.wait_closed(max(0.0, deadline - time.monotonic()))
+        return all(feed.has_all for feed in self.feeds)

@@ -21,6 +21,7 @@ LOOPBACK: Final = "127.0.0.1"
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _ESCAPES: Final = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 _MOST_LABEL: Final = 200  # characters
+_MOST_DIGITS: Final = 5  # of a port
 
 Sources = Mapping[tuple[tuple[str, str], ...], "RunMetrics"]
 
@@ -86,14 +87,14 @@ def listen(address: str) -> socket.socket:
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]") or LOOPBACK
-    if not (port.isascii() and port.isdecimal() and int(port) < 1 << 16):
+    if not (port.isascii() and port.isdecimal() and len(port) <= _MOST_DIGITS and int(port) < 1 << 16):
         raise UsageError(f"--metrics is {address[:60]!r}, expected a port, such as 9464, or HOST:PORT")
     try:
         return socket.create_server(
             (host, int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=16
         )
-    except OSError as error:
-        reason = str(error.strerror or error).partition(" (")[0]
+    except (OSError, UnicodeError) as error:  # the latter for a host whose parts are no names
+        reason = str(getattr(error, "strerror", None) or error).partition(" (")[0]
         raise UsageError(f"--metrics {address}: {reason}; name another port") from error
 
 

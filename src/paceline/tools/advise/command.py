@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json as json_format
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import Parameter
+from msgspec import json as as_json  # which has null for what is not finite
 
 from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
+from paceline.observe.tables import print_tables
 from paceline.simulate.outcome import Outcome, rehearse
 from paceline.tools.advise.recorded import RecordedRun, read_recorded
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _POLICIES: Final = ("bsp", "ssp:1", "ssp:2", "ssp:3", "ssp:5", "ssp:8", "essp:3", "asynchronous")
 _WITH_BACKUP: Final = "backup:1"  # from three workers on
 _SERVERS: Final = (1, 2, 4, 8)
+_MOST_SERVERS: Final = 10_000
 _LEAST_GAIN: Final = 1.05  # less is not worth a change
 _AS_FAST: Final = 1.03  # of what is nearly as fast, that with the freshest values is advised
 _TRUSTED: Final = 0.15
@@ -93,9 +95,9 @@ def advise(
     best = _best(recorded, variants)
     told = explain(recorded, best)
     if json:
-        print(json_format.dumps(_as_json(recorded, variants, best, told)))
+        print(as_json.encode(_as_json(recorded, variants, best, told)).decode())
     else:
-        _print(_table(recorded, variants), told)
+        print_tables([_table(recorded, variants)], told)
     return 0
 
 
@@ -108,8 +110,9 @@ def _wanted(recorded: RecordedRun, texts: Sequence[str]) -> list[Consistency]:
 
 def _numbers_of_servers(recorded: RecordedRun, numbers: Sequence[int]) -> list[int]:
     """Return the numbers of servers to rehearse, with the recorded one."""
-    if any(number < 1 for number in numbers):
-        raise UsageError(f"--servers is {min(numbers)}, expected 1 or more.")
+    wrong = [number for number in numbers if not 1 <= number <= _MOST_SERVERS]
+    if wrong:
+        raise UsageError(f"--servers is {wrong[0]}, expected 1 to {_MOST_SERVERS}.")
     outcome, num_servers = recorded.rehearsed, recorded.scenario.num_servers
     busiest = max(outcome.server_busy, *(max(use.sending, use.receiving) for use in outcome.uses.values()))
     usual = _SERVERS if busiest >= _BUSY else ()
@@ -213,15 +216,6 @@ def _table(recorded: RecordedRun, variants: Sequence[Variant]) -> Table:
             str(outcome.max_lag),
         )
     return table
-
-
-def _print(table: Table, told: str) -> None:
-    from rich.console import Console
-
-    console = Console()
-    console.print(table)
-    console.print()
-    console.print(told, highlight=False)
 
 
 def _as_json(recorded: RecordedRun, variants: Sequence[Variant], best: Variant | None, told: str) -> dict[str, object]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import Parameter
+from msgspec import json as as_json  # which has null for what is not finite
 
 from paceline.errors import UsageError
 from paceline.job.choices import ProcessTransport
 from paceline.launch.local import prepare_run_dir
 from paceline.launch.script import OPTION, check_script
 from paceline.observe.runs import read_run
+from paceline.observe.tables import print_tables
 from paceline.tools.compare.lacking import check_imports, notes_on
 from paceline.tools.compare.results import Result, comparison_json, comparison_table, draw_comparison, read_result
 from paceline.tools.compare.runs import RunEnded, RunPlan, parse_entries, run_entry
@@ -29,7 +30,6 @@ _MEASURED: Final = (
     "Bytes: counted by the kernel on the TCP connections of a worker, from its start to its end; the mean over workers "
     "and steps.\nMemory: the high-water mark of a worker's process, with Python and torch."
 )
-_TABLE_WIDTH: Final = 100  # a line longer than the terminal is better than numbers cut off
 _SHARED: Final = (
     "Bytes that went through shared memory are not counted, to and from servers or between workers; --transport tcp "
     "counts them."
@@ -80,8 +80,9 @@ def compare(
         Title of the picture.
     """
     entries = parse_entries(strategies, workers)
-    if servers < 1:
-        raise UsageError(f"--servers must be at least 1, got {servers}")
+    for option, number in (("--workers", workers), ("--servers", servers)):
+        if number < 1:
+            raise UsageError(f"{option} must be at least 1, got {number}")
     if module is not None:  # then what follows -- is all for the module
         script, args = Path(OPTION), (module, *([] if script is None else [str(script)]), *args)
     if script is None:
@@ -100,7 +101,7 @@ def compare(
     note = _MEASURED if transport == "tcp" else f"{_MEASURED}\n{_SHARED}"
     picture, numbers = plan.folder / "comparison.png", plan.folder / "comparison.json"
     draw_comparison(results, picture, title or f"{module or path.name} under {len(results)} strategies", note)
-    numbers.write_text(json.dumps(comparison_json(outcomes), indent=2) + "\n", encoding="utf-8")
+    numbers.write_bytes(as_json.format(as_json.encode(comparison_json(outcomes))) + b"\n")
     _tell(plan, outcomes, note)
     return 0 if len(results) == len(outcomes) else 1
 
@@ -118,10 +119,7 @@ def _run_all(plan: RunPlan, entries: Sequence[ComparedEntry]) -> list[Result | R
 
 
 def _tell(plan: RunPlan, outcomes: Sequence[Result | RunEnded], note: str) -> None:
-    from rich.console import Console
-
-    console = Console(width=max(Console().width, _TABLE_WIDTH))
-    console.print(comparison_table(outcomes))
+    print_tables([comparison_table(outcomes)])
     for outcome in outcomes:
         if isinstance(outcome, RunEnded):
             print(f"{outcome.entry} failed: {outcome.failure_reason}\n  its output   {plan.output(outcome.entry)}")

@@ -51,7 +51,7 @@ def _body(script: Path) -> list[ast.stmt]:
         return []
     try:
         return ast.parse(script.read_bytes(), str(script)).body
-    except (OSError, SyntaxError, ValueError):  # told by what starts it
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # told by what starts it
         return []
 
 

@@ -8,7 +8,9 @@ import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
+
+from cyclopts import Parameter
 
 from paceline.api.programs import PROGRAMS
 from paceline.errors import UsageError
@@ -16,6 +18,7 @@ from paceline.launch.local import run_local
 from paceline.observe.report import LabelledRun, write_report
 from paceline.observe.runs import read_run
 from paceline.observe.summary import RunSummary, summarize
+from paceline.observe.tables import print_tables
 from paceline.tools.demo.runs import BATCH, COMPUTE_S, RATE, RUN_NAMES, DemoRun, RunName, Setting, describe, plan
 
 if TYPE_CHECKING:
@@ -58,7 +61,7 @@ def demo(
     servers: int = 2,
     epochs: int = 6,
     seed: int = 0,
-    only: tuple[RunName, ...] = (),
+    only: Annotated[tuple[RunName, ...], Parameter(negative="")] = (),
 ) -> int:
     """Train a classifier of handwritten digits under four consistency models and all-reduce, and write a report.
 
@@ -127,10 +130,7 @@ def _facts(setting: Setting) -> dict[str, str]:
 
 
 def _tell(runs: Sequence[LabelledRun], page: Path, took_s: float) -> None:
-    from rich.console import Console
-
-    console = Console()
-    console.print(_table(runs))
+    print_tables([_table(runs)])
     print(f"{took_s:.0f} s in all\n  the report    {page}\n  its pictures  {page.with_suffix('.png')}")
 
 

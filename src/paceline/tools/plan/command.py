@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json as json_format
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import Parameter
+from msgspec import json as as_json  # which has null for what is not finite
 
 from paceline.errors import UsageError
+from paceline.observe.tables import print_tables
 from paceline.tools.plan.estimate import Estimate, PlannedTask, Role, estimate
 from paceline.tools.plan.intensity import busy_batch
 from paceline.tools.plan.machine import DEVICES, Machines, parse_device, parse_link
@@ -26,7 +27,17 @@ from paceline.tools.plan.model import (
     Transformer,
     plain_model,
 )
-from paceline.tools.plan.quantities import GB, MB, in_bytes, in_count, in_seconds, parse_count, three_digits
+from paceline.tools.plan.quantities import (
+    GB,
+    LEAST,
+    MB,
+    MOST,
+    in_bytes,
+    in_count,
+    in_seconds,
+    parse_count,
+    three_digits,
+)
 from paceline.tools.plan.search import explain, recommend, survey
 from paceline.tools.plan.strategy import Schedule, parse_strategy
 
@@ -197,8 +208,8 @@ def task_of(name: str | None, model: ModelOptions, training: TrainingOptions, nu
     batch = num_devices if training.batch is None else training.batch
     if batch < 1:
         raise UsageError(f"--batch is {batch}, expected 1 or more.")
-    if training.compute_s is not None and training.compute_s <= 0:
-        raise UsageError(f"--compute-s is {training.compute_s}, expected more than 0.")
+    if training.compute_s is not None and not LEAST <= training.compute_s <= MOST:
+        raise UsageError(f"--compute-s is {training.compute_s}, expected {LEAST:g} to {MOST:g} seconds.")
     recipe = TrainingRecipe(training.precision, training.optimizer)
     return PlannedTask(
         model=_model(name, model, recipe, batch), batch=batch, recipe=recipe, compute_s=training.compute_s
@@ -304,9 +315,9 @@ def plan(
     if not task.model.knows_activations:
         told = f"{told} {_ACTIVATIONS_UNKNOWN}"
     if json:
-        print(json_format.dumps(plan_json(task, there, estimates, best, told)))
+        print(as_json.encode(plan_json(task, there, estimates, best, told)).decode())
     else:
-        _print(plan_table(task, there, estimates), told)
+        print_tables([plan_table(task, there, estimates)], told)
     return 0
 
 
@@ -324,19 +335,11 @@ def _estimates(task: PlannedTask, machines: Machines, look: StrategyOptions) -> 
 def _tell_well_known(*, json: bool) -> int:
     recipe = TrainingRecipe("mixed", "adam")
     if json:
-        print(json_format.dumps({"bytes_per_parameter": recipe.state_bytes, "models": well_known_rows(recipe)}))
+        models = {"bytes_per_parameter": recipe.state_bytes, "models": well_known_rows(recipe)}
+        print(as_json.encode(models).decode())
     else:
-        _print(well_known_table(recipe), WELL_KNOWN_NOTE)
+        print_tables([well_known_table(recipe)], WELL_KNOWN_NOTE)
     return 0
-
-
-def _print(table: Table, told: str) -> None:
-    from rich.console import Console
-
-    console = Console()
-    console.print(table)
-    console.print()
-    console.print(told, highlight=False)
 
 
 def well_known_table(recipe: TrainingRecipe) -> Table:

@@ -60,6 +60,7 @@ class NetworkLink:
 
 
 _MOST_DEVICES: Final = 1_000_000
+_LEAST_SHARE: Final = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +74,10 @@ class Machines:
         link: link between the devices of a machine.
         network: link between machines, for each device.
         server_device: device of a server.
-        utilisation: share of its peak rate that a device reaches where memory does not bound it, in (0, 1].
+        utilisation: share of its peak rate that a device reaches where memory does not bound it, at most 1.
 
     Raises:
-        UsageError: a number is less than 1, or the share is not in (0, 1].
+        UsageError: a number is less than 1, or the share is none.
     """
 
     device: Device
@@ -92,8 +93,8 @@ class Machines:
         for name, number in (("--devices", self.num_devices), ("--devices-per-machine", self.devices_per_machine)):
             if not 1 <= number <= _MOST_DEVICES:
                 raise UsageError(f"{name} is {number}, expected 1 to {_MOST_DEVICES}.")
-        if not 0 < self.utilisation <= 1:
-            raise UsageError(f"--utilisation is {self.utilisation}, expected more than 0 and at most 1.")
+        if not _LEAST_SHARE <= self.utilisation <= 1:
+            raise UsageError(f"--utilisation is {self.utilisation}, expected {_LEAST_SHARE:g} to 1.")
 
     def flops(self, precision: Precision) -> float:
         """Return the operations a second that a device reaches where memory does not bound it."""

@@ -11,6 +11,8 @@ from paceline.errors import UsageError
 
 GB: Final = 1e9
 MB: Final = 1e6
+LEAST: Final = 1e-12
+MOST: Final = 1e24  # of anything: what is made of several of them stays a number
 _BILLION: Final = 1e9
 _DECIMAL: Final = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _BINARY: Final = {"KIB": 2.0**10, "MIB": 2.0**20, "GIB": 2.0**30, "TIB": 2.0**40}
@@ -103,6 +105,9 @@ def in_count(count: float) -> str:
 def _parse(text: str, what: str, units: Mapping[str, float], expected: str) -> float:
     found = _NUMBER.fullmatch(text.strip())
     factor = units.get(found[2].upper()) if found else None
-    if found is None or factor is None or float(found[1]) <= 0:
+    value = float(found[1]) * factor if found and factor else 0.0
+    if value == 0:
         raise UsageError(f"{what} is '{text}', expected {expected}.")
-    return float(found[1]) * factor
+    if not LEAST <= value <= MOST:
+        raise UsageError(f"{what} is '{text}', expected {expected}, from {LEAST:g} to {MOST:g}.")
+    return value

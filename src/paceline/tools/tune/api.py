@@ -19,6 +19,7 @@ from paceline.job.strategy import Distribution
 from paceline.launch.config import Choice, as_text, option_name, read_mapping
 from paceline.launch.plan import LocalRun, read_workers
 from paceline.launch.script import check_script
+from paceline.observe.export.trackers import parse_trackers
 from paceline.tools.run import run
 from paceline.tools.tune.display import NullDisplay, draw_search, open_display
 from paceline.tools.tune.driver import DriverOptions, TrialDriver
@@ -87,8 +88,17 @@ def _check(arguments: Mapping[str, Any]) -> None:
         num_data_servers=arguments["data_servers"],
         transport=arguments["transport"],
         server_threads=arguments["server_threads"],
+        timeout_s=arguments["timeout"],
+        publish_every=arguments["publish"],
+        debug=arguments["debug"],
+        snapshots=arguments["snapshots"],
+        record=arguments["record"],
+        joining=arguments["joining"],
+        run_dir=Path(_SOME_SCRIPT),  # each trial has one
         policy=arguments["policy"],
     ).validate()
+    if (log := arguments["export"].log) is not None:
+        parse_trackers(log)
 
 
 _NEEDED: Final = ("optuna", "matplotlib")
