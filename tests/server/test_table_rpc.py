@@ -11,7 +11,7 @@ from tests.nodes.own_functions import HERE
 
 from paceline.core.messages import Clock, Sender, Ticked
 from paceline.errors import Refused
-from paceline.server.table_rpc import MAX_OPEN
+from paceline.server import table_rpc
 from paceline.transport import FaultPlan
 from paceline.transport.base import EMPTY
 from paceline.update.named_rules import Add
@@ -151,10 +151,20 @@ def test_a_worker_that_is_gone_has_nothing_done(tmp_path: Path) -> None:
         assert servers.values("w").tolist() == [0.0] * NUMEL
 
 
-def test_a_worker_with_too_much_open_is_cut_off(tmp_path: Path) -> None:
+def test_a_worker_may_ask_for_many_tables_before_it_has_an_answer(tmp_path: Path) -> None:
     with cluster("memory", tmp_path, num_servers=1) as servers, member(servers, 1) as worker:
         serve_table(worker, "bsp")
-        for number in range(3, 4 + MAX_OPEN):
+        for number in range(3, 303):
+            worker.say(call(number, name=LOOK, needs=1))
+        worker.say(Clock(SENDER, 1))
+        assert sorted(worker.hear(RequestDone)[0].number for _ in range(300)) == list(range(3, 303))
+
+
+def test_a_worker_with_too_much_open_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_rpc, "MAX_OPEN", 8)
+    with cluster("memory", tmp_path, num_servers=1) as servers, member(servers, 1) as worker:
+        serve_table(worker, "bsp")
+        for number in range(3, 12):
             worker.say(call(number, needs=1))
         assert worker.is_cut_off()
 

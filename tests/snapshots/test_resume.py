@@ -339,3 +339,21 @@ def test_a_table_that_a_resumed_job_begins_anew_is_told(tmp_path: Path, capsys: 
     for name in ("model.0", "more"):
         assert told.count(f"table '{name}' is not in the snapshot that this job goes on from, and begins anew") == 1
     assert told.count("begins anew: that has 'model', 'rows'") == 2
+
+
+@pytest.mark.parametrize("kind", [{"shape": (2,)}, {"rows": 2}])
+def test_a_job_with_very_many_tables_is_saved(tmp_path: Path, kind: dict[str, Any]) -> None:
+    """All are asked for before the first answer has come."""
+
+    def work(session: Session) -> list[str]:
+        rule = paceline.update.Add()
+        tables = [session.table(f"t{number}", update=rule, **kind) for number in range(150)]
+        if "rows" in kind:
+            for table in tables:
+                table.push([1], [[1.0, 2.0]])
+        session.clock()
+        made = paceline.snapshot(tmp_path / "saved").result(WAIT_S)
+        session.clock()
+        return [each.name for each in Snapshot.read(made).manifest.tables]
+
+    assert run_job(tmp_path, work) == [[f"t{number}" for number in range(150)]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -158,3 +159,112 @@ def test_a_state_of_no_parameter_is_refused(strategy: str) -> None:
     state["state"] = {"2.weight": {"step": torch.tensor(1.0)}}
     with pytest.raises(UsageError, match=r"has a state of '2.weight', which is in none of its groups"):
         optimizer.load_state_dict(state)
+
+
+def stepped(optimizer: torch.optim.Optimizer, net: nn.Module) -> dict[str, Any]:
+    train(net, optimizer, 0)
+    return optimizer.state_dict()
+
+
+def adam_with(**settings: Any) -> dict[str, Any]:
+    net = model()
+    return stepped(torch.optim.Adam(net.parameters(), **{"lr": 0.1, **settings}), net)
+
+
+def with_value(key: str, value: object) -> dict[str, Any]:
+    """The state of Adam, in which the first parameter has this instead of a state of its own."""
+    state = adam_with()
+    state["state"][0] = {**state["state"][0], key: value}
+    return state
+
+
+def sgd() -> dict[str, Any]:
+    net = model()
+    return stepped(torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9), net)
+
+
+def wider() -> dict[str, Any]:
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+    return stepped(torch.optim.Adam(net.parameters(), lr=0.3), net)
+
+
+NOT_OF_ADAM: dict[str, tuple[Callable[[], Any], str]] = {
+    "no groups": (lambda: {**adam_with(), "param_groups": None}, "'param_groups' .* is None, expected a list of dicts"),
+    "a group of nothing": (lambda: {"state": {}, "param_groups": [{}]}, r"a group .* is \{\}, expected a dict with 'par"),
+    "a group of 3": (lambda: {"state": {}, "param_groups": [3]}, "a group .* is 3, expected a dict with 'params'"),
+    "params of 3": (lambda: {"state": {}, "param_groups": [{"params": 3}]}, "expected a dict with 'params', a list of"),
+    "no state": (lambda: {**adam_with(), "state": None}, "'state' .* is None, expected a dict by parameter"),
+    "a list": (lambda: {**adam_with(), "state": [1]}, r"'state' .* is \[1\], expected a dict by parameter"),
+    "a state of 5": (lambda: {**adam_with(), "state": {0: 5}}, "the state of parameter 0 .* is 5, expected a dict"),
+    "another optimizer": (sgd, "has ..momentum_buffer.., and Adam keeps|lacks .'betas', 'eps'., which Adam n"),
+    "another model": (wider, r"'exp_avg' of parameter '.*' has shape \(5, 4\), expected \(3, 4\): it is of another"),
+    "one number for all": (lambda: with_value("exp_avg", torch.ones(1)), r"has shape \(1,\), expected \(3, 4\)"),
+    "several steps": (lambda: with_value("step", torch.ones(3)), r"'step' .* has shape \(3,\), expected \(\)"),
+    "no step": (lambda: with_value("step", torch.tensor(float("nan"))), "State 'step' is nan, expected a number of steps"),
+    "too little": (lambda: with_value("exp_avg", None), r"parameter '.*' lacks \['exp_avg'\], and Adam keeps"),
+    "too much": (lambda: with_value("sum", torch.ones(3, 4)), r"parameter '.*' has \['sum'\], and Adam keeps"),
+    "a list of numbers": (lambda: with_value("exp_avg", [1.0]), r"'exp_avg' .* is \[1.0\], expected a dense tensor"),
+    "no values": (lambda: with_value("exp_avg", torch.ones(3, 4, device="meta")), "expected a dense tensor of real"),
+    "sparse": (lambda: with_value("exp_avg", torch.ones(3, 4).to_sparse()), "expected a dense tensor of real"),
+    "complex": (lambda: with_value("exp_avg", torch.ones(3, 4) * 1j), "expected a dense tensor of real numbers"),
+}
+NOT_ON_SERVERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "a tensor for a rate": (lambda: adam_with(lr=torch.tensor(0.1)), "lr of .*Adam is a Tensor .*Pass its value"),
+    "no number": (lambda: adam_with(lr=0.0) | {"param_groups": [group_with(lr=float("nan"))]}, "not a number .'lr'."),
+    "a wrong number": (lambda: {**adam_with(), "param_groups": [group_with(betas=(0.9, 1.5))]}, "Invalid beta parameter"),
+    "of another kind": (lambda: {**adam_with(), "param_groups": [group_with(capturable=True)]}, "capturable=True, but its"),
+}
+
+
+def group_with(**settings: object) -> dict[str, object]:
+    return {**adam_with()["param_groups"][0], **settings}
+
+
+@pytest.mark.parametrize("strategy", ["parameter-server", "all-reduce", *OTHERS])
+def test_what_is_no_state_of_the_optimizer_is_refused_and_changes_nothing(strategy: str) -> None:
+    """Torch loads most of it, and fails in the next step, with words of its own, or computes with it."""
+    paceline.init()
+    net = model()
+    wrapped = torch.optim.Adam(net.parameters(), lr=0.1)
+    name = f"of-adam-{strategy}"
+    optimizer = paceline.distributed(wrapped, strategy=OTHERS.get(strategy, strategy), name=name, model=net)
+    train(net, optimizer, 0)
+    before = deepcopy(optimizer.state_dict())
+    on_servers = {} if strategy in ("all-reduce", "local-sgd") else NOT_ON_SERVERS
+    for what, (given, words) in (NOT_OF_ADAM | on_servers).items():
+        with pytest.raises(UsageError, match=words):
+            optimizer.load_state_dict(given())
+        torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0, msg=f"after {what}")
+    train(net, optimizer, STEPS)
+    assert optimizer.num_refused == 0
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop, torch.optim.ASGD])
+@pytest.mark.parametrize("strategy", ["parameter-server", "all-reduce", "groups"])
+def test_a_state_takes_on_the_dtype_of_its_parameters(strategy: str, kind: type[torch.optim.Optimizer]) -> None:
+    paceline.init()
+
+    def made(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = model().to(dtype)
+        net.register_parameter("scale", nn.Parameter(torch.ones((), dtype=dtype)))
+        settings = {"momentum": 0.9} if kind in (torch.optim.SGD, torch.optim.RMSprop) else {}
+        return net, kind(net.parameters(), lr=0.1, **settings)
+
+    def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        (net(torch.ones(2, 4, dtype=net.scale.dtype)) * net.scale).square().mean().backward()
+        optimizer.step()
+
+    first, plain = made(torch.float32)
+    step(first, plain)
+    state = plain.state_dict()
+    expected, alone = made(torch.float64)
+    alone.load_state_dict(deepcopy(state))
+    net, wrapped = made(torch.float64)
+    name = f"double-{strategy}-{kind.__name__}"
+    optimizer = paceline.distributed(wrapped, strategy=OTHERS.get(strategy, strategy), name=name, model=net)
+    optimizer.load_state_dict(deepcopy(state))
+    step(expected, alone)
+    step(net, optimizer)
+    with optimizer.snapshot():
+        torch.testing.assert_close(list(net.parameters()), list(expected.parameters()), rtol=0, atol=1e-12)

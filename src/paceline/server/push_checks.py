@@ -19,14 +19,10 @@ from paceline.core.consistency import Consistency
 from paceline.core.messages import Push
 from paceline.notices import SHARD_ADVICE, tell
 from paceline.update.clipping import without_clip
-from paceline.update.named_rules import numbers_problem, runs_in_torch
+from paceline.update.hyper_checks import hyper_problem
 from paceline.update.rows.spec import RowTableSpec
-from paceline.update.rules import Hyper, Number
 from paceline.update.table import TableSpec
-from paceline.update.torch_rule import SWITCHES, lacks_state
 from paceline.wire.messages import PushFrame, RowPushFrame
-
-_MOST = 1 << 63  # of a whole number, for torch
 
 
 def push_problem(spec: TableSpec | RowTableSpec, frame: PushFrame | RowPushFrame) -> str:
@@ -42,7 +38,7 @@ def push_problem(spec: TableSpec | RowTableSpec, frame: PushFrame | RowPushFrame
         if max_norm is not None and (problem := _clip_problem(spec, max_norm)):
             return problem
     for number, (given, known) in enumerate(zip(hyper, groups, strict=False)):
-        problem = hyper_problem(spec.rule.name, given, known) or _state_problem(spec, given, known)
+        problem = hyper_problem(spec, given, known)
         if problem:
             return f"hyperparameters of group {number}: {problem}"
     return ""
@@ -57,50 +53,6 @@ def _clip_problem(spec: TableSpec, max_norm: float) -> str:
     if spec.rule.quorum is not None:
         return f"its update is to be clipped, but '{spec.name}' keeps pushes until a quorum of them has come"
     return ""
-
-
-def _state_problem(spec: TableSpec | RowTableSpec, given: Hyper, known: Hyper) -> str:
-    """Return which hyperparameters need a state that the table was not declared with, "" if none does.
-
-    Dense tables make it when it is first needed, but for torch's own steps.
-    """
-    if isinstance(spec, TableSpec) and (not runs_in_torch(spec.rule) or spec.rule.name == "torch.optim.SGD"):
-        return ""
-    lacking = lacks_state(given, known)
-    return f"{', '.join(lacking)} was off when '{spec.name}' was declared, which has no state for it" if lacking else ""
-
-
-def hyper_problem(rule: str, given: Hyper, known: Hyper) -> str:
-    """Return what is wrong with the hyperparameters of one group, "" if they are valid.
-
-    >>> hyper_problem("torch.optim.Adam", {"lr": 0.2, "betas": (0.9, 0.99)}, {"lr": 0.1, "betas": (0.9, 0.999)})
-    ''
-    >>> hyper_problem("torch.optim.Adam", {"lr": float("nan")}, {"lr": 0.1, "eps": 1e-8})
-    "missing ['eps'], not a number ['lr']"
-    >>> hyper_problem("torch.optim.Adam", {"lr": 0.1, "fused": True}, {"lr": 0.1, "fused": None})
-    "other than declared ['fused']"
-    """
-    if given == known and all(type(given[key]) is type(known[key]) for key in known):
-        return ""
-    problems = {
-        "missing": known.keys() - given.keys(),
-        "unknown": given.keys() - known.keys(),
-        "other than declared": {key for key in SWITCHES if key in given and given[key] != known.get(key)},
-        "not a number": {key for key, value in given.items() if not _is_like(value, known.get(key, value))},
-    }
-    told = ", ".join(f"{what} {[key[:50] for key in sorted(keys)[:9]]}" for what, keys in problems.items() if keys)
-    return told or numbers_problem(rule, given)
-
-
-def _is_like(given: Number | tuple[Number, ...], known: Number | tuple[Number, ...]) -> bool:
-    """Return whether a value has the kind of the declared one: tuples alike, finite numbers, None only for None."""
-    if isinstance(given, tuple) and isinstance(known, tuple):
-        return len(given) == len(known) and all(_is_like(*pair) for pair in zip(given, known, strict=True))
-    if isinstance(given, tuple) or isinstance(known, tuple):
-        return False
-    if given is None:
-        return known is None
-    return isfinite(given) and abs(given) < _MOST
 
 
 CLOCKS: Final = 4  # of a table that are checked: those with the first pushes, which may lie far apart

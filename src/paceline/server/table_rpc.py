@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from paceline.core.work_queue import Life
 from paceline.errors import PeerError, UsageError
+from paceline.server.memory_check import MAX_TABLES
 from paceline.server.served_table import ServedTable
 from paceline.server.tables import ServedTables
 from paceline.server.versions import PublishedVersions
@@ -28,8 +29,9 @@ from paceline.wire.requests import (
     WriteRows,
 )
 
-# Unanswered requests of one worker, which waits for each answer; one with more is a misbehaving peer.
-MAX_OPEN = 64
+# Requests of one worker whose answers it is not known to have. For a snapshot, and for each version under way, it asks
+# for all tables at once, before the first answer has come; one with more is a misbehaving peer.
+MAX_OPEN = 4 * MAX_TABLES
 
 
 def _note_nothing(_table: str, _what: str) -> None:
@@ -47,17 +49,26 @@ class _WorkerCalls:
         default_factory=dict[int, tuple[RequestDone | RequestFailed, memoryview]]
     )
     waiting: dict[int, tuple[WholeTable, memoryview]] = field(default_factory=dict[int, tuple[WholeTable, memoryview]])
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of answers that are kept and of requests that wait."""
-        return sum(len(body) for _, body in (*self.answers.values(), *self.waiting.values()))
+    num_bytes: int = 0  # of answers that are kept and of requests that wait
 
     def settle(self, settled: int) -> None:
         if settled > self.settled:
             self.settled = settled
             self.answers = {number: answer for number, answer in self.answers.items() if number >= settled}
             self.waiting = {number: entry for number, entry in self.waiting.items() if number >= settled}
+            self.num_bytes = sum(len(body) for _, body in (*self.answers.values(), *self.waiting.values()))
+
+    def wait(self, number: int, request: WholeTable, body: memoryview) -> None:
+        self.waiting[number] = request, body
+        self.num_bytes += len(body)
+
+    def stop_waiting(self, number: int) -> None:
+        _, body = self.waiting.pop(number)
+        self.num_bytes -= len(body)
+
+    def keep(self, number: int, answer: tuple[RequestDone | RequestFailed, memoryview]) -> None:
+        self.answers[number] = answer
+        self.num_bytes += len(answer[1])
 
 
 @dataclass(slots=True)
@@ -112,7 +123,7 @@ class TableRpc:
                 f"{MAX_HEARD_BYTES} bytes of them"
             )
         if table_call.table in self.tables and self.clock_of(table_call.table) < table_call.needs:
-            calls.waiting[table_call.number] = request, body
+            calls.wait(table_call.number, request, body)
             self.has_waiting = True
         else:
             self._carry_out(life, calls, request, body)
@@ -129,7 +140,7 @@ class TableRpc:
         for life, calls in sorted(self._workers.items()):
             for number, (request, body) in sorted(calls.waiting.items()):
                 if request.table_call.table == table and request.table_call.needs <= clock:
-                    del calls.waiting[number]
+                    calls.stop_waiting(number)
                     self._carry_out(life, calls, request, body)
 
     def _carry_out(self, life: Life, calls: _WorkerCalls, request: WholeTable, body: memoryview) -> None:
@@ -151,7 +162,7 @@ class TableRpc:
             answer = RequestDone(number), body
         except REQUEST_ERRORS as error:
             answer = RequestFailed(number, describe_error(error)), EMPTY
-        calls.answers[number] = answer
+        calls.keep(number, answer)
         self.send(*life, *answer)
 
     def _publish(self, request: PublishTable, table: ServedTable, clock: int) -> None:

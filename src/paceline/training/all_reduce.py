@@ -181,7 +181,7 @@ class ReplicatedOptimizer(CollectiveOptimizer):
         Every worker must call it, with the same state; blocks until all have.
         """
         with checked_by_all(self._job):
-            self._set_state(laid_out_for(self, state_dict, self._settings.name))
+            self._set_state(laid_out_for(self, state_dict, self._settings.name, self._named()))
         self._replica.copy_from_first()
 
     def detach(self) -> None:
@@ -289,7 +289,7 @@ class CombinedOptimizer(CollectiveOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state, with the parameters and buffers of replica 0; all workers must call it."""
         with checked_by_all(self._job):
-            self._set_state(laid_out_for(self, state_dict, self._settings.name))
+            self._set_state(laid_out_for(self, state_dict, self._settings.name, self._named()))
         self._copy_from_first()
 
     def _named(self) -> Mapping[str, Tensor]:

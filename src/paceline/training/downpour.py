@@ -320,9 +320,7 @@ class DownpourOptimizer(Distributed):
             Refused: another worker raised UsageError, or worker 0 failed to send the state or is gone.
         """
         with checked_by_all(self._job):
-            checked = check_state(self._spec, state_dict)
-        for own, given in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            own.update(hyperparameters(given))
+            checked = check_state(self._spec, state_dict, self.param_groups)
         self.wait_for_values()
         self._accrual.clear()
         with loaded_by_first(self._job, self._settings.first):
@@ -330,6 +328,8 @@ class DownpourOptimizer(Distributed):
                 send_state(self._table, checked["state"], self._flat)
                 if self._buffers is not None:
                     send_state(self._buffers.table, {}, self._buffers.flat)
+        for own, given in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            own.update(hyperparameters(given))
         self._ask()
         self.wait_for_values()
 

@@ -410,7 +410,8 @@ class ShardedOptimizer(CollectiveOptimizer):
         """Load a whole state, of which each worker takes its slices. Parameters stay as they are."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         with checked_by_all(self._job):
-            numbered = numbered_for(self, state_dict, self._settings.name)
+            named = dict(self._model.named_parameters())
+            numbered = numbered_for(self, state_dict, self._settings.name, named)
             state = {
                 index: {key: _sliced(parameters[index], one) for key, one in of.items()}
                 for index, of in numbered["state"].items()

@@ -197,7 +197,7 @@ class HybridOptimizer(Distributed):
         """
         parameters = self._parameters()
         with checked_by_all(self._job):
-            numbered = numbered_for(self, state_dict, self._settings.name)
+            numbered = numbered_for(self, state_dict, self._settings.name, dict(self._model.named_parameters()))
             sliced = {
                 index: {key: local_slice(sliced_like(parameters[index], one)) for key, one in of.items()}
                 for index, of in numbered["state"].items()

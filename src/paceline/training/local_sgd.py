@@ -402,7 +402,7 @@ class LocalOptimizer(Distributed):
             Refused: another worker raised UsageError, or worker 0 failed to send the state or is gone.
         """
         with checked_by_all(self._job):
-            numbered = laid_out_for(self, state_dict, self._settings.name)
+            numbered = laid_out_for(self, state_dict, self._settings.name, self._named())
             outer = self._outer_of(state_dict)
             unsent = self._unsent_of(state_dict)
             self.wait_for_values()
@@ -506,9 +506,12 @@ class LocalOptimizer(Distributed):
             for gradient in bad:
                 gradient.copy_(zeroed(gradient))
             return True
-        named = {name: tensor for fragment in self._fragments for name, tensor in fragment.flat.named.items()}
-        self._note_refused(refusal_of(named))
+        self._note_refused(refusal_of(self._named()))
         return False
+
+    def _named(self) -> dict[str, Tensor]:
+        """Return the tensors of all fragments, by name."""
+        return {name: tensor for fragment in self._fragments for name, tensor in fragment.flat.named.items()}
 
 
 def _numbered_outer(spec: TableSpec, state: StateOf) -> StateOf:

@@ -560,10 +560,7 @@ class DistributedOptimizer(Distributed):
             Refused: another worker raised UsageError, or worker 0 failed to send the state or is gone.
         """
         with checked_by_all(self._job):
-            checked = check_state(self._spec, state_dict)
-        groups = cast("list[dict[str, Any]]", checked["param_groups"])
-        for own, given in zip(self.param_groups, groups, strict=True):
-            own.update(hyperparameters(given))
+            checked = check_state(self._spec, state_dict, self.param_groups)
         with loaded_by_first(self._job, self._settings.first):
             if self._job.rank == self._settings.first:
                 for bucket in self._buckets:
@@ -572,6 +569,9 @@ class DistributedOptimizer(Distributed):
                 if self._buffers is not None:
                     send_state(self._buffers.table, {}, self._buffers.flat)
         self._fetch(refresh=True)
+        groups = cast("list[dict[str, Any]]", checked["param_groups"])
+        for own, given in zip(self.param_groups, groups, strict=True):
+            own.update(hyperparameters(given))
         self.wait_for_values()
 
     def held_tensors(self) -> list[HeldTensor]:

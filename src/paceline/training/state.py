@@ -19,17 +19,18 @@ from paceline.core.calls import shown
 from paceline.core.partition import Range
 from paceline.errors import PacelineError, ProtocolBug, UsageError
 from paceline.training.flat import FlatParameters, laid_out_like
+from paceline.training.state_checks import class_of, require_form, require_hyper, require_numbers, require_states
 from paceline.update.named_rules import granularity
 from paceline.update.placement import spans
 from paceline.update.rules import Hyper
 from paceline.update.shard import VALUES
-from paceline.update.table import SegmentPiece, TableSpec, cut
+from paceline.update.table import SegmentPiece, TableSpec, cut, positional_name
 from paceline.wire.malformed import read_answer_of
 from paceline.wire.requests import LoadState, SaveState
 from paceline.worker.table import Table
 
 if TYPE_CHECKING:
-    from paceline.training.strategy import TrainingJob
+    from paceline.training.strategy import Distributed, TrainingJob
 
 StateOf = dict[int, dict[str, Tensor]]
 Part: TypeAlias = tuple[Range, Mapping[str, Tensor]]
@@ -73,15 +74,28 @@ def optimizer_over(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]
     return type(optimizer)(groups, **defaults)
 
 
-def check_state(spec: TableSpec, state_dict: dict[str, Any]) -> OptimizerState:
+def check_state(
+    spec: TableSpec, state_dict: dict[str, Any], groups: Sequence[Mapping[str, Any]] | None = None
+) -> OptimizerState:
     """Return a `state_dict` with the numbers of this table's parameters, once it is known to be of its optimizer.
 
+    Args:
+        spec: of the table.
+        state_dict: of the whole optimizer.
+        groups: of the optimizer, whose hyperparameters those of the state replace; None where they do not count.
+
     Raises:
-        UsageError: it has other groups, a state of something else, or one that does not fit its parameter.
+        UsageError: it has other groups, a state of something else, or one that does not fit its parameter; or servers
+            would refuse pushes with its hyperparameters.
     """
     sizes = Counter(segment.group for segment in spec.segments)
     expected = [sizes[group] for group in range(len(spec.rule.groups))]
     numbered = cast("OptimizerState", _with_numbers(state_dict, expected, f"table '{spec.name}'"))
+    if groups is not None:
+        require_hyper(spec, [{**own, **given} for own, given in zip(groups, numbered["param_groups"], strict=True)])
+    kind = class_of(spec)
+    if kind is not None:
+        require_states(kind, _stand_ins(spec), numbered["state"])
     state = split_optimizer(spec, numbered, Range(0, 0, spec.numel))
     for key, value in state.items() if granularity(spec.rule) == "element" else ():
         segment = spec.segments[int(key.partition(".")[0])]
@@ -93,18 +107,49 @@ def check_state(spec: TableSpec, state_dict: dict[str, Any]) -> OptimizerState:
     return numbered
 
 
-def numbered_for(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a `state_dict` with the numbers of an optimizer's parameters, once it is known to have its groups.
+def _stand_ins(spec: TableSpec) -> list[tuple[str, Tensor]]:
+    """Return tensors without values in place of the parameters of a table, in the order in which torch numbers them."""
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    ordered = sorted(spec.segments, key=lambda segment: segment.group)
+    return [(segment.name, torch.empty(segment.shape, dtype=dtype, device="meta")) for segment in ordered]
+
+
+def numbered_for(
+    optimizer: Distributed, state_dict: dict[str, Any], name: str, named: Mapping[str, Tensor] | None = None
+) -> dict[str, Any]:
+    """Return a `state_dict` with the numbers of an optimizer's parameters, once it is known to be of such an optimizer.
+
+    Args:
+        optimizer: that is to load it.
+        state_dict: what is to be loaded.
+        name: of the optimizer.
+        named: its parameters by name, for messages; by default as the optimizer was given them.
 
     Raises:
-        UsageError: it has other groups, or a state of something else.
+        UsageError: it has other groups, a state of something else, or one that does not fit its parameter.
     """
-    return _with_numbers(state_dict, [len(group["params"]) for group in optimizer.param_groups], f"'{name}'")
+    groups = optimizer.param_groups
+    numbered = _with_numbers(state_dict, [len(group["params"]) for group in groups], f"'{name}'")
+    require_numbers(optimizer.kind, optimizer.defaults, numbered["param_groups"])
+    require_states(optimizer.kind, _by_name(groups, named or {}), numbered["state"])
+    return numbered
 
 
-def laid_out_for(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
+def _by_name(groups: Sequence[dict[str, Any]], named: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """Return the parameters of an optimizer in order, with a name each."""
+    names = {id(parameter): name for name, parameter in named.items()}
+    return [
+        (names.get(id(parameter), positional_name(number, index)), parameter)
+        for number, group in enumerate(groups)
+        for index, parameter in enumerate(group["params"])
+    ]
+
+
+def laid_out_for(
+    optimizer: Distributed, state_dict: dict[str, Any], name: str, named: Mapping[str, Tensor] | None = None
+) -> dict[str, Any]:
     """Return what `numbered_for` does, with states in the memory layout of their parameters: files keep none."""
-    numbered = numbered_for(optimizer, state_dict, name)
+    numbered = numbered_for(optimizer, state_dict, name, named)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {**numbered, "state": _laid_out(parameters, numbered["state"])}
 
@@ -125,10 +170,7 @@ def _with_numbers(state_dict: dict[str, Any], sizes: list[int], owner: str) -> d
     They may be named by what its groups list, numbers or names, or by the texts of these, as
     `torch.distributed.checkpoint` and JSON write them; they are taken in the order of the groups, as torch does.
     """
-    if not isinstance(state_dict, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
-        raise UsageError(f"the state_dict of an optimizer is {shown(state_dict)}, expected what state_dict() returned.")
-    if not {"state", "param_groups"} <= state_dict.keys():
-        raise UsageError(f"a state_dict of an optimizer has 'state' and 'param_groups', this has {sorted(state_dict)}.")
+    require_form(state_dict)
     found = [len(group["params"]) for group in cast("list[dict[str, Any]]", state_dict["param_groups"])]
     if found != sizes:
         raise UsageError(
@@ -288,6 +330,9 @@ def _cut_state(spec: TableSpec, piece: SegmentPiece, name: str, value: object) -
     where = f"Table '{spec.name}': optimizer state '{name}' of parameter '{segment.name}'"
     if not isinstance(value, Tensor):
         raise UsageError(f"{where} is a {type(value).__name__}, expected a tensor. Save it with a newer torch.")
+    is_like_values = value.is_floating_point() and (value.dim() > 0 or not segment.shape)
+    if is_like_values and name != "step":  # as torch does when it loads
+        value = value.to(getattr(torch, spec.dtype))
     if piece.whole or not value.dim():
         return value.detach().cpu().contiguous()  # in the order of the shape, whatever that in memory was
     if tuple(value.shape) != segment.shape:

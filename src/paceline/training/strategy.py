@@ -295,6 +295,7 @@ class Distributed(torch.optim.Optimizer, ABC):
             made.
         overflowed: whether a `torch.amp.GradScaler` found gradients of this worker in this clock that are not finite.
     """
+        kind: class of the optimizer that it was made from.
 
     num_refused: int = 0
     turn_s: float = 0.0
@@ -316,7 +317,8 @@ class Distributed(torch.optim.Optimizer, ABC):
 
     def __init__(self, optimizer: torch.optim.Optimizer, way: str, settings: Settings, job: TrainingJob) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.title = f"Distributed {type(optimizer).__name__}, {way}"
+        self.kind = type(optimizer)
+        self.title = f"Distributed {self.kind.__name__}, {way}"
         self._settings = settings
         self._job = job
         self._num_samples = job.num_samples  # at the last step

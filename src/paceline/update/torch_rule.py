@@ -74,7 +74,7 @@ def from_optimizer(optimizer: torch.optim.Optimizer) -> RuleSpec:
         0.1
     """
     cls = type(optimizer)
-    if getattr(torch.optim, cls.__name__, None) is not cls:
+    if not is_class_of_torch(cls):
         raise UsageError(
             f"{cls.__module__}.{cls.__qualname__} is not a class of torch.optim, so servers do not know it. "
             "Write it as an update rule and name it by its import path: paceline.update.rule('package.module:Rule')."
@@ -257,7 +257,7 @@ def granularity_of(optimizer: torch.optim.Optimizer) -> Granularity:
         'tensor'
     """
     cls = type(optimizer)
-    if getattr(torch.optim, cls.__name__, None) is cls:
+    if is_class_of_torch(cls):
         return "element" if cls.__name__ in _ELEMENTWISE else "tensor"
     generator = torch.Generator().manual_seed(0)
     values, *gradients = torch.randn(4, 4, 6, generator=generator, dtype=torch.float64)
@@ -292,6 +292,11 @@ def _stepped(
         parameter.grad = gradient.clone()
         made.step()
     return parameter.detach()
+
+
+def is_class_of_torch(cls: type[torch.optim.Optimizer]) -> bool:
+    """Return whether a class is one of torch.optim itself."""
+    return getattr(torch.optim, cls.__name__, None) is cls
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
@@ -425,6 +430,22 @@ def require_count(name: str, found: Tensor) -> None:
     """Raise UsageError for an invalid number of steps."""
     if name == "step" and not 0 <= found.item() < math.inf:
         raise UsageError(f"State 'step' is {found.item()}, expected a number of steps.")
+
+
+def state_shapes(
+    cls: type[torch.optim.Optimizer], shape: tuple[int, ...], *, more: bool
+) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each state of a parameter after a step; with `more`, also of optional states.
+
+    >>> state_shapes(torch.optim.SGD, (3,), more=True), state_shapes(torch.optim.SGD, (3,), more=False)
+    ({'momentum_buffer': (3,)}, {})
+    """
+    # Tried on a small tensor: of the classes of torch, a dimension of a state is that of the parameter, or 1.
+    small = _layouts(cls, (2,) * len(shape), torch.float32, more=more)
+    return {
+        name: tuple(own if size == 2 else size for own, size in zip(shape, of, strict=True)) if of else ()
+        for name, (of, _) in small.items()
+    }
 
 
 @lru_cache(maxsize=256)

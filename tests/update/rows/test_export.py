@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -160,3 +161,18 @@ def test_a_file_of_another_table_is_refused(tmp_path: Path, other: RowTableSpec,
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be written to"):
         saved(filled(), tmp_path / "missing" / "rows")
+
+
+def test_what_is_there_and_is_no_file_stays_as_it_is(tmp_path: Path) -> None:
+    """To put a file in the place of a device would take it from all programs of the machine."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    link = tmp_path / "link"
+    link.symlink_to(pipe)
+    for path in (pipe, link, tmp_path, Path("/")):
+        with pytest.raises(UsageError, match=r"cannot be written to .*: that is there, and is no file to replace"):
+            saved(filled(), path)
+    assert pipe.is_fifo()
+    assert link.is_symlink()
+    assert sorted(tmp_path.iterdir()) == [link, pipe]
+    assert saved(filled(), saved(filled(), tmp_path / "rows")).is_file(), "a file is replaced"

@@ -59,16 +59,18 @@ def save_rows(path: Path, spec: RowTableSpec, rule: RowRule, pieces: Iterable[Ro
     """Write all pieces to one file, which appears once complete; only one piece is in memory at a time.
 
     Args:
-        path: of the file; an existing file is replaced.
+        path: of the file; an existing file is replaced, and nothing else: a device would be gone for all programs.
         spec: of the table.
         rule: of the table.
         pieces: with all columns of the table, from one server or several.
         num_rows: of all pieces together.
 
     Raises:
-        UsageError: the file cannot be written.
+        UsageError: the file cannot be written, or what is there is no file.
         ProtocolBug: the pieces have another number of rows, or other columns.
     """
+    if _is_other_than_a_file(path):
+        raise UsageError(f"Rows of '{spec.name}' cannot be written to {path}: that is there, and is no file to replace.")
     unfinished = path.with_name(f"{path.name}.part")
     try:
         with unfinished.open("wb") as file:
@@ -79,6 +81,13 @@ def save_rows(path: Path, spec: RowTableSpec, rule: RowRule, pieces: Iterable[Ro
         raise UsageError(f"Rows of '{spec.name}' cannot be written to {path}: {error.strerror}.") from error
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _is_other_than_a_file(path: Path) -> bool:
+    try:
+        return path.exists() and not path.is_file()
+    except OSError:  # no such path can be: to write there says why
+        return False
 
 
 def load_rows(path: Path, spec: RowTableSpec, rule: RowRule) -> Iterator[RowPiece]:
