@@ -46,6 +46,7 @@ from paceline.worker.pushes import PushBuffer, Pushes, PushOutcome
 from paceline.worker.rows.client import RowClient
 from paceline.worker.rows.state import CacheOptions, RowTableState
 from paceline.worker.table_client import TableClient
+from paceline.worker.waits import WorkerLock
 
 NUM_SERVERS = 2
 
@@ -325,6 +326,26 @@ def test_when_the_worker_fails_all_futures_end_and_every_call_raises(kind: Any) 
     stage.answer(0, Applied(push_id))  # that was on its way
     stage.handle(Timeout())
     stage.handle(Connected(0))
+
+
+def test_a_read_whose_thread_wakes_when_the_worker_has_left_says_so(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = kind()
+    started = stage.start_read()
+
+    def wake_late(*_: Any) -> None:
+        stage.answer_read(1)
+        stage.node.close()
+
+    monkeypatch.setattr(WorkerLock, "wait", wake_late)
+    with pytest.raises(PeerError, match="this worker has left the job"):
+        stage.finish_read(started)
+
+
+def test_a_table_is_closed_while_no_thread_uses_it(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, has_lock = kind(), list[bool]()
+    monkeypatch.setattr(type(stage.client), "close", lambda _: has_lock.append(stage.node._changed._is_owned()))
+    stage.node.close()
+    assert has_lock == [True]
 
 
 def test_a_closed_table_holds_no_memory(kind: Any) -> None:

@@ -382,6 +382,8 @@ class DenseClient:
                     f"values of table '{self.name}' at clock {started.clock} ({self.cache.spec.consistency})",
                     About(f"pull {self.name}", self.name, self._core_reads.needs()),
                 )
+                if lock.failure:  # since the last answer the table may have been closed
+                    lock.check()
             waited_s = time.monotonic() - began
             done = started.done
             if done is None:

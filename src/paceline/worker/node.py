@@ -390,8 +390,9 @@ class WorkerNode:
         self._lock.turns.close()
         self._periodic.join()
         self._throttle.close()
-        for table in list(self._tables.values()):
-            table.close()
+        with self._changed:  # a thread that has the lock may be reading one
+            for table in list(self._tables.values()):
+                table.close()
 
     def abandon(self, reason: str) -> None:
         """Refuse all further calls, in a forked child: connections and memory belong to the parent."""

@@ -401,6 +401,7 @@ class RowClient:
         )
         if reading.started.error is not None:
             raise reading.started.error
+        self.context.lock.check()  # since the last answer the table may have been closed
 
     def _install_delivered(self, effect: Install, body: memoryview) -> None:
         """Store delivered rows that are still in the cache."""
@@ -539,6 +540,7 @@ class RowClient:
         if not has_room():  # what the wait is about takes a look at all pushes
             about = About(f"push {name}", name, core.oldest_push(name) + 1)
             self.context.lock.wait(has_room, f"servers to apply earlier pushes of table '{name}'", about)
+            self.context.lock.check()  # as after every wait: the table may have been closed
 
     def _make_budgeted(self, settings: Managed) -> BudgetedRows:
         """Create the queue of pushes that wait for a budget."""

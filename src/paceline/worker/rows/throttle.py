@@ -362,11 +362,12 @@ class Throttle:
         table.demand(clock)
         self.wake()
         self.lock.wait(
-            lambda: not table.has_due(clock),
+            lambda: bool(self.lock.failure) or not table.has_due(clock),  # in this order: it may have been closed
             f"rows of table '{table.table}' that may wait no longer to be sent within {table.settings.budget_mbps:g} "
             "Mbit/s",
         )
         table.relax()
+        self.lock.check()
 
     def stop(self) -> None:
         """Send no more; does not wait for the thread."""
