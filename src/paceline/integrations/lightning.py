@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.integrations.ranks import distribute, require
+from paceline.integrations.ranks import distribute, evaluated, require
 from paceline.training.strategy import Distributed
 
 require("lightning", "lightning")
@@ -71,9 +71,8 @@ class PacelineStrategy(WorkerPlacement, DDPStrategy):
             yield
 
     def on_validation_start(self) -> None:
-        """Put one consistent state into the model."""
-        for optimizer in self._distributed():
-            self._snapshots.enter_context(optimizer.snapshot())
+        """Put one consistent state into the model, unless a checkpoint was loaded after training."""
+        self._snapshots.enter_context(evaluated(self._distributed()))
 
     def on_validation_end(self) -> None:
         """Go on from the values before."""

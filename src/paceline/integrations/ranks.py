@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
+from weakref import WeakKeyDictionary, WeakSet
 
 from paceline.api.script import distributed, init
 from paceline.errors import UsageError
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
     from paceline.training.strategy import Distributed
 
 _MACHINE_BYTES: Final = 64  # of a machine's identity that workers compare
+# Of a model the optimizers that step it, and of these the last steps at which a script has loaded something into it.
+_optimizers: Final[WeakKeyDictionary[nn.Module, WeakSet[Distributed]]] = WeakKeyDictionary()
+_loaded: Final[WeakKeyDictionary[Distributed, tuple[int, int]]] = WeakKeyDictionary()
 
 
 def require(package: str, extra: str) -> None:
@@ -69,7 +74,32 @@ def distribute(optimizer: torch.optim.Optimizer, model: nn.Module | None, **opti
     made = distributed(optimizer, model=model, **options)  # pyright: ignore[reportArgumentType]
     # A scheduler was made with the other one, and would warn that this one never steps; they share their groups.
     optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
+    if model is not None:
+        if model not in _optimizers:
+            _optimizers[model] = WeakSet()
+            model.register_load_state_dict_post_hook(_note_load)
+        _optimizers[model].add(made)
     return made
+
+
+def _note_load(model: nn.Module, keys: object) -> None:
+    """Note that something was loaded into a model since the last step of its optimizers."""
+    del keys
+    for optimizer in _optimizers.get(model, ()):
+        _loaded[optimizer] = optimizer.turns
+
+
+@contextmanager
+def evaluated(optimizers: Iterable[Distributed]) -> Generator[None]:
+    """Put one consistent state of what is trained into the model for the length of a `with` block.
+
+    What a script has loaded into the model since the last step stays: the best checkpoint, for example.
+    """
+    with ExitStack() as held:
+        for optimizer in optimizers:
+            if _loaded.get(optimizer) != optimizer.turns:
+                held.enter_context(optimizer.snapshot())
+        yield
 
 
 def clip_by_norm(

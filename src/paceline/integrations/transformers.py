@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from paceline.errors import UsageError
-from paceline.integrations.ranks import join_with_ranks, require
+from paceline.integrations.ranks import evaluated, join_with_ranks, require
 
 require("transformers", "hf")
 
@@ -35,7 +34,7 @@ class Trainer(transformers.Trainer):
     """The `Trainer` of transformers, whose optimizer steps by Paceline.
 
     Worker 0 logs and saves, each worker gets its share of the data, and evaluation is shared, as with torchrun. It
-    evaluates one consistent state (`optimizer.snapshot()`).
+    evaluates one consistent state (`optimizer.snapshot()`), or after training what was loaded since, as the best model.
 
     Raises:
         UsageError: the arguments are not from this module.
@@ -52,9 +51,7 @@ class Trainer(transformers.Trainer):
         self.accelerator.__class__ = Accelerator  # the Trainer makes its own, and has no argument for another class
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - transformers' own
-        """Evaluate or predict, with one consistent state of the model."""
-        with ExitStack() as held:
-            accelerator = self.accelerator
-            for optimizer in accelerator.distributed_optimizers() if isinstance(accelerator, Accelerator) else ():
-                held.enter_context(optimizer.snapshot())
+        """Evaluate or predict, with one consistent state of the model, or what was loaded into it after training."""
+        accelerator = self.accelerator
+        with evaluated(accelerator.distributed_optimizers() if isinstance(accelerator, Accelerator) else ()):
             return super().evaluation_loop(*args, **kwargs)

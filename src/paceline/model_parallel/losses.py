@@ -329,9 +329,10 @@ def _only(found: Sequence[Any]) -> Any:  # noqa: ANN401 - whatever the last laye
 
 
 def _are_equal(one: Tensor | float, other: Any) -> bool:  # noqa: ANN401
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return type(one) is type(other) and (one == other or one != one)
-    return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    if isinstance(one, Tensor):
+        same = isinstance(other, Tensor) and one.shape == other.shape
+        return same and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    return type(one) is type(other) and bool(one == other or one != one)  # NaN is equal to NaN here
 
 
 def require_joining(
