@@ -46,9 +46,9 @@ def occupy_closed_streams() -> None:
             os.fstat(number)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the least number that is free is this one
-    if sys.stdin is None:  # pyright: ignore[reportUnnecessaryComparison] - where it was closed
+    if sys.stdin is None:  # where it was closed
         sys.stdin = open(os.devnull)  # noqa: SIM115 - it stays open
-    if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison] - where it was closed
+    if sys.stdout is None:  # where it was closed
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - it stays open
 
 

@@ -173,6 +173,8 @@ def test_a_model_from_a_file(capsys: pytest.CaptureFixture[str], module: Path) -
         ("gpt-2 --devices 4 --batch 6 --strategies all-reduce", "a batch of 6 cannot be shared evenly by 4"),
         ("--parameters many", "--parameters is 'many', expected a number such as 340M"),
         ("--parameters 1B --layers 0", "--layers is 0 and --sequence is 1"),
+        ("--parameters 1B --layers 99999999", "--layers is 99999999, expected at most 10000"),
+        ("--layers 99999999 --hidden 64 --heads 1", "--layers is 99999999, expected at most 10000"),
         ("--layers 4 --hidden 64", "expected a model"),
         ("--layers 4 --hidden 64 --heads 5", "--heads 5 does not divide --hidden 64"),
         ("--layers 4 --hidden 64 --heads -4", "--heads is -4"),

@@ -16,6 +16,7 @@ _FULL: Final = 4  # bytes of a float32
 _HALF: Final = 2  # of a float16 or bfloat16
 _ID_BYTES: Final = 8  # of an input token
 _LOGIT_BYTES: Final = 4  # the loss is always computed in float32
+_MOST_LAYERS: Final = 10_000
 
 assert set(NUM_MOMENTS) == set(get_args(OptimizerName))
 
@@ -213,6 +214,12 @@ class Model:
         return replace(self, layers=tuple(layers))
 
 
+def _check_depth(num_layers: int) -> None:
+    """Raise UsageError for more layers than are planned one by one in a moment."""
+    if num_layers > _MOST_LAYERS:
+        raise UsageError(f"--layers is {num_layers}, expected at most {_MOST_LAYERS}.")
+
+
 def plain_model(name: str, num_parameters: float, num_layers: int, num_tokens: int) -> Model:
     """Return a model of equal layers, with 2 operations for each parameter and token.
 
@@ -221,6 +228,7 @@ def plain_model(name: str, num_parameters: float, num_layers: int, num_tokens: i
     """
     if num_layers < 1 or num_tokens < 1:
         raise UsageError(f"--layers is {num_layers} and --sequence is {num_tokens}, expected 1 or more.")
+    _check_depth(num_layers)
     each = num_parameters / num_layers
     layers = [PlannedLayer(f"layer {index}", each, flops=2 * each * num_tokens) for index in range(num_layers)]
     return Model(name, tuple(layers))
@@ -260,6 +268,7 @@ class Transformer:
         for name, number in named.items():
             if number < 1:
                 raise UsageError(f"{name} is {number}, expected 1 or more.")
+        _check_depth(self.num_layers)
         if self.hidden % self.num_heads:
             raise UsageError(
                 f"--heads {self.num_heads} does not divide --hidden {self.hidden}; each head has the same share of it."
