@@ -61,6 +61,7 @@ def test_what_is_no_value_is_refused_by_name_and_the_worker_goes_on(tmp_path: Pa
             refused(lambda absent=absent: table.push(torch.ones(2, 2), absent=absent), "absent is .*, expected a list")
         refused(lambda: rows.push([1], [[1.0, 1.0]], expected=None), "samples is None")
         refused(lambda: rows.push([1], [[1.0, 1.0]], samples=10**30), "samples is 1000")
+        refused(lambda: rows.push([1], [[1.0, 1.0]], samples=1e30), r"samples is 1e\+30, expected .* below 1e\+18")
         for ahead in (None, "x", 1.5, -1, 10**30):
             refused(lambda ahead=ahead: rows.pull_later([1], ahead=ahead), "ahead is .*, expected a number of clocks")
         refused(lambda: table.call(None), "the function to call is None, expected a name")
@@ -74,7 +75,17 @@ def test_what_is_no_value_is_refused_by_name_and_the_worker_goes_on(tmp_path: Pa
 
 
 TWO = torch.ones(2)
+NESTED = torch.nested.as_nested_tensor([torch.ones(2).long(), torch.ones(1).long()], layout=torch.jagged)
 PART = {"ids": torch.tensor([1]), "order": torch.tensor([0.5])}
+
+
+def _prefetched_too_often(_: Session) -> None:
+    embedding = paceline.Embedding(2, 2, update=SGD)
+    for _ in range(20):  # more than a clock takes: these have no effect
+        embedding.prefetch(torch.zeros(1).long())
+    embedding.prefetch(torch.zeros(1).long(), ahead="x")
+
+
 WRONG_CALLS: list[tuple[Callable[[Session], object], str]] = [
     (lambda ps: ps.table("r", rows=2, update=SGD).pull(), r"RowTable.pull\(\) missing .*'ids'; expected pull\(ids"),
     (lambda ps: ps.table("r", rows=2, update=SGD).pull([1], 2), r"takes 2 positional .*; expected pull\(ids"),
@@ -100,10 +111,37 @@ WRONG_CALLS: list[tuple[Callable[[Session], object], str]] = [
     (lambda ps: paceline.distributed(None, views="x"), "distributed: views is 'x', expected True or False or None"),
     (lambda ps: paceline.parallelize(nn.Linear(2, 1), loss=None, data=3), "data is 3, expected a text or None"),
     (lambda ps: paceline.Embedding(2), r"Embedding.__init__\(\) missing .*'embedding_dim'.*; expected"),
-    (lambda ps: paceline.Embedding(2, "x", update=SGD), "rows: Expected `int`, got `str`"),
+    (lambda ps: paceline.Embedding(2, "x", update=SGD), "Embedding: embedding_dim is 'x', expected a whole number"),
+    (lambda ps: paceline.Embedding(2, 2, update=SGD, sparse="no"), "sparse is 'no', expected True or False"),
+    (
+        lambda ps: paceline.EmbeddingBag(2, 2, update=SGD, include_last_offset="no"),
+        "EmbeddingBag: include_last_offset is 'no', expected True or False",
+    ),
+    (lambda ps: paceline.Embedding(2, 2, update=SGD, init=10**400), "init is 1000.*, expected a number or one of"),
     (lambda ps: paceline.Embedding(2, 2, update=SGD, ps=3), "given ps=3, expected a session"),
     (lambda ps: paceline.Embedding(2, 2, update=SGD, dtype=TWO), "dtype is a tensor .*, expected a dtype of torch"),
     (lambda ps: paceline.Embedding(2, 2, update=SGD).prefetch(TWO.long(), ahead="x"), "ahead is 'x'"),
+    (_prefetched_too_often, "ahead is 'x', expected a number of clocks"),
+    (lambda ps: paceline.Embedding(2, 2, update=SGD)(NESTED), "ids are a nested tensor of int64, expected a dense"),
+    (
+        lambda ps: paceline.EmbeddingBag(9, 2, update=SGD)(torch.tensor([1, 2, 3]), torch.tensor([0, -1])),
+        r"offsets is a tensor \(2,\) of int64 .*: index out of range",
+    ),
+    (lambda ps: ps.table("r", rows=2, update=SGD).pull(NESTED), "ids are a nested tensor of int64, expected a dense"),
+    (lambda ps: paceline.managed(10**400), "managed: budget_mbps is 1000.*, expected a number"),
+    (lambda ps: paceline.all_reduce(NESTED), "all_reduce got a nested tensor of int64, expected a dense or a sparse"),
+    (lambda ps: paceline.push("x", NESTED), "push to 'x' got a nested tensor, expected a dense one"),
+    (lambda ps: paceline.push("x", torch.eye(2).to_sparse_csr()), "push to 'x' got a sparse tensor, expected a dense"),
+    (lambda ps: paceline.pull("a\nb"), r"pull of 'a\\nb'\.\.\., which has characters that cannot be printed"),
+    (lambda ps: paceline.report(norm=10**400), "norm is 1000.*, expected one real number"),
+    (lambda ps: paceline.shard(torch.tensor(3.0)), r"cannot shard a Tensor of shape \(\): expected one whose first"),
+    (lambda ps: paceline.shard(np.array(3.0)), r"cannot shard a ndarray of shape \(\): expected one whose first"),
+    (lambda ps: paceline.shard(torch.eye(2).to_sparse()), "cannot shard a Tensor of .*, neither sparse nor nested"),
+    (lambda ps: paceline.shard([1], partition="hashed", key=3), "key is 3, expected a function"),
+    (lambda ps: paceline.subscribe(ps, compress="no"), "subscribe: compress is 'no', expected True or False"),
+    (lambda ps: paceline.subscribe("a\0b"), "is no place of versions, expected the folder of a job"),
+    (lambda ps: paceline.subscribe(ps).table(3), "table: name is 3, expected a text"),
+    (lambda ps: paceline.subscribe(ps).table("a\nb"), "a table is named .*, which has characters that cannot be"),
     (lambda ps: paceline.push("x", None), "push: tensor is None, expected a tensor"),
     (lambda ps: paceline.pull(3), "pull: name is 3, expected a text"),
     (lambda ps: paceline.strategies.all_reduce(bucket_mb="x"), "all_reduce: bucket_mb is 'x', expected a number"),
@@ -225,8 +263,10 @@ def test_an_error_from_inside_of_a_call_stays_as_it_is() -> None:
         ({"shape": (2,), "nonfinite": []}, "nonfinite: Expected `str`"),
         ({"rows": 1.5}, "rows: Expected `int`, got `float`"),
         ({"rows": 3, "filters": 3}, "filters is 3"),
-        ({"rows": 3, "filters": [3]}, "filters: Expected `object`"),
-        ({"rows": 3, "life": 3}, "life: Expected `object`"),
+        ({"rows": 3, "filters": [3]}, r"filters is \[3\], expected a list of paceline.filters"),
+        ({"rows": 3, "life": 3}, "life is 3, expected paceline.Lifecycle"),
+        ({"rows": 3, "scale": ""}, "scale is '', expected one of sum, mean, samples"),
+        ({"rows": 3, "cache": []}, r"cache is \[\], expected True or False"),
         ({"rows": 3, "init": "a"}, "init is 'a', expected a number or one of paceline.first"),
         ({"rows": 3, "communication": 3}, "communication is 3, expected paceline.managed"),
         ({"rows": 3, "cache_rows": "x"}, "cache_rows is 'x'"),

@@ -1,5 +1,9 @@
 """What scripts give to calls of the package by mistake is told in our words, at once, and nothing is broken by it."""
 
+import copy
+import math
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +21,17 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+NO_NORMS: list[tuple[object, object, str]] = [
+    ("x", 2.0, "max_norm is 'x', expected one real number"),
+    (None, 2.0, "max_norm is None, expected one real number"),
+    (-1.0, 2.0, "max_norm is -1 and norm_type 2, expected a norm above 0"),
+    (0, 2.0, "max_norm is 0 and norm_type 2, expected a norm above 0"),
+    (math.nan, 2.0, "max_norm is nan and norm_type 2, expected a norm above 0"),
+    (1.0, math.nan, "max_norm is 1 and norm_type nan, expected a norm above 0 .*, and 2 or another number"),
+    (1.0, torch.ones(2), "norm_type is a tensor"),
+]
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -28,6 +43,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
         ({"strategy": 3}, "strategy is 3, expected a name such as 'ssp:3'"),
         ({"strategy": paceline.strategies.all_reduce}, "strategy is <function all_reduce"),
         ({"strategy": {"*": 3}}, "strategy is 3"),
+        ({"strategy": {3: "bsp"}}, "strategy has the key 3, expected a pattern of names of parameters"),
         ({"consistency": 3}, "consistency is 3, expected 'ssp:3'"),
         ({"fetch_every": 1.5}, "fetch_every is 1.5"),
         ({"name": 3}, "name is 3"),
@@ -73,9 +89,56 @@ def test_other_calls_refuse_what_is_no_number_tensor_or_source_and_training_goes
             with pytest.raises(UsageError, match=words):
                 call()
         model(torch.ones(1, 2)).sum().backward()
+        for max_norm, norm_type, words in NO_NORMS:
+            with pytest.raises(UsageError, match=f"clip_gradients of 'model': {words}"):
+                optimizer.clip_gradients(max_norm, norm_type)
+        assert optimizer.clip_gradients(torch.tensor(100.0), "inf") == 1.0
         with pytest.raises(UsageError, match="step of 'model': samples is 'x'"):
             optimizer.step(samples="x")
         optimizer.step()  # what was refused has sent nothing, and holds nothing
         assert worker.node.clock == 1
+
+    run_job(tmp_path, work)
+
+
+def test_numbers_that_turn_gradients_are_refused_where_servers_clip_too(tmp_path: Path) -> None:
+    def work(_: Session) -> None:
+        model = nn.Linear(2, 1)
+        optimizer = paceline.distributed(sgd(model), model=model)
+        model(torch.ones(1, 2)).sum().backward()
+        for max_norm, norm_type, words in NO_NORMS:
+            with pytest.raises(UsageError, match=words):
+                optimizer.clip_gradients(max_norm, norm_type)
+        optimizer.step()
+
+    run_job(tmp_path, work, workers=2)
+
+
+@pytest.mark.parametrize("samples", ["x", None, -1, math.nan, math.inf, True, torch.ones(2)])
+def test_weights_are_numbers_of_samples(samples: object, tmp_path: Path) -> None:
+    def work(_: Session) -> None:
+        model = nn.Linear(2, 1)
+        optimizer = paceline.distributed(sgd(model), model=model, strategy="all-reduce")
+        with pytest.raises(UsageError, match=r"weigh: samples is .*, expected a number of 0 or more"):
+            optimizer.weigh(samples)
+        with pytest.raises(UsageError, match="weigh got 0 samples, expected more than 0"):
+            optimizer.weigh(0)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    run_job(tmp_path, work)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize("strategy", ["bsp", "all-reduce", "local-sgd:2"])
+def test_an_optimizer_cannot_be_copied(copied: Callable[[object], object], strategy: str, tmp_path: Path) -> None:
+    """A copy would have neither a part in the job nor what `repr` shows."""
+
+    def work(_: Session) -> None:
+        model = nn.Linear(2, 1)
+        optimizer = paceline.distributed(sgd(model), model=model, strategy=strategy)
+        with pytest.raises(UsageError, match=r"'model' cannot be copied or pickled, .*: keep state_dict"):
+            copied(optimizer)
+        copied(optimizer.state_dict())
 
     run_job(tmp_path, work)

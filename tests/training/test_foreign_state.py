@@ -190,7 +190,10 @@ def wider() -> dict[str, Any]:
 
 NOT_OF_ADAM: dict[str, tuple[Callable[[], Any], str]] = {
     "no groups": (lambda: {**adam_with(), "param_groups": None}, "'param_groups' .* is None, expected a list of dicts"),
-    "a group of nothing": (lambda: {"state": {}, "param_groups": [{}]}, r"a group .* is \{\}, expected a dict with 'par"),
+    "a group of nothing": (
+        lambda: {"state": {}, "param_groups": [{}]},
+        r"a group .* is \{\}, expected a dict with 'par",
+    ),
     "a group of 3": (lambda: {"state": {}, "param_groups": [3]}, "a group .* is 3, expected a dict with 'params'"),
     "params of 3": (lambda: {"state": {}, "param_groups": [{"params": 3}]}, "expected a dict with 'params', a list of"),
     "no state": (lambda: {**adam_with(), "state": None}, "'state' .* is None, expected a dict by parameter"),
@@ -200,7 +203,10 @@ NOT_OF_ADAM: dict[str, tuple[Callable[[], Any], str]] = {
     "another model": (wider, r"'exp_avg' of parameter '.*' has shape \(5, 4\), expected \(3, 4\): it is of another"),
     "one number for all": (lambda: with_value("exp_avg", torch.ones(1)), r"has shape \(1,\), expected \(3, 4\)"),
     "several steps": (lambda: with_value("step", torch.ones(3)), r"'step' .* has shape \(3,\), expected \(\)"),
-    "no step": (lambda: with_value("step", torch.tensor(float("nan"))), "State 'step' is nan, expected a number of steps"),
+    "no step": (
+        lambda: with_value("step", torch.tensor(float("nan"))),
+        "State 'step' is nan, expected a number of steps",
+    ),
     "too little": (lambda: with_value("exp_avg", None), r"parameter '.*' lacks \['exp_avg'\], and Adam keeps"),
     "too much": (lambda: with_value("sum", torch.ones(3, 4)), r"parameter '.*' has \['sum'\], and Adam keeps"),
     "a list of numbers": (lambda: with_value("exp_avg", [1.0]), r"'exp_avg' .* is \[1.0\], expected a dense tensor"),
@@ -211,8 +217,14 @@ NOT_OF_ADAM: dict[str, tuple[Callable[[], Any], str]] = {
 NOT_ON_SERVERS: dict[str, tuple[Callable[[], Any], str]] = {
     "a tensor for a rate": (lambda: adam_with(lr=torch.tensor(0.1)), "lr of .*Adam is a Tensor .*Pass its value"),
     "no number": (lambda: adam_with(lr=0.0) | {"param_groups": [group_with(lr=float("nan"))]}, "not a number .'lr'."),
-    "a wrong number": (lambda: {**adam_with(), "param_groups": [group_with(betas=(0.9, 1.5))]}, "Invalid beta parameter"),
-    "of another kind": (lambda: {**adam_with(), "param_groups": [group_with(capturable=True)]}, "capturable=True, but its"),
+    "a wrong number": (
+        lambda: {**adam_with(), "param_groups": [group_with(betas=(0.9, 1.5))]},
+        "Invalid beta parameter",
+    ),
+    "of another kind": (
+        lambda: {**adam_with(), "param_groups": [group_with(capturable=True)]},
+        "capturable=True, but its",
+    ),
 }
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from paceline.api.script import current
 from paceline.api.session import Session
-from paceline.core.calls import checked_late
+from paceline.core.calls import checked, checked_late
 from paceline.core.consistency import Consistency
 from paceline.errors import NoWeight, UsageError
 from paceline.training.embedding_gradients import EmbeddingLookup
@@ -197,7 +197,7 @@ class Embedding(_RowLayer):
         [[-1.0, -1.0], [0.0, 0.0]]
     """
 
-    @checked_late
+    @checked
     def __init__(
         self,
         num_embeddings: int | None,
@@ -283,7 +283,7 @@ class EmbeddingBag(_RowLayer):
         [[1.0, 1.0], [2.0, 2.0]]
     """
 
-    @checked_late
+    @checked
     def __init__(
         self,
         num_embeddings: int | None,
@@ -354,7 +354,7 @@ class EmbeddingBag(_RowLayer):
                 include_last_offset=self.include_last_offset,
                 padding_idx=found.padding,
             )
-        except (TypeError, AttributeError, ValueError, NotImplementedError, RuntimeError) as error:
+        except (TypeError, AttributeError, ValueError, IndexError, NotImplementedError, RuntimeError) as error:
             if isinstance(error, _OF_A_DEVICE):
                 raise
             raise UsageError(

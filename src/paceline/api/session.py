@@ -247,11 +247,12 @@ class Session:
             UsageError: settings that are not valid, or differ from an earlier call of this worker.
         """
         declared = Declaration(name, dtype, update, str(self.policy(consistency)), self.scale_of(scale), nonfinite)
-        for what, flag in (("read_my_writes", read_my_writes), ("view", view), ("cache", cache or False)):
+        for what, flag in (("read_my_writes", read_my_writes), ("view", view), ("cache", cache is not None and cache)):
             if not isinstance(flag, bool):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
                 raise UsageError(f"table '{name}': {what} is {brief(flag)}, expected True or False.")
         if rows is not None and shape is None and not view:
-            if not isinstance(filters, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+            are_filters = isinstance(filters, list | tuple) and all(isinstance(each, FilterSpec) for each in filters)  # pyright: ignore[reportUnnecessaryIsInstance]
+            if not are_filters:
                 raise UsageError(f"table '{name}': filters is {brief(filters)}, expected a list of paceline.filters.")
             if not isinstance(communication, Managed | None):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise UsageError(
@@ -259,7 +260,7 @@ class Session:
                 )
             if not isinstance(cache_rows, int) or cache_rows < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise UsageError(f"table '{name}': cache_rows is {brief(cache_rows)}, expected 0 (no limit) or more.")
-            if isinstance(life, dict | None):  # pyright: ignore[reportUnnecessaryIsInstance] - of the same fields to an encoder
+            if not isinstance(life, Lifecycle):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
                 raise UsageError(f"table '{name}': life is {brief(life)}, expected paceline.Lifecycle(...).")
             options = CacheOptions(cache, cache_rows, read_my_writes, communication)
             row_spec = declared.rows(rows, init, life, tuple(filters), communication)
@@ -368,7 +369,7 @@ class Session:
         """Return how pushes are combined: as the script says, else the launcher, else by samples."""
         if not isinstance(given, str | None):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
             raise UsageError(f"scale is {brief(given)}, expected {', '.join(get_args(Scale))}.")
-        return given or self.scale or "samples"
+        return (self.scale or "samples") if given is None else given
 
     # -- barriers and leaving ----------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from paceline.collective.group import Group, WorkerSet
 from paceline.collective.signature import CallSignature
 from paceline.errors import DeadlineExceeded, PacelineError, PeerError
 from paceline.stopwatch import Stopwatch
-from paceline.transport.deadline import seconds
+from paceline.transport.deadline import patience_s, seconds
 
 T = TypeVar("T")
 
@@ -69,9 +69,10 @@ class CallQueue:
         The future ends within `timeout_s` (by default the deadline of any wait) with the result of `act`, or with
         UsageError, PeerError or DeadlineExceeded.
         """
-        self._num_calls += 1
-        patience_s = self.worker_set.timeout_s if timeout_s is None else timeout_s
-        numbered, deadline_s = replace(call, number=self._num_calls), self.worker_set.node.waits.ran_s + patience_s
+        limit_s = self.worker_set.timeout_s if timeout_s is None else patience_s(timeout_s)
+        deadline_s = self.worker_set.node.waits.ran_s + limit_s
+        self._num_calls += 1  # as all workers do: a call that is refused before is none
+        numbered = replace(call, number=self._num_calls)
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()
 
@@ -102,19 +103,19 @@ class CallQueue:
 
     def wait(self, future: Future[T], what: str, timeout_s: float | None = None) -> T:
         """Return the result of a call; blocks for it, and raises what the call raises."""
-        patience_s = self.worker_set.timeout_s if timeout_s is None else timeout_s
-        watch, limit_s = Stopwatch(), patience_s
+        most_s = self.worker_set.timeout_s if timeout_s is None else patience_s(timeout_s)
+        watch, limit_s = Stopwatch(), most_s
         while (left_s := limit_s - watch.elapsed_s()) > 0:
             try:
                 return future.result(timeout=min(left_s, 1.0))
             except TimeoutError:
                 if future.done():
                     raise
-            limit_s = patience_s + (_SLACK_S if self._group is not None else 0.0)
+            limit_s = most_s + (_SLACK_S if self._group is not None else 0.0)
         absent = self.worker_set.absent(self.worker_set.store(self.name))
         awaited = f"{names(absent)}, which did not come" if absent else "earlier calls to be over"
         raise DeadlineExceeded(
-            f"worker {self.worker_set.rank}, {what}: waited {seconds(patience_s)} for {awaited}. {ADVICE}"
+            f"worker {self.worker_set.rank}, {what}: waited {seconds(most_s)} for {awaited}. {ADVICE}"
         )
 
     def close(self, *, politely: bool) -> None:

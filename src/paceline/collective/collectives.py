@@ -140,5 +140,7 @@ def _require_tensor(tensor: object, pattern: str) -> None:
     """Refuse what is no tensor, or one without values."""
     if not isinstance(tensor, Tensor):
         raise UsageError(f"{pattern} got {brief(tensor)}, expected a tensor: torch.as_tensor makes one of numbers.")
+    if tensor.is_nested:
+        raise UsageError(f"{pattern} got {brief(tensor)}, expected a dense or a sparse one.")
     if tensor.device.type == "meta":
         raise UsageError(f"{pattern} got {brief(tensor)} on device meta, which has no values.")

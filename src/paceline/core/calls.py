@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from functools import update_wrapper
 from math import prod
@@ -124,6 +125,8 @@ def _is_whole(value: object) -> bool:
 
 
 def _is_real(value: object) -> bool:
+    if isinstance(value, int):  # which may be beyond what a float holds
+        return abs(value) <= sys.float_info.max
     return (hasattr(type(value), "__float__") or _is_whole(value)) and _is_one(value)
 
 
@@ -131,7 +134,7 @@ def _is_flag(value: object) -> bool:
     return isinstance(value, bool) or (_is_whole(value) and value in (0, 1)) or type(value).__name__ == "bool"
 
 
-def _is_path(value: object) -> bool:
+def is_path(value: object) -> bool:
     """Return whether a value can name a file, whether or not there is one."""
     if not isinstance(value, str):
         return hasattr(type(value), "__fspath__")
@@ -149,8 +152,8 @@ _KINDS: Final[dict[str, tuple[Callable[[object], bool], str]]] = {
     "Tensor": (lambda value: hasattr(value, "untyped_storage"), "a tensor"),
     "str": (lambda value: isinstance(value, str), "a text"),
     "bytes": (lambda value: isinstance(value, bytes), "bytes"),
-    "Path": (_is_path, "a path"),
-    "PathLike": (_is_path, "a path"),
+    "Path": (is_path, "a path"),
+    "PathLike": (is_path, "a path"),
     "None": (lambda value: value is None, "None"),
 }
 

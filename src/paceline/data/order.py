@@ -9,10 +9,12 @@ from typing import Any, cast, overload
 import torch
 from torch import Tensor
 
+from paceline.core.calls import shown
 from paceline.errors import UsageError
 
 _EPOCHS_OF_A_SEED = 1_000_003  # later epochs repeat the shuffles of the next seed
 MAX_SEED = 1 << 42  # so that the seeds of its epochs have 63 bits
+_MAX_EPOCH = 1 << 62
 # The parameters of a sequence of batches, by name: a position is valid only for equal ones.
 Terms = Mapping[str, int]
 _HINT = "Give it what state_dict() of the same source returned, or start without a state."
@@ -222,8 +224,10 @@ class PositionTracker:
         Raises:
             UsageError: the number of the epoch is not valid.
         """
-        if not isinstance(epoch, int) or epoch < 0:  # pyright: ignore[reportUnnecessaryIsInstance] - from callers
-            raise UsageError(f"the next epoch of a source is to be {epoch!r}, expected a whole number, from 0 on.")
+        if not isinstance(epoch, int) or not 0 <= epoch <= _MAX_EPOCH:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError(
+                f"the next epoch of a source is to be {shown(epoch)}, expected a whole number, from 0 on, of 62 bits."
+            )
         if epoch != self.next.epoch:
             self.reached = self.next = Position(epoch)
 
@@ -266,7 +270,8 @@ def _read(state: Mapping[str, Any], terms: Terms, most: int | None) -> Position:
     if other := [f"{name} {state[name]}, not {terms[name]}" for name in terms if state[name] != terms[name]]:
         raise UsageError(f"a state of another source, or of this one read otherwise: {'; '.join(other)}. {_HINT}")
     position = Position(int(state["epoch"]), int(state["num_done"]))
-    if min(position.epoch, position.num_done) < 0 or (most is not None and position.num_done > most):
+    is_over = position.epoch > _MAX_EPOCH or (most is not None and position.num_done > most)
+    if is_over or min(position.epoch, position.num_done) < 0:
         raise UsageError(
             f"a state of a source is in epoch {position.epoch} after {position.num_done} of "
             f"{'any number' if most is None else most}, which is not a position in it. {_HINT}"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Literal, TypeVar, cast, get_args
 
+from paceline.core.calls import shown
 from paceline.data.order import MAX_SEED, shuffle
 from paceline.errors import UsageError
 from paceline.notices import tell
@@ -137,6 +138,8 @@ class DataCut:
         """Validate the options."""
         if self.partition is not None and self.partition not in get_args(Partition):
             raise UsageError(f"partition is {self.partition!r}, expected one of {', '.join(get_args(Partition))}.")
+        if self.key is not None and not callable(self.key):  # pyright: ignore[reportUnnecessaryComparison]
+            raise UsageError(f"key is {shown(self.key)}, expected a function that returns what is hashed of a sample.")
         if self.key is not None and self.partition != "hashed":
             raise UsageError('samples are dealt out by key in partition="hashed" alone: say that, or leave out key.')
 

@@ -19,6 +19,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from paceline.core.calls import shown
 from paceline.data.files import Files, shard_files
 from paceline.data.order import Batches, EpochOrder, PositionTracker, terms_of
 from paceline.data.partition import DataCut, Key, Sharding, is_hashed_to, run
@@ -374,6 +375,11 @@ def _shard(source: object, sharding: Sharding, cut: DataCut) -> object:
             return ShardedStream(cast("IterableDataset[Any]", source), sharding, cut)
         case str() | Mapping() | type():
             pass
+        case torch.Tensor() | np.ndarray() if not _has_samples(source):
+            raise UsageError(
+                f"cannot shard {shown(source)}: expected one whose first dimension counts the samples, with values in "
+                "memory, neither sparse nor nested."
+            )
         case _MapStyle():
             return _pick(source, _own_of(source, sharding, cut))
         case Iterator():
@@ -387,6 +393,14 @@ def _shard(source: object, sharding: Sharding, cut: DataCut) -> object:
         f"cannot shard {what}: expected a DataLoader, a dataset with a length, a sequence, "
         "a tensor, files or an iterable."
     )
+
+
+def _has_samples(source: object) -> bool:
+    """Return whether a tensor or an array can be cut along its first dimension."""
+    if isinstance(source, torch.Tensor):
+        is_dense = source.layout == torch.strided and not source.is_nested and source.device.type != "meta"
+        return is_dense and source.dim() > 0
+    return isinstance(source, np.ndarray) and source.ndim > 0
 
 
 def _own_of(source: _MapStyle, sharding: Sharding, cut: DataCut) -> slice | list[int]:

@@ -37,6 +37,11 @@ def check_distributed(
         )
     if not isinstance(model, nn.Module | None):
         raise UsageError(f"{here}: model is {brief(model)}, expected the torch.nn.Module that is trained, or None.")
+    for pattern in strategy if isinstance(strategy, Mapping) else ():
+        if not isinstance(pattern, str):
+            raise UsageError(
+                f"{here}: strategy has the key {brief(pattern)}, expected a pattern of names of parameters."
+            )
     policies: Iterable[object] = strategy.values() if isinstance(strategy, Mapping) else (strategy,)
     for policy in policies:
         is_made = not isinstance(policy, type) and callable(getattr(policy, "distribute", None))

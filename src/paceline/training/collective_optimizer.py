@@ -21,6 +21,7 @@ from paceline.model_parallel.mesh import Mesh
 from paceline.training.strategy import Distributed, Settings, TrainingJob
 from paceline.update.summing import num_nonfinite
 from paceline.worker.pushes import NONFINITE_ADVICE, some_parameters
+from paceline.worker.validation import as_count
 
 Told: TypeAlias = list[dict[str, Any]]  # the numbers of each group, by name; _PRESENT: which parameters it steps
 
@@ -269,10 +270,11 @@ class CollectiveOptimizer(Distributed):
 
 
 def checked_weight(samples: float) -> float:
-    """Return a weight that the script has set; raises UsageError unless it is more than 0."""
-    if not samples > 0:
-        raise UsageError(f"weigh got {samples} samples, expected more than 0.")
-    return samples
+    """Return a weight that the script has set; raises UsageError unless it is a number of more than 0."""
+    weight = as_count(samples, "weigh")
+    if not weight:
+        raise UsageError("weigh got 0 samples, expected more than 0.")
+    return weight
 
 
 def require_weighed(where: str, scale: str, samples: float | None, done: float) -> float:

@@ -116,6 +116,7 @@ class EmbeddingLookup:
 
     def prefetch(self, ids: Tensor, ahead: int) -> None:
         """Request the rows that `find` will need `ahead` clocks from now. Does not block."""
+        self.table.require_ahead(ahead)
         clock = self.table.node.clock
         self._asked = [asked for asked in self._asked if asked.future.clock >= clock]
         if len(self._asked) >= MAX_ASKED:

@@ -457,6 +457,7 @@ class DistributedOptimizer(Distributed):
         They do so for a model in one table, in lockstep and with scale="samples"; several servers tell each other the
         norms of their parts. Otherwise each worker clips its own gradients, which under bsp is told once.
         """
+        max_norm, norm_type = self._checked_norms(max_norm, norm_type)
         if self._job.size == 1 or not self._lockstep:
             return super().clip_gradients(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         holders = self._buckets[0].table.client.cache.servers
@@ -476,7 +477,7 @@ class DistributedOptimizer(Distributed):
                 )
             return super().clip_gradients(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         norm = super().clip_gradients(math.inf, error_if_nonfinite=error_if_nonfinite)
-        self._max_norm = float(max_norm) if 0 < max_norm < math.inf else None
+        self._max_norm = max_norm if max_norm < math.inf else None
         return norm
 
     def receive(self) -> None:
@@ -568,10 +569,10 @@ class DistributedOptimizer(Distributed):
                     send_state(bucket.table, bucket.own(checked["state"]), bucket.flat)
                 if self._buffers is not None:
                     send_state(self._buffers.table, {}, self._buffers.flat)
-        self._fetch(refresh=True)
         groups = cast("list[dict[str, Any]]", checked["param_groups"])
         for own, given in zip(self.param_groups, groups, strict=True):
             own.update(hyperparameters(given))
+        self._fetch(refresh=True)
         self.wait_for_values()
 
     def held_tensors(self) -> list[HeldTensor]:

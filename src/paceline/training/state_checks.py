@@ -12,17 +12,23 @@ from paceline.core.calls import shown
 from paceline.errors import UsageError
 from paceline.update.hyper_checks import hyper_problem
 from paceline.update.table import TableSpec
-from paceline.update.torch_rule import PREFIX, is_class_of_torch, optimizer_class, pushed_hyper, require_count, state_shapes
+from paceline.update.torch_rule import (
+    PREFIX,
+    is_class_of_torch,
+    optimizer_class,
+    pushed_hyper,
+    require_count,
+    state_shapes,
+)
 
 
 def require_form(state_dict: object) -> None:
     """Raise UsageError unless this has the form of what `state_dict()` of an optimizer returns.
 
     >>> require_form({"state": {0: {"step": 1}}, "param_groups": [{"params": [0]}]})
-    >>> require_form({"state": {}, "param_groups": [{"lr": 0.1}]})
+    >>> require_form({"state": {}, "param_groups": [{"lr": 0.1}]})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    paceline.errors.UsageError: a group in the state_dict of an optimizer is {'lr': 0.1}, expected a dict with 'params', \
-a list of numbers or names: give it as state_dict() returned it.
+    paceline.errors.UsageError: a group in the state_dict of an optimizer is {'lr': 0.1}, expected a dict ...
     """
     if not isinstance(state_dict, Mapping):
         raise UsageError(f"the state_dict of an optimizer is {shown(state_dict)}, expected what state_dict() returned.")
@@ -32,8 +38,8 @@ a list of numbers or names: give it as state_dict() returned it.
     groups, state = known["param_groups"], known["state"]
     if not isinstance(groups, list | tuple):
         raise UsageError(
-            f"'param_groups' in the state_dict of an optimizer is {shown(groups)}, expected a list of dicts: give it as "
-            "state_dict() returned it."
+            f"'param_groups' in the state_dict of an optimizer is {shown(groups)}, expected a list of dicts: give it "
+            "as state_dict() returned it."
         )
     for group in cast("Sequence[object]", groups):
         if not _is_group(group):
@@ -95,9 +101,7 @@ def _require_dense(what: str, value: object, parameter: Tensor) -> None:
         raise UsageError(f"{what} is {shown(value)}, expected a dense tensor of real numbers.")
 
 
-def _require_kept(
-    kind: type[torch.optim.Optimizer], name: str, parameter: Tensor, given: Mapping[str, object]
-) -> None:
+def _require_kept(kind: type[torch.optim.Optimizer], name: str, parameter: Tensor, given: Mapping[str, object]) -> None:
     """Refuse states that this class does not keep, or not in such a shape, and too few of them."""
     least, most = (state_shapes(kind, tuple(parameter.shape), more=more) for more in (False, True))
     lacking, unknown = sorted(least.keys() - given.keys()), sorted(given.keys() - most.keys())

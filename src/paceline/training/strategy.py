@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -30,7 +31,7 @@ from paceline.worker.metrics import StepMetrics
 from paceline.worker.pushes import PushOutcome
 from paceline.worker.table import Table
 from paceline.worker.table_opener import TableOpener
-from paceline.worker.validation import as_count
+from paceline.worker.validation import as_count, as_number
 
 
 @dataclass(slots=True)
@@ -294,8 +295,8 @@ class Distributed(torch.optim.Optimizer, ABC):
         turns: clocks of its last step but one and of its last step; before its first step, the clock at which it was
             made.
         overflowed: whether a `torch.amp.GradScaler` found gradients of this worker in this clock that are not finite.
-    """
         kind: class of the optimizer that it was made from.
+    """
 
     num_refused: int = 0
     turn_s: float = 0.0
@@ -330,6 +331,13 @@ class Distributed(torch.optim.Optimizer, ABC):
         num_parameters = sum(len(group["params"]) for group in groups)
         rates = ", ".join(str(group.get("lr", "-"))[:12] for group in groups[:4]) + (", ..." if groups[4:] else "")
         return f"{self.title} ('{self._settings.name[:60]}', {num_parameters} parameters, lr {rates})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse to be copied or pickled: the steps of a job are this worker's, and a copy would have no part in it."""
+        raise UsageError(
+            f"'{self._settings.name[:60]}' cannot be copied or pickled, as its steps are those of the job: keep "
+            "state_dict(), which a plain optimizer or another distributed one can load."
+        )
 
     @property
     def is_watched(self) -> bool:
@@ -382,7 +390,7 @@ class Distributed(torch.optim.Optimizer, ABC):
             The norm of this worker's gradients before, which under bsp are its own.
 
         Raises:
-            UsageError: this worker holds a part of the model only.
+            UsageError: this worker holds a part of the model only, or a number is not valid.
 
         Example:
             >>> import torch, paceline
@@ -394,6 +402,7 @@ class Distributed(torch.optim.Optimizer, ABC):
             tensor(True)
             >>> optimizer.step()
         """
+        max_norm, norm_type = self._checked_norms(max_norm, norm_type)
         part = self._settings.part
         if part is not None and part.grid.is_split:
             raise UsageError(
@@ -402,6 +411,18 @@ class Distributed(torch.optim.Optimizer, ABC):
             )
         some = [one for one in self._parameters() if one.numel()]  # torch has no norm of others, nor slices of them
         return clip_grad_norm_(some, max_norm, norm_type, error_if_nonfinite)
+
+    def _checked_norms(self, max_norm: object, norm_type: object) -> tuple[float, float]:
+        """Return the numbers for `clip_gradients`; raises UsageError for one that would turn or spoil gradients."""
+        where = f"clip_gradients of '{self._settings.name}'"
+        norm = as_number(max_norm, where, "max_norm")
+        kind = math.inf if norm_type == "inf" else as_number(norm_type, where, "norm_type")  # torch takes the word
+        if not norm > 0 or kind != kind:  # is NaN
+            raise UsageError(
+                f"{where}: max_norm is {norm:g} and norm_type {kind:g}, expected a norm above 0 (inf clips nothing), "
+                "and 2 or another number."
+            )
+        return norm, kind
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the parameters and those collected by embeddings."""

@@ -1,4 +1,4 @@
-"""Checks of hyperparameters against those that a table was declared with: of every push, and of a state to be loaded."""
+"""Checks of hyperparameters against those of a table's declaration: of every push, and of a state to be loaded."""
 
 from __future__ import annotations
 

@@ -432,9 +432,7 @@ def require_count(name: str, found: Tensor) -> None:
         raise UsageError(f"State 'step' is {found.item()}, expected a number of steps.")
 
 
-def state_shapes(
-    cls: type[torch.optim.Optimizer], shape: tuple[int, ...], *, more: bool
-) -> dict[str, tuple[int, ...]]:
+def state_shapes(cls: type[torch.optim.Optimizer], shape: tuple[int, ...], *, more: bool) -> dict[str, tuple[int, ...]]:
     """Return the shape of each state of a parameter after a step; with `more`, also of optional states.
 
     >>> state_shapes(torch.optim.SGD, (3,), more=True), state_shapes(torch.optim.SGD, (3,), more=False)

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, cast
 
+from paceline.core.calls import is_path
 from paceline.errors import UsageError
 from paceline.job.addresses import CLUSTER_NAME
 from paceline.job.carriers import make_transport
@@ -90,7 +91,7 @@ def _find_place(source: object, shown: ClientCredentials, role: ReaderRole) -> t
         access = shown.access(location, None, role)
         holder = None if shown.keys is None else find_holder(Path(shown.keys), None, role)
         return source, partial(_of_address, location, access, 0 if holder is None else max(0, holder.rank), role)
-    if isinstance(source, str | Path):
+    if isinstance(source, str | Path) and is_path(source):
         return str(source), partial(_of_folder, Path(source), role)
     node = getattr(source, "node", None)
     if isinstance(node, WorkerNode):

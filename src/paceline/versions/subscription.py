@@ -280,7 +280,7 @@ class VersionSubscription:
         own = VersionSubscription(self.name, self._places)
         return ModuleUpdates(module, own, timeout_s)
 
-    @checked_late
+    @checked
     def table(self, name: str, *, follow: bool = True, timeout_s: float = TIMEOUT_S) -> SubscribedRows:
         """Return the row table of this name, as a reader sees it: `pull`, `changes`. Blocks until the table is there.
 
@@ -296,6 +296,8 @@ class VersionSubscription:
             Refused: there is no such table in time.
             DeadlineExceeded: there is no server in time.
         """
+        if not name.isprintable():
+            raise UsageError(f"subscribe: a table is named {name[:60]!r}, which has characters that cannot be printed.")
 
         def links() -> ServerLinks:
             return ServerLinks(name, self._places)
@@ -450,7 +452,7 @@ class VersionSubscription:
         return self._servers.connected(deadline)
 
 
-@checked_late
+@checked
 def subscribe(
     source: object,
     *,

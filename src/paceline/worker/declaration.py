@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Final
@@ -72,7 +73,8 @@ class Declaration:
                 f"table '{self.name}': init is a tensor, but the ids of rows are not known in advance: give a number, "
                 "or what makes the first values of any row, paceline.first.normal(0.01) for example."
             )
-        if not isinstance(init, First | int | float):
+        is_number = isinstance(init, float) or (isinstance(init, int) and abs(init) <= sys.float_info.max)
+        if not (is_number or isinstance(init, First)):
             raise UsageError(
                 f"table '{self.name}': init is {brief(init)}, expected a number or one of paceline.first, "
                 "paceline.first.normal(0.01) for example."

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.errors import UsageError
 from paceline.update.named_rules import Add
-from paceline.update.table import DType, Segment, TableSpec, decode_table
+from paceline.update.table import DType, Segment, TableSpec, decode_table, shown_name
 from paceline.wire.malformed import read_answer_of
 from paceline.wire.requests import NAMED, Describe
 from paceline.worker.pushes import PushOutcome, pending_future
@@ -50,8 +50,9 @@ class NamedTensors:
             UsageError: the tensor is of another shape or dtype than the first, sparse, of whole numbers, or not finite.
         """
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype not in _DTYPES or tensor.is_sparse:
-            kind = "a sparse tensor" if tensor.is_sparse else f"a tensor of {dtype}"
+        is_dense = tensor.layout == torch.strided and not tensor.is_nested
+        if dtype not in _DTYPES or not is_dense:
+            kind = f"a tensor of {dtype}" if is_dense else "a nested tensor" if tensor.is_nested else "a sparse tensor"
             raise UsageError(
                 f"push to '{name}' got {kind}, expected a dense one of {', '.join(_DTYPES)}: use .double() for counts, "
                 "and a table with rows=... for what is sparse."
@@ -93,6 +94,8 @@ class NamedTensors:
         return self._tensors[name]
 
     def _described(self, name: str) -> TableSpec:
+        if not name.isprintable():  # no push can make it
+            raise UsageError(f"pull of {shown_name(name)}, which has characters that cannot be printed.")
         rpc = self.opening.node.rpc
         told = rpc.call(0, lambda number: Describe(number, NAMED + name), f"the first push to '{name}'")
         return read_answer_of(0, f"the settings of '{name}'", decode_table, told)

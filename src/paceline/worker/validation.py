@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Final, cast
 
@@ -22,7 +23,7 @@ _INTEGERS: Final = (
     *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
 )
 _LARGEST: Final = 2**63 - 1
-_MOST_SAMPLES: Final = 1e18  # fits the frames of all messages, whole or not
+MOST_SAMPLES: Final = 1e18  # fits the frames of all messages, whole or not
 
 
 def shortened(text: str) -> str:
@@ -112,14 +113,16 @@ def as_output(out: object, shape: tuple[int, ...], dtype: torch.dtype, where: st
 def as_count(samples: object, where: str) -> float:
     """Return a number of samples; raises UsageError unless it is a finite number >= 0."""
     if (
-        type(samples) in (int, float) and 0 <= cast("float", samples) < _MOST_SAMPLES
+        type(samples) in (int, float) and 0 <= cast("float", samples) < MOST_SAMPLES
     ):  # as nearly always: spares the checks below
         return cast("float", samples)
     if isinstance(samples, Tensor | np.generic) and np.ndim(samples) == 0:
         samples = samples.item()
     is_number = isinstance(samples, int | float) and not isinstance(samples, bool)
-    if not is_number or not 0 <= cast("float", samples) < _MOST_SAMPLES:
-        raise UsageError(f"{where}: samples is {brief(samples)}, expected a number of 0 or more.")
+    if not is_number or not 0 <= cast("float", samples) < MOST_SAMPLES:
+        raise UsageError(
+            f"{where}: samples is {brief(samples)}, expected a number of 0 or more, below {MOST_SAMPLES:g}."
+        )
     return cast("float", samples)
 
 
@@ -163,10 +166,11 @@ def as_number(value: object, where: str, what: str) -> float:
         is_one = False
     if is_one:
         value = value.item()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
-    if not isinstance(value, int | float):
+    is_number = isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
+    if not is_number:
         advice = ": take loss.mean().item(), for example" if isinstance(value, Tensor | np.ndarray) else ""
         raise UsageError(f"{where}: {what} is {brief(value)}, expected one real number{advice}.")
-    return float(value)
+    return float(cast("float", value))
 
 
 def row_ids(ids: Ids, where: str) -> Tensor:
@@ -181,8 +185,9 @@ def row_ids(ids: Ids, where: str) -> Tensor:
     """
     if isinstance(ids, np.ndarray):
         return torch.from_numpy(_array(ids, where))
-    if isinstance(ids, Tensor) and ids.layout != torch.strided:
-        raise UsageError(f"{where}: ids are {brief(ids)} that is sparse, expected a dense tensor of integers.")
+    if isinstance(ids, Tensor) and (ids.layout != torch.strided or ids.is_nested):
+        kind = "" if ids.is_nested else " that is sparse"
+        raise UsageError(f"{where}: ids are {brief(ids)}{kind}, expected a dense tensor of integers.")
     try:
         given = torch.as_tensor(ids, device="cpu").detach()
     except (OverflowError, TypeError, ValueError, RuntimeError) as error:

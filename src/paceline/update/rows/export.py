@@ -70,7 +70,9 @@ def save_rows(path: Path, spec: RowTableSpec, rule: RowRule, pieces: Iterable[Ro
         ProtocolBug: the pieces have another number of rows, or other columns.
     """
     if _is_other_than_a_file(path):
-        raise UsageError(f"Rows of '{spec.name}' cannot be written to {path}: that is there, and is no file to replace.")
+        raise UsageError(
+            f"Rows of '{spec.name}' cannot be written to {path}: that is there, and is no file to replace."
+        )
     unfinished = path.with_name(f"{path.name}.part")
     try:
         with unfinished.open("wb") as file:

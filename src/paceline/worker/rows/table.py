@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +32,7 @@ from paceline.worker.pushes import NONFINITE_ADVICE, PushOutcome, finished_push
 from paceline.worker.rows.client import RowClient
 from paceline.worker.rows.in_flight import RowReadInFlight
 from paceline.worker.table_calls import RowFile, TableCalls
-from paceline.worker.validation import Ids, as_count, as_hyper, as_values, brief, row_ids, shortened
+from paceline.worker.validation import MOST_SAMPLES, Ids, as_count, as_hyper, as_values, brief, row_ids, shortened
 
 Rows = Tensor | npt.NDArray[np.generic] | Sequence[Sequence[float]]
 
@@ -162,8 +161,7 @@ class RowTable:
                 in between where servers wait for those (bsp), and where this worker adds them itself (cache=True with
                 addition or plain SGD).
         """
-        if not isinstance(ahead, int) or not 0 <= ahead <= _MOST_AHEAD:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise UsageError(f"{self._here()}: ahead is {brief(ahead)}, expected a number of clocks, 0 or more.")
+        self.require_ahead(ahead)
         # Other threads write to tensors made here, which torch forbids for those made in inference mode.
         with torch.inference_mode(mode=False):
             return self._start(self.keys(ids), refresh=refresh, exact=False, ahead=ahead)
@@ -208,7 +206,8 @@ class RowTable:
             self._require_bounded(num_rows)
             if places is None:
                 values = values.clone()  # the caller's memory may have other numbers when it is sent again
-            count = samples if type(samples) is float and 0 <= samples < inf else as_count(samples, self._here())
+            is_usual = type(samples) is float and 0 <= samples < MOST_SAMPLES  # for which no place has to be told
+            count = samples if is_usual else as_count(samples, self._here())
             hyper = as_hyper(hyper, self._here()) if hyper != () else ()
             expected = as_count(expected, self._here()) if expected != 0.0 else 0.0
             return self._watched(self.client.push(distinct, values, count=count, hyper=hyper, expected=expected))
@@ -397,9 +396,15 @@ class RowTable:
             reading, *further = [self.client.start_read(part, needs, refresh=asks) for part in parts]
         return RowFuture(self, tuple(keys.shape), places, reading, -1 if exact else clock, tuple(further))
 
+    def require_ahead(self, ahead: object) -> None:
+        """Raise UsageError unless rows can be requested for so many clocks from now."""
+        if not isinstance(ahead, int) or not 0 <= ahead <= _MOST_AHEAD:
+            raise UsageError(f"{self._here()}: ahead is {brief(ahead)}, expected a number of clocks, 0 or more.")
+
     def keys(self, ids: Ids) -> Tensor:
         """Return ids as a contiguous tensor of int64 in main memory; raises UsageError for invalid ids."""
-        if type(ids) is Tensor and ids.dtype is torch.int64 and ids.is_cpu and ids.layout is torch.strided:
+        is_usual = type(ids) is Tensor and ids.dtype is torch.int64 and ids.is_cpu and ids.layout is torch.strided
+        if is_usual and not ids.is_nested:
             return ids.contiguous()
         return row_ids(ids, self._here())
 
