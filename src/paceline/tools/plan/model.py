@@ -16,7 +16,7 @@ _FULL: Final = 4  # bytes of a float32
 _HALF: Final = 2  # of a float16 or bfloat16
 _ID_BYTES: Final = 8  # of an input token
 _LOGIT_BYTES: Final = 4  # the loss is always computed in float32
-_MOST_LAYERS: Final = 10_000
+_MOST_LAYERS: Final = 2_000  # as stages are cut by looking at all pairs of layers
 
 assert set(NUM_MOMENTS) == set(get_args(OptimizerName))
 
