@@ -197,7 +197,7 @@ def test_a_connection_that_breaks_is_reported_once() -> None:
     post.close()
 
 
-def test_a_peer_for_whom_there_is_no_thread_loses_its_connection_and_its_values_are_taken_back(
+def test_a_peer_that_needs_a_thread_where_none_is_left_loses_its_connection_and_lent_values_are_free_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gate, reports, left = Gate(), list[str](), list[str]()

@@ -14,10 +14,10 @@ Example:
     'ftrl'
 
 Other folders use `clipping`, `cuts`, `factors`, `filters`, `filters.check`, `filters.encoding`, `filters.key_cache`,
-`filters.pipeline`, `filters.traffic`, `functions`, `kernels`, `lasting`, `named_rules`, `placement`, `rates`,
-`rows.changes`, `rows.column`, `rows.contribution`, `rows.cuts`, `rows.export`, `rows.index`, `rows.initializers`,
-`rows.layout`, `rows.ops`, `rows.pending`, `rows.read_ahead`, `rows.rules`, `rows.spec`, `rows.store`,
-`rows.torch_ops`, `rows.walk`, `rules`, `shard`, `summing`, `table`, `torch_rule`, `user_code`.
+`filters.pipeline`, `filters.traffic`, `functions`, `hyper_checks`, `kernels`, `lasting`, `named_rules`, `placement`,
+`rates`, `rows.changes`, `rows.column`, `rows.contribution`, `rows.cuts`, `rows.export`, `rows.index`,
+`rows.initializers`, `rows.layout`, `rows.ops`, `rows.pending`, `rows.read_ahead`, `rows.rules`, `rows.spec`,
+`rows.store`, `rows.torch_ops`, `rows.walk`, `rules`, `shard`, `summing`, `table`, `torch_rule`, `user_code`.
 """
 
 from importlib import import_module
