@@ -73,13 +73,14 @@ class Declaration:
                 f"table '{self.name}': init is a tensor, but the ids of rows are not known in advance: give a number, "
                 "or what makes the first values of any row, paceline.first.normal(0.01) for example."
             )
-        is_number = isinstance(init, float) or (isinstance(init, int) and abs(init) <= sys.float_info.max)
-        if not (is_number or isinstance(init, First)):
+        first = init
+        if isinstance(init, float) or (isinstance(init, int) and abs(init) <= sys.float_info.max):
+            first = First("constant", float(init))
+        if not isinstance(first, First):
             raise UsageError(
                 f"table '{self.name}': init is {brief(init)}, expected a number or one of paceline.first, "
                 "paceline.first.normal(0.01) for example."
             )
-        first = init if isinstance(init, First) else First("constant", float(init))
         spec = RowTableSpec(
             self.name,
             width,
