@@ -134,7 +134,7 @@ def answer(tokens: Sequence[str]) -> int:
     except (OSError, MemoryError, RuntimeError) as error:
         if wants_traceback or not is_shortage(error):
             raise
-        if not isinstance(end_output(), BrokenPipeError):
+        if not isinstance(end_output() or error, BrokenPipeError):
             print(f"paceline: {explain(error)}", file=sys.stderr)
         return EXIT_FAILURE
 

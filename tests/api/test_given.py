@@ -196,6 +196,7 @@ WRONG_CALLS: list[tuple[Callable[[Session], object], str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")  # of torch, once in a process
 def test_calls_that_do_not_fit_say_what_is_expected_and_the_worker_goes_on() -> None:
     with pytest.MonkeyPatch.context() as patched, paceline.connect() as ps:
         patched.setattr("paceline.api.script._process.session", ps)

@@ -11,6 +11,7 @@ from typing import Any
 
 from paceline.launch import supervise
 from paceline.launch.local import run_local
+from paceline.launch.output import occupy_closed_streams
 from paceline.launch.plan import LocalRun, Programs
 from paceline.launch.policy import Policy
 
@@ -43,4 +44,5 @@ def main(settings: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
+    occupy_closed_streams()  # as `paceline` does
     sys.exit(main(json.loads(sys.argv[1])))
