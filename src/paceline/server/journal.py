@@ -21,7 +21,7 @@ from paceline.wire.messages import MessageCodec
 
 # Of all that a server leaves to its successor: entries, snapshots, and the memory of tables. A program of another
 # format cannot go on with it. A test says when it has changed.
-FORMAT: Final = 6
+FORMAT: Final = 7
 JOURNAL: Final = "journal"
 SNAPSHOTS: Final = "snapshot-0", "snapshot-1"
 COLD: Final = "cold"  # why no process can go on in this one's place; absent or empty while one can
