@@ -108,6 +108,15 @@ def test_what_cannot_be_written_is_told_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize("form", ["torch", "dcp", "parquet"])
+def test_a_name_that_no_file_can_have_is_told(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    assert answer(["snapshot", "convert", str(folder), str(tmp_path / ("x" * 300)), "--to", form]) == 2
+    assert "cannot be written: File name too long. Name another place." in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("name", ["", "folder"])
 def test_torch_gets_no_folder_for_a_file(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str

@@ -39,10 +39,10 @@ def state_of(snapshot: Snapshot) -> StateDict:
 
 def to_torch(snapshot: Snapshot, out: Path) -> None:
     """Write a file that `torch.load` reads, with weights_only, too."""
-    if out.exists() and not out.is_file():
-        raise UsageError(f"{out} cannot be written: it is there, and is no file. Name another place.")
-    unfinished = out.with_name(f".{out.name}.unfinished")
     with _writing(out):
+        if out.exists() and not out.is_file():
+            raise UsageError(f"{out} cannot be written: it is there, and is no file. Name another place.")
+        unfinished = out.with_name(f".{out.name}.unfinished")
         try:
             with unfinished.open("wb") as file:  # opened here, as torch takes not every name
                 torch.save(state_of(snapshot), file)

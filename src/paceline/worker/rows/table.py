@@ -403,11 +403,16 @@ class RowTable:
 
     def keys(self, ids: Ids) -> Tensor:
         """Return ids as a contiguous tensor of int64 in main memory; raises UsageError for invalid ids."""
-        if not isinstance(ids, Tensor) or type(ids) is not Tensor or ids.dtype is not torch.int64 or not ids.is_cpu:
-            return row_ids(ids, self._here())
-        if ids.layout is not torch.strided or ids.is_nested:
-            return row_ids(ids, self._here())
-        return ids.contiguous()
+        if (
+            isinstance(ids, Tensor)
+            and type(ids) is Tensor
+            and ids.dtype is torch.int64
+            and ids.is_cpu
+            and ids.layout is torch.strided
+            and not ids.is_nested
+        ):
+            return ids.contiguous()
+        return row_ids(ids, self._here())
 
     def _values(self, rows: Rows, keys: Tensor) -> Tensor:
         """Return rows as a flat tensor of the table's dtype, one row an id."""
