@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 from tests.faults.running import SCRIPTS, Run, run_to_end
 
+from paceline.core.partition import ALIGNMENT
 from paceline.observe.runs import read_run
 
 SCRIPT = SCRIPTS / "fed_ledger.py"
-NUM_SAMPLES, NUM_EPOCHS, NUM_WORKERS = 144, 2, 3
+NUM_SAMPLES, NUM_EPOCHS, NUM_WORKERS = 2 * ALIGNMENT, 2, 3  # cut there, so that each server has a slot for each sample
 FAULTS = ("0:0:0:data-server", "1:0:0:before-push", "2:1:0:after-push")
 
 
