@@ -88,6 +88,10 @@ def test_a_loader_that_is_sharded_is_left_as_it_is_by_each_framework(tmp_path: P
         )
         assert sorted(first) == sorted(second) == list(range(24)), name
         assert first != second, f"{name}: the second epoch has the order of the first"
+    one, other = (json.loads(line.partition("] ")[2]) for line in done.stdout.splitlines() if '"means"' in line)
+    assert one == other, "modules that are set up before their optimizers have the statistics of all workers"
+    assert all(one["means"])
+    assert done.stdout.count('{"local": 4}') == 2, "of six passes two are the last of a step"
 
 
 @pytest.mark.campaign

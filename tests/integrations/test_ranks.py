@@ -9,7 +9,7 @@ from tests.jobs import run_job
 from torch import Tensor, nn
 
 from paceline.api.session import Session
-from paceline.integrations.ranks import distribute, evaluated
+from paceline.integrations.ranks import distribute, evaluated, model_of
 
 
 def copied(model: nn.Module) -> dict[str, Tensor]:
@@ -43,3 +43,19 @@ def test_what_a_script_has_loaded_since_the_last_step_is_what_is_evaluated(tmp_p
             assert model.weight.all(), "it is trained again, so its state is that of training"
 
     run_job(tmp_path, work, workers=2)
+
+
+def test_an_optimizer_goes_with_the_model_that_it_steps() -> None:
+    first, second, other = nn.Linear(2, 1), nn.Linear(2, 1), nn.Linear(2, 1)
+    both = nn.ModuleList([first, second])
+
+    def found(stepped: nn.Module, *models: nn.Module) -> nn.Module | None:
+        return model_of(torch.optim.SGD(stepped.parameters(), lr=0.1), models)
+
+    assert found(first, first, second) is first
+    assert found(second, first, second) is second
+    assert found(first, both, first, other) is first
+    assert found(both, both, first) is both
+    assert found(both, first, other) is first
+    assert found(both, first, second) is None, "neither has all of it"
+    assert found(other, first, second) is None

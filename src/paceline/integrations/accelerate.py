@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from paceline.data.sharding import PositionedLoader
-from paceline.integrations.ranks import clip_by_norm, distribute, join_with_ranks, require
+from paceline.integrations.ranks import accumulating, clip_by_norm, distribute, join_with_ranks, model_of, require
 from paceline.training.strategy import Distributed
 
 require("accelerate", "hf")
@@ -46,9 +48,7 @@ class Accelerator(accelerate.Accelerator):
         if self.device_placement:
             for model in models:
                 model.to(self.device)
-        model = models[0] if len(models) == 1 else None
-        is_plain = [isinstance(each, torch.optim.Optimizer) and not _is_prepared(each) for each in args]
-        made = [distribute(each, model) if plain else each for each, plain in zip(args, is_plain, strict=True)]
+        made = [distribute(each, model_of(each, models)) if _is_plain(each) else each for each in args]
         return super().prepare(*made, **kwargs)
 
     def prepare_model(
@@ -69,6 +69,13 @@ class Accelerator(accelerate.Accelerator):
             return data_loader
         return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Generator[None]:
+        """Keep the gradients of the passes in the block local, because more are added before the step."""
+        del model
+        with accumulating(self.distributed_optimizers()):
+            yield
+
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:  # noqa: ANN401
         """Clip the gradients of the step by their norm; return that of this worker's own gradients."""
         self.unscale_gradients()
@@ -80,5 +87,5 @@ class Accelerator(accelerate.Accelerator):
         return [each for each in found if isinstance(each, Distributed)]
 
 
-def _is_prepared(optimizer: torch.optim.Optimizer) -> bool:
-    return isinstance(optimizer, AcceleratedOptimizer)
+def _is_plain(prepared: object) -> bool:
+    return isinstance(prepared, torch.optim.Optimizer) and not isinstance(prepared, AcceleratedOptimizer)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from paceline.integrations.ranks import distribute, join_with_ranks, require
+from paceline.integrations.ranks import accumulating, distribute, join_with_ranks, model_of, require
 from paceline.training.strategy import Distributed
 
 require("lightning", "lightning")
@@ -111,7 +112,7 @@ class PacelineFabricStrategy(WorkerPlacement, DDPStrategy):
         environment = PacelineEnvironment()
         super().__init__(accelerator, cluster_environment=environment, precision=precision)
         self._options = options
-        self._module: nn.Module | None = None
+        self._modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # in the order of their setup
         self._optimizers: list[Distributed] = []
         self._backward_sync_control = _Accumulation(self._optimizers)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -121,12 +122,12 @@ class PacelineFabricStrategy(WorkerPlacement, DDPStrategy):
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the module as it is: optimizers combine the gradients of all workers."""
-        self._module = module
+        self._modules[module] = None
         return module
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Distribute an optimizer of the module that was set up last; blocks until all workers have called it."""
-        made = distribute(optimizer, self._module, **self._options)
+        """Distribute an optimizer of a module that was set up; blocks until all workers have called it."""
+        made = distribute(optimizer, model_of(optimizer, self._modules), **self._options)
         self._optimizers.append(made)
         return made
 
@@ -161,15 +162,6 @@ def reduce_by_sum(reduce: Callable[..., Tensor], tensor: Tensor, group: Any, red
     if reduce_op in (None, "mean", "avg", torch.distributed.ReduceOp.AVG):
         return reduce(tensor, group, "sum") / size
     return reduce(tensor, group, reduce_op)
-
-
-@contextmanager
-def accumulating(optimizers: Iterable[Distributed]) -> Generator[None]:
-    """Keep the gradients of the backward passes in the block local, because more are added before the step."""
-    with ExitStack() as held:
-        for optimizer in optimizers:
-            held.enter_context(optimizer.accumulate())
-        yield
 
 
 STRATEGY_REGISTRY.register(NAME, PacelineFabricStrategy, description=DESCRIPTION)

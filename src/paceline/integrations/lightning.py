@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.integrations.ranks import distribute, evaluated, require
+from paceline.integrations.ranks import accumulating, distribute, evaluated, require
 from paceline.training.strategy import Distributed
 
 require("lightning", "lightning")
@@ -21,7 +21,6 @@ from paceline.integrations.fabric import (  # noqa: E402
     NAME,
     PacelineEnvironment,
     WorkerPlacement,
-    accumulating,
     reduce_by_sum,
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
+from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -65,6 +66,16 @@ def _num_on_this_machine(session: Session) -> int:
     return sum(bytes(each.tolist()) == name for each in session.exchange.finish(told, "all_gather", None))
 
 
+def model_of(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> nn.Module | None:
+    """Return which model an optimizer steps: the only one with parameters of it, or the smallest that has all."""
+    stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    owned = [(model, set(map(id, model.parameters()))) for model in models]
+    having = [(len(own), model) for model, own in owned if stepped & own]
+    if len(having) > 1:
+        having = [(len(own), model) for model, own in owned if stepped <= own]
+    return min(having, key=itemgetter(0), default=(0, None))[1]
+
+
 def distribute(optimizer: torch.optim.Optimizer, model: nn.Module | None, **options: object) -> Distributed:
     """Return the optimizer distributed as the job says, once; see `paceline.distributed` for the options."""
     from paceline.training.strategy import Distributed
@@ -99,6 +110,15 @@ def evaluated(optimizers: Iterable[Distributed]) -> Generator[None]:
         for optimizer in optimizers:
             if _loaded.get(optimizer) != optimizer.turns:
                 held.enter_context(optimizer.snapshot())
+        yield
+
+
+@contextmanager
+def accumulating(optimizers: Iterable[Distributed]) -> Generator[None]:
+    """Keep the gradients of the backward passes in the block local, because more are added before the step."""
+    with ExitStack() as held:
+        for optimizer in optimizers:
+            held.enter_context(optimizer.accumulate())
         yield
 
 

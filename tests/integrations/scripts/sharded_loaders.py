@@ -1,6 +1,11 @@
-"""Trains two epochs with a loader from `paceline.shard` under each framework; prints the samples each worker saw."""
+"""Trains two epochs with a loader from `paceline.shard` under each framework; prints the samples each worker saw.
+
+And steps two modules of Fabric that are set up before their optimizers, and prints their statistics; accumulates with
+Accelerate, and prints how many passes stayed local.
+"""
 
 import json
+from contextlib import nullcontext
 from typing import Any
 
 import lightning
@@ -75,11 +80,36 @@ def by_fabric() -> None:
     train("fabric", model, optimizer, fabric.setup_dataloaders(loader), fabric.backward, loader)
 
 
+def by_fabric_with_two_modules() -> None:
+    fabric = lightning.Fabric(strategy="paceline", accelerator="cpu", devices=2)
+    fabric.launch()
+    nets = [torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.BatchNorm1d(1)) for _ in range(2)]
+    models = [fabric.setup_module(net) for net in nets]
+    optimizers: Any = fabric.setup_optimizers(*(torch.optim.SGD(net.parameters(), lr=0.1) for net in nets))
+    for model, optimizer in zip(models, optimizers, strict=True):
+        fabric.backward(model(features[paceline.rank() :: 2]).square().sum())
+        optimizer.step()
+    print(json.dumps({"means": [dict(net.named_buffers())["1.running_mean"].item() for net in nets]}), flush=True)
+
+
 def by_accelerate() -> None:
-    accelerator, net, loader = Accelerator(cpu=True), torch.nn.Linear(4, 1), sharded()
+    accelerator, net, loader = Accelerator(cpu=True, gradient_accumulation_steps=2), torch.nn.Linear(4, 1), sharded()
     model, optimizer, prepared = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), loader)
     assert prepared is loader
     train("accelerate", model, optimizer, prepared, accelerator.backward, loader)
+
+
+def by_accelerate_with_accumulation() -> None:
+    accelerator, net = Accelerator(cpu=True, gradient_accumulation_steps=3), torch.nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    (distributed,), local = accelerator.distributed_optimizers(), list[None]()
+    distributed.accumulate = lambda: nullcontext(local.append(None))
+    for _ in range(6):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(features).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    print(json.dumps({"local": len(local)}), flush=True)
 
 
 class Net(torch.nn.Module):
@@ -111,5 +141,12 @@ def by_trainer() -> None:
     tell("trainer", net.seen, loader)
 
 
-for run in (by_lightning, by_fabric, by_accelerate, by_trainer):
+for run in (
+    by_lightning,
+    by_fabric,
+    by_fabric_with_two_modules,
+    by_accelerate,
+    by_accelerate_with_accumulation,
+    by_trainer,
+):
     run()
