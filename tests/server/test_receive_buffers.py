@@ -17,11 +17,13 @@ from paceline.core.settings import ServerSettings
 from paceline.errors import ProtocolBug
 from paceline.observe import trace as records
 from paceline.observe.trace import Trace
+from paceline.server import buffers
 from paceline.server.buffers import ReceiveBuffers
 from paceline.server.node import ServerNode
 from paceline.transport import MemoryTransport
 from paceline.transport.base import Frame
 from paceline.transport.buffer_pool import Buffer
+from paceline.transport.buffers import fresh_buffer
 from paceline.wire.messages import Hello, PushFrame, encode
 
 NUMEL = 1 << 18
@@ -177,3 +179,18 @@ def test_only_large_pushes_arrive_here() -> None:
 
     assert receive_buffers.place(encode(Hello("worker", 0, 0, 1)), SIZE_BYTES) is None
     assert receive_buffers.place(PUSH, 1000) is None
+
+
+def test_a_worker_that_sends_pieces_of_all_sizes_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(buffers, "fresh_buffer", lambda size_bytes: made.append(size_bytes) or fresh_buffer(size_bytes))
+    receive_buffers = ReceiveBuffers()
+    for size_bytes in range(SIZE_BYTES, SIZE_BYTES + 200_000, 64):
+        first, second = receive_buffers.place(PUSH, size_bytes), receive_buffers.place(PUSH, size_bytes)
+        assert first is not None
+        assert second is not None
+        assert len(first.memory) == size_bytes
+        first.release()
+        second.release()
+    assert len(made) <= 2 * 3
+    assert sum(made) <= 2 * 3 * 1.125 * (SIZE_BYTES + 200_000)

@@ -9,7 +9,7 @@ from typing import Literal
 from paceline.errors import PeerError
 from paceline.server.served_table import ServedTable
 from paceline.transport.base import Connection
-from paceline.transport.buffer_pool import Buffer, BufferPool, ExactAllocator
+from paceline.transport.buffer_pool import Buffer, BufferPool, ExactAllocator, RoundedAllocator
 from paceline.transport.buffers import MIN_MAPPED_BYTES, fresh_buffer
 from paceline.wire.messages import (
     FactoredPush,
@@ -92,7 +92,8 @@ class SendBuffers:
 class ReceiveBuffers:
     """Lends memory for pushes to reader threads; the server's thread, its next owner, returns it.
 
-    The pool holds only returned memory, so a push that breaks off on the way leaks nothing.
+    The pool holds only returned memory, so a push that breaks off on the way leaks nothing. Sizes are rounded, as those
+    of pieces are for their worker to choose.
     """
 
     poisons: bool = False
@@ -100,7 +101,7 @@ class ReceiveBuffers:
 
     def __post_init__(self) -> None:
         """Create an empty pool."""
-        self.pool = BufferPool(ExactAllocator(fresh_buffer), poisons=self.poisons)
+        self.pool = BufferPool(RoundedAllocator(fresh_buffer), poisons=self.poisons)
 
     def place(self, header: bytes, size_bytes: int) -> Buffer | None:
         """Return memory for the body of a frame; None (small, or no push) leaves it to the transport."""

@@ -65,6 +65,36 @@ class ExactAllocator:
         self._free.clear()
 
 
+def rounded_up(size_bytes: int) -> int:
+    """Return the next of the eight sizes between a power of two and the one above it: at most an eighth more.
+
+    >>> [rounded_up(size_bytes) for size_bytes in (0, 7, 16, 17, 256, 257, 300)]
+    [0, 7, 16, 18, 256, 288, 320]
+    """
+    step = 1 << max(0, size_bytes.bit_length() - 4)
+    return -(-size_bytes // step) * step
+
+
+@final
+class RoundedAllocator:
+    """Free memory by rounded size, for sizes that peers choose: few of them are kept apart."""
+
+    def __init__(self, make: Callable[[int], memoryview]) -> None:
+        self._pieces = ExactAllocator(make)
+
+    def allocate(self, size_bytes: int) -> memoryview:
+        """Return memory of this size or up to an eighth more; see `Allocator.allocate`."""
+        return self._pieces.allocate(rounded_up(size_bytes))
+
+    def free(self, memory: memoryview) -> None:
+        """Take memory back."""
+        self._pieces.free(memory)
+
+    def clear(self) -> None:
+        """Let go of all memory."""
+        self._pieces.clear()
+
+
 @final
 class Buffer:
     """Memory of a pool with one owner. A buffer that is dropped without `release` is freed, and not reused.
