@@ -19,13 +19,13 @@ def pipeline_of(
 
 def num_kept(pipeline: FilterPipeline) -> int:
     """How many rows are kept back."""
-    return len(pipeline.state()["ids"])
+    return len(pipeline.kept().ids)
 
 
 def rest(pipeline: FilterPipeline) -> tuple[Tensor, Tensor]:
     """What is kept back: ids ascending, rows."""
-    kept = pipeline.state()
-    return kept["ids"], kept["rows"]
+    kept = pipeline.kept()
+    return kept.ids, kept.rows
 
 
 class Account:
@@ -50,8 +50,7 @@ class Account:
 def kept_in(pipeline: FilterPipeline) -> Account:
     """What the sieve keeps back now; it stays there."""
     account = Account()
-    state = pipeline.state()
-    account.add(state["ids"], state["rows"])
+    account.add(*rest(pipeline))
     return account
 
 

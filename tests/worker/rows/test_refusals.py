@@ -37,8 +37,7 @@ def stored(world: World) -> torch.Tensor:
 
 def kept(table: RowTable) -> torch.Tensor:
     out = torch.zeros(40, 2, dtype=torch.float64)
-    left = table.client.state.pipeline.state()
-    ids, rows = left["ids"], left["rows"]
+    ids, rows, _ = table.client.state.pipeline.kept()
     out[ids] = rows
     return out
 

@@ -60,8 +60,7 @@ def test_t25_what_is_sent_and_what_is_kept_back_are_what_was_given(
             given += rows
             node.tick()
         table.flush().result(timeout=30)
-        left = table.client.state.pipeline.state()
-        ids, kept = left["ids"], left["rows"]
+        ids, kept, _ = table.client.state.pipeline.kept()
         whole = stored(servers, IDS)
         whole[ids] += kept
         assert torch.allclose(whole, given, rtol=0, atol=1e-12)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from paceline.errors import ProtocolBug, UsageError
+from paceline.errors import ProtocolBug
 from paceline.update.filters.check import named, number
 from paceline.update.filters.encoding import Plain, codec_of
 from paceline.update.rows.column import RowColumn
@@ -71,7 +71,7 @@ class Selection:
 
 @final
 class Skip:
-    """Draws rows with probability `keep`; a checkpoint can save and restore the generator."""
+    """Draws rows with probability `keep`."""
 
     def __init__(self, keep: float, seed: int, worker: int) -> None:
         self.keep = keep
@@ -82,14 +82,6 @@ class Skip:
     def draw(self, num_rows: int) -> Tensor:
         """Return which rows are sent, bool [num_rows]."""
         return torch.rand(num_rows, generator=self._random, dtype=torch.float64) < self.keep
-
-    def state(self) -> Tensor:
-        """Return the state of the generator, uint8."""
-        return self._random.get_state()
-
-    def load_state(self, state: Tensor) -> None:
-        """Restore a state of the generator."""
-        self._random.set_state(state)
 
 
 def stationary_of(filters: Sequence[FilterSpec]) -> Stationary | None:
@@ -249,26 +241,9 @@ class FilterPipeline:
         since = torch.where(untouched, change.since, _earliest(now.since, change.since))
         self._error_feedback.keep(change.ids, rows, since)
 
-    def state(self) -> dict[str, Tensor]:
-        """Return the rows kept back and the state of the draws, for a checkpoint."""
-        state = self._error_feedback.state()
-        return state if self._skip is None else state | {"draws": self._skip.state()}
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a state, with the same filters.
-
-        Raises:
-            UsageError: the state is of other filters or of another table.
-        """
-        expected = (*Kept._fields, *(() if self._skip is None else ("draws",)))
-        if set(state) != set(expected):
-            raise UsageError(
-                f"What filters kept back has the parts {', '.join(state)}, expected {', '.join(expected)}. "
-                "Declare the filters that the checkpoint was made with."
-            )
-        self._error_feedback.load_state(state)
-        if self._skip is not None:
-            self._skip.load_state(state["draws"])
+    def kept(self) -> Kept:
+        """Return copies of all rows kept back, ids ascending."""
+        return self._error_feedback.read_all()
 
     def _lets_all_pass(self) -> bool:
         lossless = isinstance(self._codec, Plain) and self._selection.takes_all
@@ -433,30 +408,12 @@ class ErrorFeedback:
 
     def pop_all(self) -> Kept:
         """Remove and return all rows, ids ascending."""
-        kept = self._everything()
+        kept = self.read_all()
         self._forget()
         return kept
 
-    def state(self) -> dict[str, Tensor]:
-        """Return copies of all rows, ids ascending, for a checkpoint."""
-        return self._everything()._asdict()
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Replace all rows by those of a state.
-
-        Raises:
-            UsageError: the state is of a table of another width or dtype.
-        """
-        ids, rows, since = state["ids"], state["rows"], state["since"]
-        if rows.dtype != self._dtype or rows.shape != (len(ids), self._width) or since.shape != ids.shape:
-            raise UsageError(
-                f"What was kept back of pushes is {rows.dtype} {tuple(rows.shape)} for {len(ids)} ids, expected "
-                f"{self._dtype} rows of {self._width}. Is it the checkpoint of another table?"
-            )
-        self._forget()
-        self.keep(ids, rows, since)
-
-    def _everything(self) -> Kept:
+    def read_all(self) -> Kept:
+        """Return copies of all rows, ids ascending."""
         ids = self._index.ids_of(self._index.live_slots()).sort().values
         return self.read(ids)
 
