@@ -156,6 +156,8 @@ def test_choices_are_checked_before_a_run_begins(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(trackers, "find_spec", lambda _: None)
     with pytest.raises(UsageError, match=r"--log wandb needs wandb, .*: pip install 'paceline\[wandb\]'"):
         parse_trackers("wandb:project")
+    with pytest.raises(UsageError, match="--log otlp names 'ftp://x', expected the URL of a collector"):
+        parse_trackers("otlp:ftp://x")
     monkeypatch.setattr(trackers, "find_spec", lambda _: object())
     url = "http://localhost:4318/v1/metrics"
     assert parse_trackers(f"tensorboard, otlp:{url}") == (TrackerChoice("tensorboard"), TrackerChoice("otlp", url))

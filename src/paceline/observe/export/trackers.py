@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from paceline.observe.export.run_metrics import Metric, RunMetrics
 
 _CLOCK: Final = "clock"
+_URL: Final = "URL"
+_SCHEMES: Final = ("http://", "https://")
 _METRICS_A_BATCH: Final = 1000  # that MLflow takes
 _MOST_QUEUED: Final = 1000  # events for the thread that writes TensorBoard's file
 
@@ -88,7 +90,7 @@ class TrackerChoice:
 def parse_trackers(text: str) -> tuple[TrackerChoice, ...]:
     """Read a list of trackers, and check that their libraries are here; imports none.
 
-    Raises UsageError for others, one that is named twice, and one whose library is missing.
+    Raises UsageError for others, one that is named twice, a URL that is none, and one whose library is missing.
 
     >>> parse_trackers("tensorboard:curves, tensorboard")
     Traceback (most recent call last):
@@ -103,6 +105,11 @@ def parse_trackers(text: str) -> tuple[TrackerChoice, ...]:
             raise UsageError(f"--log names {kind[:40]!r}, expected one or several of {takes}, joined by commas")
         if kind in {choice.kind for choice in choices}:
             raise UsageError(f"--log names {kind} twice: name it once")
+        if known.target == _URL and target and not target.startswith(_SCHEMES):
+            raise UsageError(
+                f"--log {kind} names {target[:80]!r}, expected the URL of a collector, such as "
+                "http://localhost:4318/v1/metrics"
+            )
         if not is_there(known.module):
             raise UsageError(
                 f"--log {kind} needs {known.module}, which is not installed here: pip install 'paceline[{known.extra}]'"
@@ -274,7 +281,7 @@ TRACKERS: Final[Mapping[str, TrackerKind]] = {
     "wandb": TrackerKind("wandb", "wandb", "PROJECT", WeightsAndBiases),
     "mlflow": TrackerKind("mlflow", "mlflow", "EXPERIMENT", MLflow),
     "trackio": TrackerKind("trackio", "trackio", "PROJECT", Trackio),
-    "otlp": TrackerKind("opentelemetry.exporter.otlp.proto.http", "otlp", "URL", OpenTelemetry),
+    "otlp": TrackerKind("opentelemetry.exporter.otlp.proto.http", "otlp", _URL, OpenTelemetry),
 }
 
 
