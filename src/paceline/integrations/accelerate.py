@@ -71,9 +71,8 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Generator[None]:
-        """Keep the gradients of the passes in the block local, because more are added before the step."""
-        del model
-        with accumulating(self.distributed_optimizers()):
+        """Keep the gradients of a model from the passes in the block local, because more are added before the step."""
+        with accumulating(self.distributed_optimizers(), model):
             yield
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:  # noqa: ANN401

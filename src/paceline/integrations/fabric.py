@@ -153,8 +153,7 @@ class _Accumulation:
         self._optimizers = optimizers
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        del module
-        return accumulating(self._optimizers if enabled else ())
+        return accumulating(self._optimizers if enabled else (), module)
 
 
 def reduce_by_sum(reduce: Callable[..., Tensor], tensor: Tensor, group: Any, reduce_op: Any, size: int) -> Tensor:  # noqa: ANN401

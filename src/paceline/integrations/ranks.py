@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
-from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -70,10 +69,10 @@ def model_of(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> n
     """Return which model an optimizer steps: the only one with parameters of it, or the smallest that has all."""
     stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
     owned = [(model, set(map(id, model.parameters()))) for model in models]
-    having = [(len(own), model) for model, own in owned if stepped & own]
+    having = [pair for pair in owned if stepped & pair[1]]
     if len(having) > 1:
-        having = [(len(own), model) for model, own in owned if stepped <= own]
-    return min(having, key=itemgetter(0), default=(0, None))[1]
+        having = [pair for pair in having if stepped <= pair[1]]
+    return min(having, key=lambda pair: len(pair[1]), default=(None, ()))[0]
 
 
 def distribute(optimizer: torch.optim.Optimizer, model: nn.Module | None, **options: object) -> Distributed:
@@ -114,11 +113,15 @@ def evaluated(optimizers: Iterable[Distributed]) -> Generator[None]:
 
 
 @contextmanager
-def accumulating(optimizers: Iterable[Distributed]) -> Generator[None]:
-    """Keep the gradients of the backward passes in the block local, because more are added before the step."""
+def accumulating(optimizers: Iterable[Distributed], model: nn.Module | None = None) -> Generator[None]:
+    """Keep the gradients of the backward passes in the block local, because more are added before the step.
+
+    With a model, those of the optimizers that step it.
+    """
     with ExitStack() as held:
         for optimizer in optimizers:
-            held.enter_context(optimizer.accumulate())
+            if model is None or model_of(optimizer, [model]) is not None:
+                held.enter_context(optimizer.accumulate())
         yield
 
 

@@ -43,7 +43,6 @@ class Allocator(Protocol):
         ...
 
 
-@final
 class ExactAllocator:
     """Free memory by exact size; what was released last is reused first."""
 
@@ -76,23 +75,12 @@ def rounded_up(size_bytes: int) -> int:
 
 
 @final
-class RoundedAllocator:
+class RoundedAllocator(ExactAllocator):
     """Free memory by rounded size, for sizes that peers choose: few of them are kept apart."""
-
-    def __init__(self, make: Callable[[int], memoryview]) -> None:
-        self._pieces = ExactAllocator(make)
 
     def allocate(self, size_bytes: int) -> memoryview:
         """Return memory of this size or up to an eighth more; see `Allocator.allocate`."""
-        return self._pieces.allocate(rounded_up(size_bytes))
-
-    def free(self, memory: memoryview) -> None:
-        """Take memory back."""
-        self._pieces.free(memory)
-
-    def clear(self) -> None:
-        """Let go of all memory."""
-        self._pieces.clear()
+        return super().allocate(rounded_up(size_bytes))
 
 
 @final

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from paceline.update.filters import FilterSpec
-from paceline.update.filters.pipeline import FilterPipeline
+from paceline.update.filters.pipeline import FilterPipeline, Kept
 from paceline.update.rows.ops import row_ops
 
 
@@ -17,15 +17,20 @@ def pipeline_of(
     return FilterPipeline(filters, width, dtype, row_ops("torch"), worker)
 
 
+def kept(pipeline: FilterPipeline) -> Kept:
+    """Copies of the rows that are kept back, ids ascending."""
+    return pipeline._error_feedback.read_all()
+
+
 def num_kept(pipeline: FilterPipeline) -> int:
     """How many rows are kept back."""
-    return len(pipeline.kept().ids)
+    return len(kept(pipeline).ids)
 
 
 def rest(pipeline: FilterPipeline) -> tuple[Tensor, Tensor]:
     """What is kept back: ids ascending, rows."""
-    kept = pipeline.kept()
-    return kept.ids, kept.rows
+    ids, rows, _ = kept(pipeline)
+    return ids, rows
 
 
 class Account:

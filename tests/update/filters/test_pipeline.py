@@ -2,7 +2,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.update.filters.filtering import Account, kept_in, num_kept, one, pipeline_of, pushed, rest, row
+from tests.update.filters.filtering import Account, kept, kept_in, num_kept, one, pipeline_of, pushed, rest, row
 
 from paceline.update.filters import KKT, Cast, FilterSpec, Int8, RandomSkip, Significant, TopK
 from paceline.update.filters.encoding import codec_of
@@ -86,9 +86,9 @@ def test_what_is_kept_back_is_bit_for_bit_as_if_a_refused_push_had_not_been_made
     pipeline = pipeline_of(*filters, dtype=dtype)
     for clock in range(6):
         pipeline.sift(*rows_of(clock, dtype), clock)
-        before = pipeline.kept()
+        before = kept(pipeline)
         undo(pipeline, pipeline.flush() if clock % 3 == 2 else pipeline.sift(*rows_of(clock + 50, dtype), clock))
-        after = pipeline.kept()
+        after = kept(pipeline)
         assert num_kept(pipeline) > 0
         assert all(map(torch.equal, before, after))
 

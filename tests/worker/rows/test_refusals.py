@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from tests.update.filters.filtering import rest
 from tests.worker.rows.tables import open_rows, rows_of
 from tests.worker.rows.world import World
 
@@ -37,7 +38,7 @@ def stored(world: World) -> torch.Tensor:
 
 def kept(table: RowTable) -> torch.Tensor:
     out = torch.zeros(40, 2, dtype=torch.float64)
-    ids, rows, _ = table.client.state.pipeline.kept()
+    ids, rows = rest(table.client.state.pipeline)
     out[ids] = rows
     return out
 

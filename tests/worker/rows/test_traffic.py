@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.nodes.cluster import cluster
+from tests.update.filters.filtering import rest
 from tests.worker.rows.tables import open_rows, rows_of, served, stored
 
 from paceline.update.filters import Cast, Int8, KeyCache, TopK
@@ -60,7 +61,7 @@ def test_t25_what_is_sent_and_what_is_kept_back_are_what_was_given(
             given += rows
             node.tick()
         table.flush().result(timeout=30)
-        ids, kept, _ = table.client.state.pipeline.kept()
+        ids, kept = rest(table.client.state.pipeline)
         whole = stored(servers, IDS)
         whole[ids] += kept
         assert torch.allclose(whole, given, rtol=0, atol=1e-12)

@@ -241,10 +241,6 @@ class FilterPipeline:
         since = torch.where(untouched, change.since, _earliest(now.since, change.since))
         self._error_feedback.keep(change.ids, rows, since)
 
-    def kept(self) -> Kept:
-        """Return copies of all rows kept back, ids ascending."""
-        return self._error_feedback.read_all()
-
     def _lets_all_pass(self) -> bool:
         lossless = isinstance(self._codec, Plain) and self._selection.takes_all
         return lossless and self._skip is None and not len(self._error_feedback)

@@ -404,8 +404,7 @@ class RowTable:
     def keys(self, ids: Ids) -> Tensor:
         """Return ids as a contiguous tensor of int64 in main memory; raises UsageError for invalid ids."""
         if (
-            isinstance(ids, Tensor)
-            and type(ids) is Tensor
+            type(ids) is Tensor
             and ids.dtype is torch.int64
             and ids.is_cpu
             and ids.layout is torch.strided
