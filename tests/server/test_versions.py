@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from errno import ENOSPC, ENOSYS
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +21,9 @@ from paceline.errors import UsageError
 from paceline.server import versions as server_versions
 from paceline.server.served_table import PartToPublish
 from paceline.server.versions import PublishedVersion, PublishedVersions, VersionGone
+from paceline.transport import ShmTransport, Transport
+from paceline.transport.memory import MemoryTransport
+from paceline.update import cuts
 from paceline.update.cuts import ShardCut
 from paceline.wire.requests import PublishTable, TableCall
 from paceline.wire.versions import (
@@ -38,9 +45,9 @@ def request(number: int, table: str = "w", tables: tuple[str, ...] = ("w",), **c
     return PublishTable(TableCall(1, table, number, 0), **given)
 
 
-def part(number: int, size_bytes: int = 5) -> PartToPublish:
+def part(number: int, size_bytes: int = 5, transport: Transport | None = None) -> PartToPublish:
     values = torch.full((size_bytes,), number % 251, dtype=torch.uint8)
-    return PartToPublish(0, size_bytes, ShardCut({"values": values}), lambda size: memoryview(bytearray(size)))
+    return PartToPublish(0, size_bytes, ShardCut({"values": values}), transport or MemoryTransport())
 
 
 def content(number: int) -> bytes:
@@ -220,6 +227,64 @@ def test_a_version_that_there_is_no_memory_for_is_told_and_never_there(capsys: p
     versions.add(request(2), part(2))
     executor.run()
     assert there(versions) == [2]
+
+
+def memory_files() -> dict[int, str]:
+    """The files of memory that this process has open: descriptors and what they lead to."""
+    found = {int(path.name): os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+    return {descriptor: name for descriptor, name in found.items() if name.startswith("/memfd:paceline")}
+
+
+def test_no_process_can_write_to_what_readers_map() -> None:
+    versions, executor = by_hand()
+    before, size_bytes = memory_files(), cuts.CHUNK + 3  # of a piece, and a part of another
+    versions.add(request(1), part(1, size_bytes, ShmTransport("job")))
+    executor.run()
+    (memory,) = versions.lease(PublicationId("a", "s", 1)).memories
+    (descriptor,) = memory_files().keys() - before.keys()
+    assert os.pread(descriptor, 2 * size_bytes, 0) == memory.tobytes() == bytes([1]) * size_bytes
+    writable = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)  # as the owner of the file may
+    try:
+        with pytest.raises(PermissionError):
+            os.pwrite(writable, b"wrong", 0)
+        with pytest.raises(PermissionError):
+            os.ftruncate(writable, 1)
+        with pytest.raises(PermissionError):
+            mmap.mmap(writable, size_bytes)
+    finally:
+        os.close(writable)
+    memory[0] = 2  # which stays in this process, and is not in the file
+    assert os.pread(descriptor, 1, 0) == bytes([1])
+
+
+def test_a_version_that_memory_ends_for_is_told_and_leaves_no_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(descriptor: int, content: memoryview) -> None:
+        raise OSError(ENOSPC, os.strerror(ENOSPC))
+
+    monkeypatch.setattr(server_versions, "append", full)
+    versions, executor = by_hand()
+    before = memory_files()
+    versions.add(request(1), part(1, transport=ShmTransport("job")))
+    executor.run()
+    assert there(versions) == []
+    assert "version 1 of 'a' is not published: " in (told := capsys.readouterr().err)
+    assert os.strerror(ENOSPC) in told
+    assert memory_files() == before
+
+
+def test_without_files_of_memory_a_version_is_in_memory_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(size_bytes: int, *, sparse: bool = False) -> int:
+        raise OSError(ENOSYS, os.strerror(ENOSYS))
+
+    monkeypatch.setattr(server_versions, "create_memory", missing)
+    notices, (versions, executor) = list[str](), by_hand()
+    transport = ShmTransport("job", notice=notices.append, create_memory=missing)
+    versions.add(request(1), part(1, transport=transport))
+    executor.run()
+    assert versions.lease(PublicationId("a", "s", 1)).memories[0].tobytes() == content(1)
+    assert len(notices) == 1
 
 
 def test_what_a_reader_wants_held_stays_for_it_unless_it_knows_it_or_too_many_are_kept() -> None:

@@ -11,6 +11,7 @@ from random import Random
 import pytest
 import torch
 from tests.jobs import Job, job
+from tests.versions.publishing import wait_seen
 from tests.versions.relaying import PATIENCE_S, TOKEN, relaying
 from torch import Tensor
 
@@ -49,7 +50,7 @@ class Trained:
             number = self.ps.clock()
         for dtype, table in self.tables.items():
             self.values[dtype, number] = table.pull().clone()
-            self.ps.models.publish(table, dtype, keep=KEEP).wait()
+            wait_seen(self.ps, self.ps.models.publish(table, dtype, keep=KEEP))
         return number
 
 

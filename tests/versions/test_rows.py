@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from tests.jobs import Job
 from tests.serve.daemon import daemon
+from tests.versions.publishing import wait_seen
 from tests.versions.test_subscription import readable
 from torch import Tensor
 
@@ -86,7 +87,7 @@ def test_rows_and_a_dense_version_are_of_one_clock(tmp_path: Path) -> None:
             w.push([1.0, 1.0])
             ps.clock()
             seen[ps.node.clock] = table.pull(IDS)
-            ps.models.publish(w, "w", keep=20).wait()
+            wait_seen(ps, ps.models.publish(w, "w", keep=20))
 
         step()
         with (

@@ -12,13 +12,14 @@ import pytest
 import torch
 from tests.jobs import Job, job
 from tests.serve.daemon import daemon
+from tests.versions.publishing import wait_seen
 from torch import Tensor, nn
 
 import paceline
 from paceline.api.session import Session
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.job.addresses import CLUSTER_NAME
-from paceline.transport.shm import ShmTransport
+from paceline.server import versions as server_versions
 from paceline.versions.contents import digest_of_version
 from paceline.versions.link import ReaderLink, VersionNotThere
 from paceline.versions.places import PublishingServers
@@ -65,9 +66,7 @@ def test_a_reader_gets_the_bytes_that_the_worker_had_at_that_clock(carrier: str,
             assert (made is None) == (ps.rank > 0)
             if made is not None:
                 published[made.number] = state_of(model)
-                made.wait()
-                with paceline.subscribe(ps) as own:  # two that are being copied are the most there may be
-                    own.wait(made.number, timeout_s=PATIENCE_S)
+                wait_seen(ps, made)
 
     def read() -> None:
         with paceline.subscribe(tmp_path) as reader:
@@ -264,12 +263,12 @@ def test_a_version_that_cannot_be_copied_is_told_and_the_next_one_is_there(
     def work(ps: Session) -> None:
         w, failed = ps.table("w", shape=(2,), update=ADD), threading.Event()
 
-        def allocate(_self: object, _size_bytes: int) -> memoryview:
+        def append(_descriptor: int, _content: memoryview) -> None:
             failed.set()
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patched, paceline.subscribe(ps, name="w") as reader:
-            patched.setattr(ShmTransport, "allocate", allocate)
+            patched.setattr(server_versions, "append", append)
             ps.models.publish(w, "w", keep=1).wait()
             assert failed.wait(PATIENCE_S)
             patched.undo()

@@ -612,7 +612,7 @@ class ServedDenseTable:
             raise UsageError(f"table '{self.spec.name}' has no values yet: publish it after a clock")
         require_memory(f"a version of table '{self.spec.name}'", size_bytes)
         made = self.shard.cut(has_plenty, values_only=True)
-        return PartToPublish(self.shard.span.start, size_bytes, made, self.host.transport.allocate)
+        return PartToPublish(self.shard.span.start, size_bytes, made, self.host.transport)
 
     def save(self, path: Path, clock: int) -> None:
         """See `ServedTable.save`."""

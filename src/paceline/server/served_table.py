@@ -154,13 +154,13 @@ TO_CLIP = Acceptance(clips=True)
 class PartToPublish:
     """The values of a server's range of a table as they are at one moment, from element `start` on: `size_bytes`.
 
-    Any thread may read the `cut`, once. `allocate` returns memory that readers can map.
+    Any thread may read the `cut`, once, into memory that the `transport` carries.
     """
 
     start: int
     size_bytes: int
     cut: ShardCut
-    allocate: Callable[[int], memoryview]
+    transport: Transport
 
 
 @value_class

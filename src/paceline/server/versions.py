@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final, final
+
+import torch
 
 from paceline.errors import UsageError
 from paceline.notices import tell
 from paceline.server.served_table import PartToPublish
+from paceline.transport.base import SharesMemory
+from paceline.transport.segments import append, create_memory, seal
 from paceline.wire.malformed import REQUEST_ERRORS, describe_error
 from paceline.wire.requests import PublishTable
 from paceline.wire.versions import (
@@ -286,9 +292,7 @@ class PublishedVersions:
     def _copy(self, made: PublicationId, unfinished: _Unfinished, table: str, part: PartToPublish) -> None:
         """Copy the values of a table into memory that nothing writes to any more."""
         try:
-            memory = part.allocate(part.size_bytes)
-            part.cut.read_all(memory)
-            unfinished.parts[table] = part.start, memory
+            unfinished.parts[table] = part.start, _copied(part)
         except (
             REQUEST_ERRORS
         ) as error:  # updates ran ahead, or there is no memory: a thread that ended would tell nothing
@@ -313,6 +317,41 @@ class PublishedVersions:
             if published is not None and is_wanted and len(parts) == len(request.tables):
                 published.show(PublishedVersion(head, request.layout, tuple(memories)), request.keep)
                 self._changed.notify_all()
+
+
+def _copied(part: PartToPublish) -> memoryview:
+    """Return a copy of the values of a part, where readers can map it; blocks.
+
+    Raises OSError when memory is full, and as `ShardCut.read_all` does.
+    """
+    if isinstance(part.transport, SharesMemory) and part.size_bytes:
+        try:
+            descriptor = create_memory(part.size_bytes, sparse=True)
+        except OSError:
+            pass  # `allocate` meets the same, and tells of it
+        else:
+            return _written(part, part.transport, descriptor)
+    memory, at = part.transport.allocate(part.size_bytes), 0
+
+    def write(piece: memoryview) -> None:
+        nonlocal at
+        into = torch.frombuffer(memory, dtype=torch.uint8, count=len(piece), offset=at)
+        into.copy_(torch.frombuffer(piece, dtype=torch.uint8))  # while other threads run
+        at += len(piece)
+
+    part.cut.read_all(write)
+    return memory
+
+
+def _written(part: PartToPublish, transport: SharesMemory, descriptor: int) -> memoryview:
+    """Return a copy in a memory file, which is written to: the kernel has no need to clear its pages before."""
+    try:
+        part.cut.read_all(partial(append, descriptor))
+        memory = memoryview(seal(descriptor, part.size_bytes))
+        transport.share(memory, descriptor)
+    finally:
+        os.close(descriptor)
+    return memory
 
 
 def _check(request: PublishTable) -> None:

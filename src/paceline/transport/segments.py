@@ -4,7 +4,8 @@ A segment is an anonymous memory file (memfd): it has no name, so nothing can be
 over each connection once, with the first frame that uses it there; later frames name it by number. Its size is sealed,
 so that neither side can make the other fault by shrinking it, and its owner alone can write to it: a mapping of a
 peer is private, so that it shows what the owner writes, and what is written to it stays local. Memory that outlives
-its owner (`LastingMemory`) is not sealed against writing, as the successor has to write: peers get it read-only.
+its owner (`LastingMemory`) is not sealed against writing, as the successor has to write: peers get it read-only. What
+never changes (`seal`) is sealed against its owner, too.
 Children that the owner forks have it as private memory: what they write stays with them.
 """
 
@@ -307,6 +308,18 @@ def create_memory(size_bytes: int, *, sparse: bool = False) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def append(descriptor: int, content: memoryview) -> None:
+    """Write bytes behind those that were written to a memory file; raises OSError when memory is full."""
+    while content:
+        content = content[os.write(descriptor, content) :]
+
+
+def seal(descriptor: int, size_bytes: int) -> PeerMemory:
+    """Have no process change what was written to a memory file, and map it; raises OSError."""
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_WRITE)
+    return PeerMemory.of(descriptor, size_bytes)
 
 
 def _create_segment(size_bytes: int, create: CreateMemory) -> tuple[int, mmap.mmap]:

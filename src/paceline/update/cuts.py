@@ -129,22 +129,21 @@ class ShardCut:
         with self._lock:
             found = self._take_kept(index)
             if found is None:
-                found = self._read(index)
+                found = self._copy(index)
+                self._left.discard(index)  # not before: updates look at that without the lock
         return found.numpy().data
 
-    def read_all(self, out: memoryview) -> None:
-        """Read all pieces, one after the other, into memory for just as many bytes; raises as `read` does."""
-        at = 0
+    def read_all(self, write: Callable[[memoryview], None]) -> None:
+        """Read all pieces in order: `write` copies the bytes that it is given. Raises as `read`, and as that does."""
         for index in range(self.num_pieces):
-            size_bytes = self._size_bytes(index)
-            into = torch.frombuffer(out, dtype=torch.uint8, count=size_bytes, offset=at)
             with self._lock:
                 kept = self._take_kept(index)
                 if kept is None:
-                    self._read(index, into)
+                    for part, start, stop in self._spans(index):
+                        write(part[start:stop].numpy().data)
+                    self._left.discard(index)  # not before: updates look at that without the lock
             if kept is not None:
-                into.copy_(kept)
-            at += size_bytes
+                write(kept.numpy().data)
 
     def close(self) -> None:
         """See `TableCut.close`."""
@@ -162,12 +161,6 @@ class ShardCut:
         if index not in self._left:
             raise UsageError(f"a cut has no piece {index} that was not read before, of {self.num_pieces}")
         return None
-
-    def _read(self, index: int, out: Tensor | None = None) -> Tensor:
-        """Copy a piece that is as it was. It is left until then: updates look at that without the lock."""
-        found = self._copy(index, out)
-        self._left.discard(index)
-        return found
 
     def _keep(self, index: int) -> None:
         size_bytes = self._size_bytes(index)
@@ -192,9 +185,8 @@ class ShardCut:
     def _size_bytes(self, index: int) -> int:
         return sum(stop - start for _, start, stop in self._spans(index))
 
-    def _copy(self, index: int, out: Tensor | None = None) -> Tensor:
-        if out is None:
-            out = torch.empty(self._size_bytes(index), dtype=torch.uint8)
+    def _copy(self, index: int) -> Tensor:
+        out = torch.empty(self._size_bytes(index), dtype=torch.uint8)
         at = 0
         for part, start, stop in self._spans(index):
             out[at : at + stop - start] = part[start:stop]
