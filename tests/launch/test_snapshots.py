@@ -7,6 +7,7 @@ import pytest
 from paceline.errors import UsageError
 from paceline.job.spec import ClusterSpec
 from paceline.launch.snapshots import options_of_environment, with_snapshots
+from paceline.snapshots.folder import SnapshotManifest, write_snapshot
 
 
 def spec_as_asked(folder: Path, monkeypatch: pytest.MonkeyPatch, **variables: str) -> ClusterSpec:
@@ -31,6 +32,16 @@ def test_a_job_begins_anew_where_it_is_to_go_on_from_its_own_snapshots_and_has_n
     for kept in (tmp_path / "missing", tmp_path):
         own = {"PACELINE_SNAPSHOTS": str(kept), "PACELINE_RESUME": str(kept)}
         assert spec_as_asked(tmp_path, monkeypatch, **own).resume == ""
+
+
+def test_jobs_that_go_on_from_one_snapshot_are_of_different_generations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = SnapshotManifest(clock=5, generation=3, num_workers=2, num_servers=1, tables=(), files=())
+    write_snapshot(tmp_path, lambda unfinished: held)
+    specs = [spec_as_asked(tmp_path, monkeypatch, PACELINE_RESUME=str(tmp_path)) for _ in range(2)]
+    assert [spec.clock for spec in specs] == [5, 5]
+    assert held.generation < specs[0].generation != specs[1].generation > held.generation
 
 
 @pytest.mark.parametrize(

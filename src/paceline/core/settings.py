@@ -19,7 +19,7 @@ class ServerSettings:
     Args:
         server: rank of this server; rank 0 is the lead.
         num_servers: how many servers share the tables.
-        generation: how often the job was started or restored.
+        generation: of the job; one that goes on from a snapshot has a larger one than the job that wrote it.
         workers: ranks that are expected to join; the clock waits for them until `join_timeout_s` has passed.
         join_timeout_s: how long an expected worker may take to join.
         lease_s: how long a worker may be disconnected before it is evicted.

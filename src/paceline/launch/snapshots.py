@@ -1,16 +1,23 @@
 """What a job that is started keeps of itself, and goes on from: by options, or by variables under other launchers."""
 
+import secrets
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from paceline.job.environment import asked_snapshots
 from paceline.job.spec import ClusterSpec
 from paceline.snapshots.folder import newest, snapshots_in
 from paceline.snapshots.options import SnapshotOptions
 
+_MOST_GENERATIONS: Final = 1 << 32  # between a job and one that goes on from it
+
 
 def with_snapshots(spec: ClusterSpec, asked: SnapshotOptions) -> ClusterSpec:
     """Return the spec of a job that keeps snapshots, or goes on from one, whose files are read once to check them.
+
+    Its generation is above that of the job that wrote the snapshot, by a number that is drawn: of two jobs that go on
+    from one snapshot, as when the first is lost before it has written another, neither takes pushes of the other.
 
     Raises:
         UsageError: there is no snapshot to go on from.
@@ -24,7 +31,8 @@ def with_snapshots(spec: ClusterSpec, asked: SnapshotOptions) -> ClusterSpec:
     found = newest(asked.resume.absolute())
     found.verify()
     manifest = found.manifest
-    return replace(spec, resume=str(found.folder), clock=manifest.clock, generation=manifest.generation + 1)
+    generation = manifest.generation + 1 + secrets.randbelow(_MOST_GENERATIONS)
+    return replace(spec, resume=str(found.folder), clock=manifest.clock, generation=generation)
 
 
 def resumption(spec: ClusterSpec) -> str:
