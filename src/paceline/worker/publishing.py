@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final
 
 from paceline.errors import PacelineError, UsageError
+from paceline.notices import is_told
 from paceline.wire.requests import PublishTable, TableCall
 from paceline.wire.versions import MAX_KEPT, MAX_PARTS, check_published_name
 from paceline.worker.node import WorkerNode
@@ -84,6 +86,7 @@ class Publisher:
     _series: str = field(default_factory=new_series)
     _under_way: list[Publication] = field(default_factory=list[Publication])
     _told: set[str] = field(default_factory=set[str])
+    _num_refused: Counter[str] = field(default_factory=Counter[str])  # by name
 
     def tell_once(self, text: str) -> None:
         """Tell something that holds for all versions, with the first."""
@@ -120,10 +123,13 @@ class Publisher:
         return made
 
     def settle(self) -> None:
-        """Wait for the versions under way, before this worker leaves, and tell which could not be published."""
+        """Wait for the versions under way, before this worker leaves, and tell how many could not be published."""
         for publication in self._under_way:
             self._settle(publication)
         self._forget_done()
+        for name, num in self._num_refused.items():
+            if num > 1:
+                self.tell(f"{num} versions of '{name}' were not published")
 
     def _settle(self, publication: Publication) -> None:
         try:
@@ -133,12 +139,17 @@ class Publisher:
                 raise error from None
 
     def _forget_done(self) -> None:
-        """Forget versions that are there, and tell which could not be published."""
+        """Forget versions that are there; tell the 1st, 10th, 100th and so on of a name that could not be published."""
         for publication in [each for each in self._under_way if each.is_done]:
             self._under_way.remove(publication)
-            problem = publication.problem()
-            if problem:
-                self.tell(f"version {publication.number} of '{publication.name}' was not published: {problem}")
+            problem, name = publication.problem(), publication.name
+            if not problem:
+                continue
+            self._num_refused[name] += 1
+            num = self._num_refused[name]
+            if is_told(num):
+                before = f", as {num - 1} others" if num > 1 else ""
+                self.tell(f"version {publication.number} of '{name}' was not published{before}: {problem}")
 
     def _wait(self, future: Future[memoryview], name: str, number: int) -> memoryview:
         return self.node.rpc.wait_answer(future, f"servers to publish version {number} of '{name}'")
