@@ -10,7 +10,7 @@ run and taken off, as it is from the plan. Memory that several processes map cou
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Final
 
 import torch
@@ -109,14 +109,25 @@ def planned_bytes(strategy: str, size: str, name: str, num_workers: int) -> dict
 
 
 def planned(
-    name: str, work: Work, strategy: PlannedStrategy, num_devices: int, link: str, computing_s: float | None = None
+    name: str,
+    work: Work,
+    strategy: PlannedStrategy,
+    num_devices: int,
+    link: str,
+    computing_s: float | None = None,
+    memory_bytes_per_s: float | None = None,
 ) -> Estimate:
-    """Return what the plan says of a model on this machine, where one device takes so long for a worker's samples."""
+    """Return what the plan says of a model on this machine.
+
+    `computing_s` is what one device takes for a worker's samples, in micro-batches for a pipeline.
+    """
     with torch.device("meta"):
         module = WithLoss(work.make())
     recipe = TrainingRecipe("fp32", "momentum")
     model = measured_model(name, module, Sample.parse(work.sample), work.batch, recipe.weight_bytes)
     host, between = parse_device("cpu:1TB"), parse_link(link, "--link")
+    if memory_bytes_per_s is not None:
+        host = replace(host, memory_bytes_per_s=memory_bytes_per_s)
     machines = Machines(
         device=host,
         num_devices=num_devices,
@@ -127,7 +138,7 @@ def planned(
         utilisation=1.0,
     )
     batch, compute_s = strategy.data * work.batch, None if computing_s is None else strategy.data * computing_s
-    task = PlannedTask(model=model, batch=batch, recipe=recipe, compute_s=compute_s)
+    task = PlannedTask(model=model, batch=batch, recipe=recipe, compute_s=compute_s, accumulated_s=compute_s)
     return estimate(task, strategy, machines, MICRO_BATCHES if strategy.pipeline > 1 else None)
 
 

@@ -4,7 +4,8 @@
 
 Three small models with momentum SGD in float32 and two workers: under a parameter server over shared memory,
 all-reduce, fsdp, a pipeline of two stages and layers split over two ranks. The plan is told the seconds of a step of
-two processes that train each for itself, with a thread each, which take turns with the workers.
+two processes that train each for itself, with a thread each, which take turns with the workers; for a pipeline, of a
+step in its micro-batches. And it is told the rate of memory: how fast these two copy.
 """
 
 import sys
@@ -18,7 +19,7 @@ from measuring import machine, print_json, progress
 from plan import planned
 from plan_hosts import draw_pairs
 from plan_models import WORK
-from plan_worker import ALONE
+from plan_worker import ALONE, COPIED_BYTES, MICRO_BATCHES
 from turns import BENCHMARKS, PlayFailed, Side, Stage
 
 from paceline.tools.plan.strategy import parse_strategy
@@ -26,6 +27,7 @@ from paceline.tools.plan.strategy import parse_strategy
 NUM_WORKERS: Final = 2
 NUM_WARM_UP: Final = 2
 STRATEGIES: Final = ("parameter-server:1", "all-reduce", "fsdp", "pipeline:2", "tensor:2")
+NUM_COPIES: Final = 8  # in a round
 ONE_THREAD: Final = {"OMP_NUM_THREADS": "1"}
 
 app = App(name="plan_seconds.py", help="Compare planned with measured seconds of a step.", help_format="plaintext")
@@ -103,15 +105,18 @@ def compare(name: str, strategy: str, num_rounds: int, num_steps: int) -> Found:
     """Take steps of both sides in turn; return medians of the rounds."""
     chosen = parse_strategy(strategy, NUM_WORKERS)
     with Stage() as stage:
-        alone = start(stage, name, f"{ALONE}:{NUM_WORKERS}")
+        pieces = MICRO_BATCHES if chosen.pipeline > 1 else 1
+        alone = start(stage, name, f"{ALONE}:{NUM_WORKERS}:{pieces}")
         together = start(stage, name, strategy)
-        computing_s, measured_s = list[float](), list[float]()
+        computing_s, copying_s, measured_s = list[float](), list[float](), list[float]()
+        turns = (alone, "step", num_steps, computing_s), (alone, "copy", NUM_COPIES, copying_s)
         for number in range(-NUM_WARM_UP, num_rounds):
-            for side, into in ((alone, computing_s), (together, measured_s)):
-                took_s = side.ask("step", num_steps).seconds / num_steps
+            for side, act, times, into in (*turns, (together, "step", num_steps, measured_s)):
+                took_s = side.ask(act, times).seconds / times
                 if number >= 0:
                     into.append(took_s)
-    step = planned(name, WORK[name], chosen, NUM_WORKERS, "shm", median(computing_s)).step
+    rate = 2 * COPIED_BYTES / median(copying_s)  # read and written
+    step = planned(name, WORK[name], chosen, NUM_WORKERS, "shm", median(computing_s), rate).step
     return Found(name, strategy, step.total, median(measured_s))
 
 

@@ -1,6 +1,7 @@
 """One process of the benchmarks of plans: trains a model, alone or under `paceline run`.
 
-`single:2` as the strategy are two processes that train each for itself, with a thread each.
+`single:2` as the strategy are two processes that train each for itself, with a thread each; `single:2:4`, in four
+micro-batches, whose gradients accumulate.
 """
 
 import sys
@@ -19,6 +20,7 @@ from paceline.tools.plan.measuring import Sample
 ALONE: Final = "single"
 SIZES: Final = {"tiny": TINY, "whole": WORK}
 MICRO_BATCHES: Final = 4  # of a pipeline
+COPIED_BYTES: Final = 1 << 26  # of a tensor: more than caches hold
 
 
 def main() -> None:
@@ -27,32 +29,39 @@ def main() -> None:
     work = SIZES[size][name]
     kind, _, count = strategy.partition(":")
     if kind == ALONE and count:
-        run_all(one_of_several, [(stage, size, name, rank) for rank in range(int(count))])
+        num_workers, _, pieces = count.partition(":")
+        run_all(one_of_several, [(stage, size, name, rank, int(pieces or 1)) for rank in range(int(num_workers))])
     elif kind == ALONE:
         play(stage, 0, alone(work, sample_of(work)))
     else:
         play(stage, *together(work, sample_of(work), strategy))
 
 
-def one_of_several(stage: str, size: str, name: str, rank: int) -> None:
+def one_of_several(stage: str, size: str, name: str, rank: int, num_pieces: int) -> None:
     """Train by itself beside others that do the same."""
     torch.set_num_threads(1)
     work = SIZES[size][name]
-    play(stage, rank, alone(work, sample_of(work)))
+    play(stage, rank, alone(work, sample_of(work), num_pieces))
 
 
-def alone(work: Work, batch: Tensor) -> Mapping[str, Act]:
-    """Return what a worker that trains by itself can be asked for."""
+def alone(work: Work, batch: Tensor, num_pieces: int = 1) -> Mapping[str, Act]:
+    """Return what a worker that trains by itself, by so many micro-batches, can be asked for."""
     model = work.make()
     optimizer = momentum(model, ALONE)
 
     def step(num_steps: int) -> None:
         for _ in range(num_steps):
             optimizer.zero_grad()
-            model.loss(model(batch), batch).backward()
+            for piece in batch.chunk(num_pieces):
+                model.loss(model(piece), piece).backward()
             optimizer.step()
 
-    return {"step": step}
+    def copy(num_times: int) -> None:
+        for _ in range(num_times):
+            copied.copy_(given)
+
+    given, copied = torch.ones(2, COPIED_BYTES // 4)
+    return {"step": step, "copy": copy}
 
 
 def together(work: Work, batch: Tensor, strategy: str) -> tuple[int, Mapping[str, Act]]:

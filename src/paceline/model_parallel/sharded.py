@@ -6,7 +6,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from math import prod
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,11 @@ from torch.distributed.tensor import DTensor, Shard
 from paceline.errors import UsageError
 from paceline.model_parallel.split_layers import RankShare
 from paceline.torch_private import is_view, tree_map_only
+from paceline.transport.buffers import fresh_buffer
 
 Guard = Callable[[], AbstractContextManager[None]]
+
+_REUSED_BYTES: Final = 32 << 20  # up to here glibc may keep what is freed; beyond, it gives memory back to the system
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +38,11 @@ class SliceCall:
     guard: Guard = nullcontext
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for inputs or outputs."""
-        return torch.empty(size, dtype=dtype, device=device)
+        """Return memory for inputs or outputs: on a host in large pages, where it would be new pages each time."""
+        size_bytes = prod(size) * dtype.itemsize
+        if device.type != "cpu" or size_bytes <= _REUSED_BYTES:
+            return torch.empty(size, dtype=dtype, device=device)
+        return torch.frombuffer(fresh_buffer(size_bytes), dtype=dtype).view(*size)
 
 
 class GatherSlices(SliceCall):
@@ -68,7 +75,7 @@ class ScatterSums(SliceCall):
     ) -> None:
         """Sum; blocks until all ranks call it."""
         del async_op
-        slices = torch.empty_like(input_tensor)
+        slices = self.allocate(input_tensor.shape, dtype=input_tensor.dtype, device=input_tensor.device)
         with self.guard():
             dist.all_to_all_single(slices, input_tensor, group=group)
         torch.sum(slices.view(group.size(), -1), 0, out=output_tensor.view(-1))

@@ -157,6 +157,7 @@ def test_a_model_from_a_file(capsys: pytest.CaptureFixture[str], module: Path) -
         ("gpt-2 --compute-s 0", "--compute-s is 0.0"),
         ("gpt-2 --compute-s nan", "--compute-s is nan"),
         ("gpt-2 --compute-s inf", "--compute-s is inf"),
+        ("gpt-2 --accumulated-s -1", "--accumulated-s is -1.0"),
         ("--parameters 1e400", "--parameters is '1e400', expected a number such as 340M or 1.5B, from 1e-12 to 1e+24"),
         ("gpt-2 --optimizer lion", "lion"),
         ("gpt-2 --strategies nope", "strategy 'nope': 'nope' is not known. Expected single, all-reduce"),

@@ -73,6 +73,13 @@ def test_bytes_of_a_step() -> None:
     assert found("colocated-server:2").step.communicate == pytest.approx(1.2 * size / 1e6)
 
 
+@pytest.mark.parametrize(("device", "times"), [("cpu:10GB:1G:1GB", 2 * (4 + 2 / 2) + 5 + 4 / 2), ("a100-80", 0.0)])
+def test_fsdp_copies_layers_on_hosts(device: str, times: float) -> None:
+    size = 4 * HUNDRED_MB.model.num_parameters
+    one = estimate(HUNDRED_MB, parse_strategy("fsdp", 2), machines(2, device=parse_device(device)))
+    assert one.step.communicate == pytest.approx(1.5 * size / 1e6 + times * size / 1e9)
+
+
 def test_tensor_parallelism_reduces_four_times_a_block() -> None:
     """And twice for the words, whose matrix is the head's: a ring among 4 of all 16 samples at once."""
     output = 16 * 16 * 64 * 4
@@ -88,6 +95,24 @@ def test_a_pipeline_takes_a_tick_for_every_micro_batch_and_every_other_stage() -
     assert one.step.total == pytest.approx((8 + 4 - 1) * tick_s)
     assert one.step.bubble / one.step.total == pytest.approx(one.bubble_share) == pytest.approx(3 / 11)
     assert one.sent.pipeline == 8 * 4 * 2
+
+
+def test_a_pipeline_computes_as_a_step_in_micro_batches_was_measured() -> None:
+    equal = Model("equal", tuple(PlannedLayer(f"layer {index}", 10, flops=1e6, output_bytes=4) for index in range(4)))
+    task = PlannedTask(model=equal, batch=8, recipe=TrainingRecipe("fp32", "sgd"), compute_s=8.0)
+    told = replace(task, accumulated_s=4.0)
+    assert found("single", 1, task=told).step.compute == 8.0
+    assert found("pipeline:4", task=task, micro_batches=8).step.compute == pytest.approx(8.0 / 4)
+    assert found("pipeline:4", task=told, micro_batches=8).step.compute == pytest.approx(4.0 / 4)
+
+
+def test_the_first_stage_computes_no_gradient_of_the_input() -> None:
+    first = PlannedLayer("first", 10, flops=1e6, input_flops=1e6)
+    model = Model("two", (first, replace(first, name="second", input_flops=0.0)))
+    task = PlannedTask(model=model, batch=2, recipe=TrainingRecipe("fp32", "sgd"), compute_s=5.0)
+    assert found("single", 1, task=task).step.compute == 5.0
+    assert found("pipeline:2", 2, task=task, micro_batches=2).step.compute == pytest.approx(3.0)
+    assert found("single+recompute", 1, task=task).step.compute == 7.0
 
 
 def test_less_is_kept_under_1f1b_and_least_under_recomputation() -> None:

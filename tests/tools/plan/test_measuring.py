@@ -64,6 +64,16 @@ def test_a_perceptron_by_hand() -> None:
     assert [layer.output_bytes for layer in layers] == [8 * 4, 8 * 4, 2 * 4]
 
 
+def test_backward_computes_no_gradient_of_the_input() -> None:
+    layers = measure(lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), "4").layers
+    assert [layer.flops for layer in layers] == [64, 0, 32]
+    assert [layer.input_flops for layer in layers] == [64, 0, 0]
+    assert [layer.step_flops(3) for layer in layers] == [2 * 64, 0, 3 * 32]
+    pairs = measure(lambda: nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 1)), "4").layers
+    assert sum(layer.input_flops for layer in pairs) == 32
+    assert not any(layer.input_flops for layer in measure(Tied, "3:ids").layers)
+
+
 def test_numbers_have_the_size_of_the_precision_and_ids_keep_theirs() -> None:
     full, half = (measure(Tied, "6:ids", number_bytes=size) for size in (4, 2))
     assert full.input_bytes == half.input_bytes == 6 * 8

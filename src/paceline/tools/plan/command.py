@@ -109,12 +109,21 @@ class TrainingOptions:
         Optimizer, which determines the state kept for each parameter.
     compute_s
         Measured seconds of a step of this batch on one device, without communication.
+    accumulated_s
+        The same, in as many micro-batches as pipelines take, whose gradients accumulate. Default: --compute-s.
     """
 
     batch: int | None = None
     precision: Precision = "mixed"
     optimizer: OptimizerName = "adam"
     compute_s: float | None = None
+    accumulated_s: float | None = None
+
+    def check(self) -> None:
+        """Raise UsageError for numbers that cannot be."""
+        for name, measured_s in (("--compute-s", self.compute_s), ("--accumulated-s", self.accumulated_s)):
+            if measured_s is not None and not LEAST <= measured_s <= MOST:
+                raise UsageError(f"{name} is {measured_s}, expected {LEAST:g} to {MOST:g} seconds.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,11 +217,14 @@ def task_of(name: str | None, model: ModelOptions, training: TrainingOptions, nu
     batch = num_devices if training.batch is None else training.batch
     if batch < 1:
         raise UsageError(f"--batch is {batch}, expected 1 or more.")
-    if training.compute_s is not None and not LEAST <= training.compute_s <= MOST:
-        raise UsageError(f"--compute-s is {training.compute_s}, expected {LEAST:g} to {MOST:g} seconds.")
+    training.check()
     recipe = TrainingRecipe(training.precision, training.optimizer)
     return PlannedTask(
-        model=_model(name, model, recipe, batch), batch=batch, recipe=recipe, compute_s=training.compute_s
+        model=_model(name, model, recipe, batch),
+        batch=batch,
+        recipe=recipe,
+        compute_s=training.compute_s,
+        accumulated_s=training.accumulated_s,
     )
 
 

@@ -180,13 +180,20 @@ class PlannedTask:
     """Training to plan for: the model, the samples of a step, and the recipe.
 
     `compute_s` is a measured step of the whole batch on one device, without communication; None to estimate it from
-    the number of operations.
+    the number of operations. `accumulated_s` is the same in as many micro-batches as a pipeline takes, whose gradients
+    accumulate: it takes longer where weights pass the memory once for each, and less where activations stay in caches;
+    None for as long as one batch.
     """
 
     model: Model
     batch: int
     recipe: TrainingRecipe
     compute_s: float | None = None
+    accumulated_s: float | None = None
+
+    def measured_s(self, strategy: PlannedStrategy) -> float | None:
+        """Return the measured seconds of a step as this strategy computes it; None if there are none."""
+        return self.compute_s if strategy.pipeline == 1 or self.accumulated_s is None else self.accumulated_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +344,7 @@ def _pace(
     """Return bytes and seconds of a step, which the slowest stage determines."""
     samples, ranks = _samples(task, strategy), strategy.tensor
     passes = _PASSES_AGAIN if strategy.recompute else _PASSES
-    compute_s = passes * max(_pass_s(task, machines, stage, samples, ranks) for stage in stages)
+    compute_s = max(_stage_s(task, strategy, machines, stage, samples, passes) for stage in stages)
     reduced = [_reduced(stage, samples, strategy) for stage in stages]
     tensor_link, pipe_link = machines.link_over(ranks), machines.link_over(strategy.num_devices)
     tensor_s = max(sum(ring_s(ranks, size, tensor_link) for size in sizes) for sizes in reduced)
@@ -364,14 +371,20 @@ def _samples(task: PlannedTask, strategy: PlannedStrategy) -> float:
     return task.batch / strategy.data / strategy.num_micro_batches
 
 
-def _pass_s(
-    task: PlannedTask, machines: Machines, stage: Sequence[PlannedLayer], samples: float, num_ranks: int
+def _stage_s(
+    task: PlannedTask,
+    strategy: PlannedStrategy,
+    machines: Machines,
+    stage: Sequence[PlannedLayer],
+    samples: float,
+    passes: int,
 ) -> float:
-    """Return the seconds of a pass over a stage: its share of a measured step, or by operations and memory."""
-    if task.compute_s is not None and task.model.flops:
-        rate = _PASSES * task.model.flops * task.batch / task.compute_s
-        return samples * sum(layer.flops_of(num_ranks) for layer in stage) / rate
-    return pass_s(stage, samples, task.recipe, machines, num_ranks)
+    """Return the seconds of the passes over a stage: its share of a measured step, or by operations and memory."""
+    measured_s = task.measured_s(strategy)
+    if measured_s is None or not task.model.flops:
+        return passes * pass_s(stage, samples, task.recipe, machines, strategy.tensor)
+    rate = task.batch * sum(layer.step_flops(_PASSES) for layer in task.model.layers) / measured_s
+    return samples * sum(layer.step_flops(passes, strategy.tensor) for layer in stage) / rate
 
 
 def _reduced(stage: Sequence[PlannedLayer], samples: float, strategy: PlannedStrategy) -> list[float]:
@@ -399,8 +412,26 @@ def _joined(
     if strategy.joint == "colocated-server":
         sent = colocated_bytes(replicas, strategy.num_servers, size)
         return sent, sent / link.bytes_per_s + 2 * link.latency_s
-    times = 1.5 if strategy.sharding == 3 else 1.0  # weights are gathered twice, for forward and for backward
-    return times * ring_bytes(replicas, size), times * ring_s(replicas, size, link)
+    if strategy.sharding < 3:
+        return ring_bytes(replicas, size), ring_s(replicas, size, link)
+    times = 1.5  # weights are gathered twice, for forward and for backward
+    copied_s = _copied_s(replicas, recipe, num_parameters, machines.device)
+    return times * ring_bytes(replicas, size), times * ring_s(replicas, size, link) + copied_s
+
+
+def _copied_s(num_ranks: int, recipe: TrainingRecipe, num_parameters: float, device: Device) -> float:
+    """Return the seconds in which a host copies what fsdp gathers and adds up; a GPU does so at hardly any cost.
+
+    Twice in a step torch copies a rank's slices into a new buffer, and what has come there into new parameters.
+    Gradients are copied into a new buffer, come into another one, and are added up there into new slices, which are
+    divided. The system clears all new memory first.
+    """
+    if not device.is_host:
+        return 0.0
+    each = 1 / num_ranks
+    weights = 2 * ((2 * each + 1) + (2 + 1)) * recipe.weight_bytes
+    gradients = (3 + 1 + (1 + 2 * each) + 2 * each) * recipe.gradient_bytes
+    return num_parameters * (weights + gradients) / device.memory_bytes_per_s
 
 
 def _through_memory_s(

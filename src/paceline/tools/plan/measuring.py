@@ -23,6 +23,7 @@ from torch.nn import (
     ModuleDict,
     ModuleList,
     MultiheadAttention,
+    Parameter,
     Sequential,
 )
 from torch.nn.functional import scaled_dot_product_attention
@@ -163,6 +164,7 @@ class _Cost:
     name: str
     width: int = 0  # of its input
     flops: int = 0
+    input_flops: int = 0
     output_bytes: float = 0.0
     saved: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])  # width and bytes of each tensor
 
@@ -223,6 +225,7 @@ class _Recorder:
         self._module = module
         self._number_bytes = number_bytes
         self._counter = FlopCounterMode(display=False)
+        self._on_input = _OnInput(self._counter)
         # By layer.
         self._costs = {unit: _Cost(name) for name, unit in units_of(module)}
         self._ran: dict[Module, None] = {}
@@ -237,7 +240,8 @@ class _Recorder:
         handles = [unit.register_forward_pre_hook(self._begin) for unit in self._costs]
         handles += [unit.register_forward_hook(self._end) for unit in self._costs]
         try:
-            with self._counter, FusedAttention(), saved_tensors_hooks(self._keep, lambda tensor: tensor):
+            keeping = saved_tensors_hooks(self._keep, lambda tensor: tensor)
+            with self._counter, FusedAttention(), self._on_input, keeping:
                 self._module(given)
         finally:
             for handle in handles:
@@ -271,11 +275,13 @@ class _Recorder:
         self._running.append(cost)
         cost.width = next((given.shape[-1] for given in inputs if isinstance(given, Tensor) and given.dim()), 0)
         cost.flops -= self._counter.get_total_flops()
+        cost.input_flops -= self._on_input.flops
 
     def _end(self, unit: Module, _inputs: tuple[object, ...], output: object) -> None:
         cost = self._costs[unit]
         self._running.pop()
         cost.flops += self._counter.get_total_flops()
+        cost.input_flops += self._on_input.flops
         tensors = output if isinstance(output, tuple | list) else [output]
         cost.output_bytes = sum(self.bytes_of(tensor) for tensor in tensors if isinstance(tensor, Tensor))
 
@@ -293,6 +299,7 @@ def _layer(cost: _Cost, unit: Module, seen: set[Tensor], batch: int) -> PlannedL
         cost.name,
         sum(parameter.numel() for parameter in own),
         flops=cost.flops / batch,
+        input_flops=cost.input_flops / batch,
         split_parameters=sum(matrix.numel() for matrix in matrices) if is_split else 0,
         kept_bytes=(sum(size for _, size in cost.saved) - sum(split)) / batch,
         split_bytes=sum(split) / batch,
@@ -319,6 +326,30 @@ def _matrices(unit: Module) -> Iterator[Tensor]:
             yield part.weight
         elif isinstance(part, MultiheadAttention):
             yield from part.parameters(recurse=False)
+
+
+class _OnInput(TorchFunctionMode):
+    """Counts operations on values that no parameter has changed: backward computes no gradient of these."""
+
+    def __init__(self, counter: FlopCounterMode) -> None:
+        super().__init__()
+        self._counter = counter
+        self.flops = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        """Call the function, and look at what it is called with."""
+        before = self._counter.get_total_flops()
+        found = func(*args, **(kwargs or {}))
+        values = [given for given in args if isinstance(given, Tensor) and not isinstance(given, Parameter)]
+        if not any(given.requires_grad for given in values):
+            self.flops += self._counter.get_total_flops() - before
+        return found
 
 
 class FusedAttention(TorchFunctionMode):

@@ -78,6 +78,7 @@ class PlannedLayer:
         name: of the layer.
         num_parameters: number of parameters.
         flops: operations of the forward pass; a multiplication with its addition counts as two.
+        input_flops: those of them on the model's input, of which the backward pass computes no gradient.
         split_parameters: number of parameters that tensor parallelism splits.
         kept_bytes: activations kept for the backward pass, whole on every rank of tensor parallelism.
         split_bytes: activations kept for the backward pass, split over the ranks of tensor parallelism.
@@ -92,6 +93,7 @@ class PlannedLayer:
     name: str
     num_parameters: float
     flops: float = 0.0
+    input_flops: float = 0.0
     split_parameters: float = 0.0
     kept_bytes: float = 0.0
     split_bytes: float = 0.0
@@ -126,6 +128,11 @@ class PlannedLayer:
     def flops_of(self, num_ranks: int) -> float:
         """Return the operations of the forward pass on each rank of tensor parallelism."""
         return self.flops / num_ranks if self.is_split else self.flops
+
+    def step_flops(self, num_passes: int, num_ranks: int = 1) -> float:
+        """Return the operations of a whole step on each rank of tensor parallelism; backward counts as two passes."""
+        whole = num_passes * self.flops - self.input_flops
+        return whole / num_ranks if self.is_split else whole
 
 
 def _any(_: int) -> str:
