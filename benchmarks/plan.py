@@ -119,7 +119,8 @@ def planned(
 ) -> Estimate:
     """Return what the plan says of a model on this machine.
 
-    `computing_s` is what one device takes for a worker's samples, in micro-batches for a pipeline.
+    `computing_s` is what one device takes for a worker's samples, in micro-batches for a pipeline. `memory_bytes_per_s`
+    is what its memory reads and writes.
     """
     with torch.device("meta"):
         module = WithLoss(work.make())

@@ -41,7 +41,7 @@ def one_of_several(stage: str, size: str, name: str, rank: int, num_pieces: int)
     """Train by itself beside others that do the same."""
     torch.set_num_threads(1)
     work = SIZES[size][name]
-    play(stage, rank, alone(work, sample_of(work), num_pieces))
+    play(stage, rank, {**alone(work, sample_of(work), num_pieces), "copy": copying()})
 
 
 def alone(work: Work, batch: Tensor, num_pieces: int = 1) -> Mapping[str, Act]:
@@ -56,12 +56,18 @@ def alone(work: Work, batch: Tensor, num_pieces: int = 1) -> Mapping[str, Act]:
                 model.loss(model(piece), piece).backward()
             optimizer.step()
 
+    return {"step": step}
+
+
+def copying() -> Act:
+    """Return what copies memory so often as it is asked."""
+    given, copied = torch.ones(2, COPIED_BYTES // 4)
+
     def copy(num_times: int) -> None:
         for _ in range(num_times):
             copied.copy_(given)
 
-    given, copied = torch.ones(2, COPIED_BYTES // 4)
-    return {"step": step, "copy": copy}
+    return copy
 
 
 def together(work: Work, batch: Tensor, strategy: str) -> tuple[int, Mapping[str, Act]]:
