@@ -3,8 +3,10 @@
 Jobs publish after each step a model whose elements all are the number of the version, over shm and tcp in turn. Readers
 follow it through two relays, of which the second follows the first, and directly. Processes are killed by SIGKILL at
 random and started again. No reader may see another value or another digest, and those that are left come to newer
-versions. Where only readers and relays are killed, no step of the trainer may take longer than `publishes.py` allows.
-A line is printed for each job, and the number of kills at the end.
+versions. Where only readers and relays are killed, no step of the trainer may take longer than a busy machine explains.
+A line is printed for each job with how long its steps took, and at the end the number of kills and of steps that were
+held up for longer than another step takes. `--first` (as root) gives the job the cores before all others, so that what
+holds it up is readers, not their processor time.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from typing import Any, Final
 
 import psutil
 from tests.faults.running import Run, running
+from tests.versions.held_up import MOST_S, Steps, steps_of
 
 from paceline.errors import DeadlineExceeded
 from paceline.job.folders import wait_for
@@ -41,7 +44,16 @@ BESIDE: Final = "reader", "relay"
 ALL: Final = *BESIDE, "server", "worker"
 REST_S: Final = 0.002  # of the trainer after each version
 MOST_WORKERS: Final = 3  # that a job starts again
+FIRST: Final = "exec chrt --rr 1"  # before other processes, whatever they do
 _FORKS: Final = multiprocessing.get_context("forkserver")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How often each kind was killed in one job, and the steps of its last worker."""
+
+    killed: Counter[str]
+    steps: Steps
 
 
 class FailedReadersError(Exception):
@@ -177,11 +189,12 @@ def kill_worker(run: Run) -> None:
 
 
 @contextmanager
-def publishing(folder: Path, transport: str, rest_s: float) -> Iterator[Run]:
-    """Run a job that publishes after each step, and then rests so long."""
+def publishing(folder: Path, transport: str, rest_s: float, wrap: str) -> Iterator[Run]:
+    """Run a job that publishes after each step, and then rests so long; `wrap` as for `running`."""
     end = folder / "end"
     options = ("-n", "1", "-m", "2", "--transport", transport, "--on-crash", "restart")
-    with running(folder / "run", PUBLISHES, str(end), str(rest_s), options=options, timeout_s=PATIENCE_S) as run:
+    told = str(end), str(rest_s)
+    with running(folder / "run", PUBLISHES, *told, options=options, wrap=wrap, timeout_s=PATIENCE_S) as run:
         try:
             yield run
         finally:
@@ -198,13 +211,14 @@ def kill_in_a_job(
     num_readers: int = 6,
     most_between: int = MOST_BETWEEN,
     rest_s: float = REST_S,
-) -> Counter[str]:
-    """Kill so often in one job; return how often each kind was killed. Raises FailedReadersError."""
+    wrap: str = "",
+) -> Outcome:
+    """Kill so often in one job. Raises FailedReadersError."""
     rng, killed, servers = random.Random(seed), Counter[str](), list[int]()
     _FORKS.set_forkserver_preload(["paceline.versions.subscription", "paceline.versions.relay", "paceline.tools.relay"])
     with tempfile.TemporaryDirectory(prefix="paceline-readers-") as name:
         folder = Path(name)
-        with publishing(folder, transport, rest_s) as run:
+        with publishing(folder, transport, rest_s, wrap) as run:
             readers = Readers(folder, num_readers)
             try:
                 readers.wait_progress()
@@ -221,12 +235,12 @@ def kill_in_a_job(
                         readers.kill(kind, rng)
                     killed[kind] += 1
                 readers.wait_progress()
-                long = run.saying("a long step")
-                if set(kinds) <= set(BESIDE) and long:
-                    raise FailedReadersError(f"the trainer was held up {len(long)} times")
             finally:
                 readers.close()
-    return killed
+    (steps,) = steps_of(run)
+    if set(kinds) <= set(BESIDE) and steps.longest_s > MOST_S:
+        raise FailedReadersError(f"the trainer was held up for {steps.longest_s:.1f} s")
+    return Outcome(killed, steps)
 
 
 def main() -> int:
@@ -238,21 +252,30 @@ def main() -> int:
     parser.add_argument("--only", choices=ALL, help="kill nothing else; by default readers and relays, or all, in turn")
     parser.add_argument("--between", type=int, default=MOST_BETWEEN, help="versions seen between two kills, at most")
     parser.add_argument("--rest", type=float, default=REST_S, help="seconds of the trainer between two versions")
+    parser.add_argument("--first", action="store_true", help="give the job the cores before all others; as root")
     parser.add_argument("--seed", type=int, default=1)
     asked = parser.parse_args()
-    total, num_failed, turn = Counter[str](), 0, 0
+    wrap = FIRST if asked.first else ""
+    total, num_steps, num_held_up, num_failed, turn = Counter[str](), 0, 0, 0, 0
     while total.total() < asked.kills and num_failed < 5:
         transport, kinds = ("shm", "tcp")[turn % 2], (BESIDE, ALL)[turn // 2 % 2]
         kinds = kinds if asked.only is None else (asked.only,)
         seed, turn = 1000 * asked.seed + turn, turn + 1
         try:
-            found = kill_in_a_job(transport, kinds, asked.each, seed, asked.readers, asked.between, asked.rest)
+            found = kill_in_a_job(transport, kinds, asked.each, seed, asked.readers, asked.between, asked.rest, wrap)
         except (FailedReadersError, DeadlineExceeded, AssertionError) as problem:
             print(f"{transport}, seed {seed}: {problem}", flush=True)
             num_failed += 1
         else:
-            total += found
-            print(f"{total.total()} of {asked.kills} kills: {dict(found)} over {transport}, seed {seed}", flush=True)
+            steps = found.steps
+            total += found.killed
+            num_steps, num_held_up = num_steps + steps.num, num_held_up + steps.num_held_up
+            print(
+                f"{total.total()} of {asked.kills} kills: {dict(found.killed)} over {transport}, seed {seed}; "
+                f"{steps.num} steps of {1000 * steps.usual_s:.1f} ms, the longest {1000 * steps.longest_s:.1f} ms",
+                flush=True,
+            )
+    print(f"{num_held_up} of {num_steps} steps held up")
     print(f"{total.total()} kills ({dict(total)}); jobs that failed: {num_failed}")
     return 1 if num_failed else 0
 

@@ -2,12 +2,14 @@
 
 Those of a table of rows are the number of pushes of all workers.
 
-`publishes.py END_FILE [SECONDS]`: it rests so long after each step.
+`publishes.py END_FILE [SECONDS]`: it rests so long after each step. At the end it tells how long its steps took, and
+how many of them were held up for longer than another step takes, with its rest.
 """
 
 import sys
 import time
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -21,6 +23,7 @@ for parameter in model.parameters():
 rows = paceline.init().table("rows", rows=2, update=paceline.update.Add())
 optimizer = paceline.distributed(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
 paceline.publish(model)
+took_s: list[float] = []
 while not Path(sys.argv[1]).exists():
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, -1.0)
@@ -28,6 +31,9 @@ while not Path(sys.argv[1]).exists():
     rows.push(range(100), torch.ones(100, 2))
     optimizer.step()
     paceline.publish(model)
-    if time.monotonic() - began_s > 5.0:
-        print("a long step", flush=True)
+    took_s.append(time.monotonic() - began_s)
     time.sleep(rest_s)
+if took_s:
+    usual_s = median(took_s)
+    num_held_up = sum(each_s > 2 * usual_s + rest_s for each_s in took_s)
+    print(f"{len(took_s)} steps of {usual_s:.4f} s, {num_held_up} held up, the longest {max(took_s):.4f} s", flush=True)
