@@ -39,6 +39,15 @@ def test_layers_of_a_pipeline_may_do_what_those_of_one_process_may(tmp_path: Pat
     assert len(run.saying("ended on all")) == 2, run.output
 
 
+def test_a_buffer_of_two_stages_may_be_read_and_not_changed(tmp_path: Path) -> None:
+    options = ("-n", "2", "--strategy", "pipeline:2")
+    code, run = run_to_end(tmp_path / "run", SCRIPTS / "shared_buffers.py", options=options)
+
+    assert code == 0, run.output
+    for name in ("where it is read", "refusals where it is changed"):
+        assert len(run.saying(f"equal {name}")) == 2, run.output
+
+
 def test_replicas_of_a_pipeline_learn_what_one_process_learns_from_the_whole_batch(tmp_path: Path) -> None:
     code, run = run_to_end(tmp_path / "run", SCRIPTS / "replicas.py", options=("-n", "4"))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_checkable
@@ -137,6 +138,60 @@ def require_apart(layers: Sequence[ModelLayer], ends: Sequence[int]) -> None:
                         "share any. Untie them, or let one stage hold both (placement=...)."
                     )
         start = end
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBuffer:
+    """A buffer of this stage that another stage has, too."""
+
+    owner: nn.Module
+    name: str  # in its owner
+    told: str  # what both are, for an error
+
+    @property
+    def values(self) -> Tensor:
+        """Those that it has now."""
+        return self.owner.get_buffer(self.name)
+
+
+def shared_buffers(layers: Sequence[ModelLayer], ends: Sequence[int], stage: int) -> list[SharedBuffer]:
+    """Return the buffers of a stage that another one has, too; each stage then has its own.
+
+    Example:
+        >>> norm = nn.BatchNorm1d(2, affine=False)
+        >>> layers = layers_of(nn.Sequential(nn.Linear(2, 2), norm, nn.Linear(2, 2), norm))
+        >>> [each.told for each in shared_buffers(layers, [2, 4], 1)][0]
+        "'3.running_mean' of stage 1 and '1.running_mean' of stage 0"
+    """
+    found: dict[int, list[tuple[int, str, nn.Module, str]]] = {}
+    start = 0
+    for each, end in enumerate(ends):
+        for layer in layers[start:end]:
+            for path, module in layer.module.named_modules(prefix=layer.name):
+                for name, buffer in module.named_buffers(recurse=False):
+                    found.setdefault(id(buffer), []).append((each, f"{path}.{name}", module, name))
+        start = end
+    shared: list[SharedBuffer] = []
+    for having in found.values():
+        own = next((one for one in having if one[0] == stage), None)
+        other = next((one for one in having if one[0] != stage), None)
+        if own and other:
+            told = f"'{own[1]}' of stage {stage} and '{other[1]}' of stage {other[0]}"
+            shared.append(SharedBuffer(own[2], own[3], told))
+    return shared
+
+
+@contextmanager
+def only_read(shared: Sequence[SharedBuffer]) -> Generator[None]:
+    """Raise UsageError where the block changes a buffer that another stage has, too."""
+    before = [each.values.clone() for each in shared]
+    yield
+    for each, values in zip(shared, before, strict=True):
+        if not torch.equal(each.values, values):
+            raise UsageError(
+                f"{each.told} are one buffer, which training changes: each stage would have its own. Give each a "
+                "buffer, or let one stage hold both (placement=...)."
+            )
 
 
 def tree_of(layers: Sequence[ModelLayer], *, training: bool = True) -> nn.Module:

@@ -18,7 +18,16 @@ from paceline.collective.signature import CallSignature, Pattern
 from paceline.errors import PacelineError, UsageError
 from paceline.job.strategy import Distribution
 from paceline.model_parallel.arrangement import Arrangement, ModelPart, whole
-from paceline.model_parallel.layers import Placement, drop, ends_of, layers_of, materialise, require_apart, tree_of
+from paceline.model_parallel.layers import (
+    Placement,
+    drop,
+    ends_of,
+    layers_of,
+    materialise,
+    require_apart,
+    shared_buffers,
+    tree_of,
+)
 from paceline.model_parallel.losses import Loss, Reduction, joining_of, one_number
 from paceline.model_parallel.mesh import Mesh
 from paceline.model_parallel.pipeline import (
@@ -319,11 +328,12 @@ def _cut(model: nn.Module, loss: Loss, asked: ParallelizeOptions, part: ModelPar
         return Parallel(model, run, loss, part)
     layers = layers_of(model)
     own = layers[ends[stage - 1] if stage else 0 : ends[stage]]
+    shared = shared_buffers(layers, ends, stage)
     drop([layer for layer in layers if layer not in own], own)
     held = tree_of(own, training=model.training)
     materialise(held)
     run = PipelineStage([layer.module for layer in own], recompute=asked.recompute)
-    pipeline = Pipeline(mesh, run, loss, joining, asked.schedule, asked.micro_batches, min_size)
+    pipeline = Pipeline(mesh, run, loss, joining, asked.schedule, asked.micro_batches, min_size, shared)
     return Parallel(held, pipeline, loss, part)
 
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline.collective.signature import NUM_WORDS, CallSignature
 from paceline.errors import UsageError
 from paceline.job.mesh import MeshPosition
+from paceline.model_parallel.layers import SharedBuffer, only_read
 from paceline.model_parallel.losses import (
     BatchLoss,
     Joining,
@@ -232,6 +233,7 @@ class Pipeline:
             forwards first.
         micro_batches: number of micro-batches in a batch; None for four for each stage, or the next lower divisor.
         min_size: least number of samples in a micro-batch, if `micro_batches` is None.
+        shared: buffers that other stages have, too; training may not change them.
     """
 
     mesh: Mesh
@@ -241,6 +243,7 @@ class Pipeline:
     schedule: Schedule
     micro_batches: int | None
     min_size: int = 1
+    shared: Sequence[SharedBuffer] = ()
     _engines: dict[_Key, _Made] = field(default_factory=dict[_Key, _Made])
     # A number for each state of the stage that its outputs depend on, in the order of first use.
     _states: dict[tuple[object, ...], int] = field(default_factory=dict[tuple[object, ...], int])
@@ -357,7 +360,7 @@ class Pipeline:
     def _tried(self, micro_batch: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], object]:
         """Return inputs and outputs of this stage for a micro-batch, without side effects on the model."""
         own = tuple(tensor.clone().requires_grad_(tensor.requires_grad) for tensor in micro_batch)
-        with torch.random.fork_rng(devices=[]), unchanged_buffers(self.stage):
+        with torch.random.fork_rng(devices=[]), unchanged_buffers(self.stage), only_read(self.shared):
             try:
                 return self._relay(own)
             except ValueError as error:
