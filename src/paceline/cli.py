@@ -47,7 +47,7 @@ app = App(
 
 app.command(run)
 app.command(join)
-app.command("paceline.tools.top:top", name="top", help="Show what a job does, who holds it up and why.")
+app.command("paceline.tools.top:top", name="top", help="Show what a job does, what holds it up and why.")
 app.command("paceline.tools.dashboard:dashboard", name="dashboard", help="Show what jobs do on a page in a browser.")
 app.command("paceline.tools.afterwards:report", name="report", help="Draw what runs did, or tell how one ended.")
 app.command("paceline.tools.afterwards:trace", name="trace", help="Write what a run did, for Perfetto.")

@@ -27,7 +27,7 @@ CLOCK: Final = "%H:%M:%S"
 STARTING_TURN_S: Final = 0.01
 TURN_S: Final = 0.25
 KILL_TIMEOUT_S: Final = 5.0
-SLOW_START_S: Final = 15.0  # then it is told who is still awaited
+SLOW_START_S: Final = 15.0  # then it is told which processes are still awaited
 SAVING_S: Final = 30.0  # at least so long, workers that have lost a server may save what they hold
 
 
@@ -406,7 +406,7 @@ class Supervisor:
         self._ending = Ending(1, reason, culprit=slowest)
 
     def _tell_of_slow_start(self) -> None:
-        """Tell once who is awaited, where the machine is slow or busy: nothing else is heard until servers listen."""
+        """Tell once which processes are awaited on a slow or busy machine: servers say nothing until they listen."""
         if self._since_begin is None or (after_s := self._since_begin.elapsed_s()) < SLOW_START_S:
             return
         awaited = [each.name for each in self._running] if self._since_start is None else self._rendezvous.missing()

@@ -79,10 +79,8 @@ class Run:
     steps: tuple[Step, ...] = ()
     evaluations: tuple[Evaluated, ...] = ()
     reported: tuple[Reported, ...] = ()
-    reported_values: tuple[ReportedValues, ...] = ()
     resources: tuple[Resources, ...] = ()
     loads: tuple[Load, ...] = ()
-    fed: tuple[Fed, ...] = ()
     epochs: tuple[Epoch, ...] = ()
     min_clocks: tuple[MinClock, ...] = ()
     bounds: tuple[BoundRecord, ...] = ()
@@ -150,10 +148,8 @@ def gather(records: Iterable[Record]) -> Run:
         steps=_of_kind(ordered, Step),
         evaluations=_of_kind(ordered, Evaluated),
         reported=_of_kind(ordered, Reported),
-        reported_values=_of_kind(ordered, ReportedValues),
         resources=_of_kind(ordered, Resources),
         loads=_of_kind(ordered, Load),
-        fed=_of_kind(ordered, Fed),
         epochs=_of_kind(ordered, Epoch),
         min_clocks=_of_kind(ordered, MinClock),
         bounds=_of_kind(ordered, BoundRecord),

@@ -55,8 +55,8 @@ def run(
     """Run a script as a job on a Ray cluster, as `paceline run --engine ray` does, and return its exit code.
 
     Blocks until the job has ended; call it from the main thread, because it answers Ctrl-C and SIGTERM meanwhile. The
-    arguments are the options of `paceline run`; what it keeps of itself, and goes on from, is named by the variables
-    PACELINE_SNAPSHOTS, PACELINE_SNAPSHOT_EVERY and PACELINE_RESUME of this process.
+    arguments are the options of `paceline run`; where it writes snapshots and what it goes on from is set by the
+    variables PACELINE_SNAPSHOTS, PACELINE_SNAPSHOT_EVERY and PACELINE_RESUME of this process.
 
     Args:
         script: what every worker runs.

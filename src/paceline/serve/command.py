@@ -52,8 +52,8 @@ def serve(
     keys
         Folder with certificates and a token, as `paceline keys make` writes it.
     snapshot_every
-        How long to wait between two snapshots of what has changed, 10m or 90s for example, or auto: a minute, or so
-        long that they cost 1 % at most. The end of the machine loses no more.
+        How long to wait between two snapshots of what has changed, 10m or 90s for example, or auto: a minute,
+        or so long that they are written in a tenth of the time at most. The end of the machine loses no more.
     allow
         Update rules and functions of your own that clients may name, as package.module:Name; others are not run.
     or_previous

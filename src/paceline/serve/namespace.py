@@ -626,11 +626,11 @@ class Namespace:
         )
 
     def _admit(self, held: ServerState, ask: EnterRequest, holder_rank: int | None) -> EnterAccepted:
-        accepted = self._open_admission(held).admit(held, ask, holder_rank)
+        accepted = self._open_admission().admit(held, ask, holder_rank)
         self._admission_changed()
         return accepted
 
-    def _open_admission(self, held: ServerState) -> Admission:
+    def _open_admission(self) -> Admission:
         if self._admission is None or self.fills:  # a client that waits opens it anew
             raise NamespaceEnded(f"namespace '{self.name}' has ended")
         return self._admission

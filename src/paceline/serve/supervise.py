@@ -448,6 +448,6 @@ def _control_socket(folder: Path) -> Generator[socket.socket]:
 
 
 def _user_of(end: socket.socket) -> int:
-    """Return who asks."""
+    """Return the identity of the process that asks."""
     credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return struct.unpack("3i", credentials)[1]

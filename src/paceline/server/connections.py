@@ -60,7 +60,7 @@ class Incoming:
 
 
 def said_by(item: object, num_servers: int) -> tuple[Life, object] | None:
-    """Return who says what in an item of the queue, if that is a message that its sender may say."""
+    """Return sender and message of an item of the queue, if it is one that its sender may say."""
     if not isinstance(item, Incoming) or item.frame is None:
         return None
     try:

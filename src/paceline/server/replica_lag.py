@@ -151,7 +151,7 @@ class ReplicaLag:
             self.num_needed = max(self.num_needed, latest.popleft())
 
     def _is_decided_by_order(self) -> bool:
-        """Return whether who contributes to a clock depends on who comes first, as with a quorum."""
+        """Return whether a clock has the pushes of the workers that come first, as with a quorum."""
         tables = self.tables()
         if len(tables) != self._num_tables:
             self._num_tables = len(tables)

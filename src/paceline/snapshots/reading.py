@@ -95,12 +95,12 @@ class SavedDense:
     def part(self, span: Range) -> dict[str, Tensor]:
         """Return what a server with this range loads; see `Shard.load_state`. It copies the values of the range."""
         pieces, found = cut(self.spec, span), dict[str, Tensor]()
-        values = [self._cut(self._whole_of(piece), piece).reshape(-1) for piece in pieces]
+        values = [piece.cut(self._whole_of(piece)).reshape(-1) for piece in pieces]
         found[VALUES] = torch.cat(values) if values else torch.empty(0, dtype=getattr(torch, self.spec.dtype))
         for piece in pieces:
             shape = self.spec.segments[piece.segment].shape
             for name, state in self.states(piece.segment).items():
-                found[f"{piece.segment}.{name}"] = self._cut(state, piece) if state.shape == shape else state
+                found[f"{piece.segment}.{name}"] = piece.cut(state) if state.shape == shape else state
         return found
 
     def _whole_of(self, piece: SegmentPiece) -> Tensor:
@@ -111,10 +111,6 @@ class SavedDense:
         if tuple(found.shape) != shape:
             raise CheckpointError(f"{file.path} has '{name}' of shape {tuple(found.shape)}, expected {shape}")
         return found
-
-    @staticmethod
-    def _cut(whole: Tensor, piece: SegmentPiece) -> Tensor:
-        return whole.reshape(-1)[piece.start : piece.stop].view(piece.shape)
 
 
 def saved_dense(snapshot: Snapshot, spec: TableSpec) -> SavedDense | None:

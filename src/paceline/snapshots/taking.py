@@ -235,9 +235,7 @@ class SnapshotTaker:
             took_s = Snapshot.read(done.result()).manifest.took_s
             every_s = auto_interval_s(took_s)
             if every_s > 2 * self._every_s or self._every_s == LEAST_AUTO_S < every_s:
-                self._tell(
-                    f"a snapshot takes {took_s:.1f} s, so one is made every {every_s:.0f} s, and they cost 1 % at most"
-                )
+                self._tell(f"a snapshot takes {took_s:.1f} s, so one is made every {every_s:.0f} s")
             self._every_s = every_s
 
     def _tell_failure(self, error: BaseException) -> None:

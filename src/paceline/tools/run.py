@@ -93,8 +93,8 @@ def run(
         bsp, ssp:S, essp:S, asynchronous, backup:B or adaptive:L:S, for every table whose script names none.
     strategy
         How workers share the work where the script says nothing: parameter-server, a consistency such as ssp:3,
-        all-reduce, fsdp, local-sgd:STEPS, diloco:STEPS or downpour:STEPS, and joined to it by + pipeline:STAGES and
-        tensor:RANKS.
+        all-reduce, fsdp or fsdp:WORKERS, local-sgd:STEPS, diloco:STEPS or downpour:STEPS, and joined to it by +
+        pipeline:STAGES and tensor:RANKS.
     transport
         How workers and servers talk: shared memory, TCP, or as threads of one process (memory).
     scale
@@ -116,7 +116,8 @@ def run(
         How much of every table each server holds, as proportions such as 2,1,1; by default all the same. Or
         measured:RUN_DIR, by the bytes per second that each managed in a former run.
     server_threads
-        With how many threads each server updates; by default all cores under bsp, else those that workers leave free.
+        With how many threads each server updates; by default its share of all cores under bsp, else of those that
+        workers leave free.
     pin
         Keep each worker on cores of its own.
     publish

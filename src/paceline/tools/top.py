@@ -1,4 +1,4 @@
-"""`paceline top`: what a job does that runs, who holds it up and why. Light, as `run` is."""
+"""`paceline top`: what a job does that runs, what holds it up and why. Light, as `run` is."""
 
 import sys
 import time
@@ -24,7 +24,7 @@ def top(
     json: Annotated[bool, Parameter(negative="")] = False,
     interval: float = REFRESH_S,
 ) -> int:
-    """Show what a job does: who holds it up and why, and a line for each worker and server.
+    """Show what a job does: what holds it up and why, and a line for each worker and server.
 
     It reads what the processes write down anyway, so that a job does not notice it. Ctrl-C ends it, and not the job.
 

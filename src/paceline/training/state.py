@@ -337,9 +337,4 @@ def _cut_state(spec: TableSpec, piece: SegmentPiece, name: str, value: object) -
         return value.detach().cpu().contiguous()  # in the order of the shape, whatever that in memory was
     if tuple(value.shape) != segment.shape:
         raise UsageError(f"{where} has shape {tuple(value.shape)}, expected {segment.shape}, which can be cut.")
-    return _cut_out(value.detach(), piece).cpu()
-
-
-def _cut_out(whole: Tensor, piece: SegmentPiece) -> Tensor:
-    """Return the elements of a piece from its whole tensor, in the shape of the piece."""
-    return whole.reshape(-1)[piece.start : piece.stop].view(piece.shape)
+    return piece.cut(value.detach()).cpu()

@@ -10,8 +10,8 @@ certificates, too: a process in between with a certificate of its own cannot pas
 
 Over shm (`LocalHandshake`): the kernel tells each side the user of the other; only the job is compared.
 
-A handshake reads at most `MAX_HANDSHAKE_BYTES`, in TLS `MAX_TLS_HANDSHAKE_BYTES`, and takes no memory sized by the
-peer.
+A handshake reads fixed records and an identity of `MAX_IDENTITY_BYTES` at most, in TLS `MAX_TLS_HANDSHAKE_BYTES` in
+all, and takes no memory sized by the peer.
 """
 
 import hmac
@@ -33,7 +33,6 @@ NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
 # Sent instead of a proof: yours is not valid. A connection that ends without it was cut, and is made again.
 REFUSAL: Final = bytes(PROOF_BYTES)
-MAX_HANDSHAKE_BYTES: Final = 4096
 MAX_TLS_HANDSHAKE_BYTES: Final = 16384  # as certificates travel
 
 _HELLO: Final = struct.Struct(f"<4sHH{NONCE_BYTES}s")  # magic, wire version, bytes of identity, client's nonce

@@ -277,6 +277,10 @@ class SegmentPiece:
         """Return a view of this piece of a flat tensor of the whole range, in its shape."""
         return flat[self.offset : self.offset + self.numel].view(self.shape)
 
+    def cut(self, segment: Tensor) -> Tensor:
+        """Return the elements of this piece from its whole segment, in its shape; a view of a contiguous one."""
+        return segment.reshape(-1)[self.start : self.stop].view(self.shape)
+
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:

@@ -195,7 +195,7 @@ class VersionSubscription:
 
     @property
     def problem(self) -> str:
-        """Why a call that waits has nothing yet, as its place is lost or has lost its own; else empty."""
+        """Why a call that waits has no version: its place, or the place that one reads, is lost; else empty."""
         return self._servers.problem
 
     # -- the user's calls --------------------------------------------------------------------------------------------

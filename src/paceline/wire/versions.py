@@ -397,18 +397,6 @@ READER_SAYS: Final = (
     FetchRows,
     FetchChanges,
 )
-SERVER_SAYS: Final = (
-    ServerChosen,
-    VersionsFound,
-    VersionLeased,
-    BytesFetched,
-    ReaderRefused,
-    RowsDescribed,
-    RowsShown,
-    RowsFetched,
-    ChangesFetched,
-    DeltaFetched,
-)
 
 
 def num_chunks(size_bytes: int) -> int:

@@ -161,6 +161,8 @@ def as_indices(given: object, where: str, what: str) -> tuple[int, ...]:
 
 def as_number(value: object, where: str, what: str) -> float:
     """Return a number, or a tensor of one element, as a float; raises UsageError for anything else."""
+    if type(value) is float:  # as of every step
+        return value
     is_one = isinstance(value, Tensor | np.ndarray | np.generic) and np.prod(np.shape(value)) == 1
     if isinstance(value, Tensor) and (value.device.type == "meta" or value.is_complex()):
         is_one = False

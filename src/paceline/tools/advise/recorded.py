@@ -142,7 +142,7 @@ def _scenario(run: Run, steps: Mapping[int, Sequence[Step]], spec: ClusterSpec, 
     num_tables = len({read.table for read in reads}) or 1
     fetched = [read for read in reads if read.source == "fetch"]
     free = _free_fetches(policy, fetched)
-    fetch_s = _fetch_s(policy, free, fetched)
+    fetch_s = _fetch_s(free, fetched)
     apply_s, handle_s = _server_s(run, num_steps, num_servers, is_network=spec.transport in _NETWORKS)
     update_s = apply_s * (len(steps) if policy.visible == "on_clock" else 1)
     latency_s = _NET_LATENCY_S if fetch_s is None else max(0.0, fetch_s - handle_s - update_s) / 2
@@ -216,7 +216,7 @@ def _free_fetches(policy: Consistency, fetched: Sequence[ReadRecord]) -> dict[tu
     return free if len(free) >= _LEAST_FREE else {}
 
 
-def _fetch_s(policy: Consistency, free: Mapping[tuple[int, int], float], fetched: Sequence[ReadRecord]) -> float | None:
+def _fetch_s(free: Mapping[tuple[int, int], float], fetched: Sequence[ReadRecord]) -> float | None:
     """Return what a fetch takes that waits for no other worker; None with too few fetches, as under essp.
 
     In lockstep no value is newer than it needs to be; but the last worker of each clock waits for none.

@@ -24,7 +24,6 @@ _GAP_IN: Final = 0.2
 _LETTERS_A_LINE: Final = 142
 _ROOM_FOR_LEGEND: Final = 1.35  # of the height of bars
 _LETTERS_AN_INCH: Final = 9
-_LETTERS_OF_A_CELL: Final = 62
 _REFERENCE: Final = "#777777"
 _HOLDS, _FAILS = "#00704f", "#b34700"
 # Where the columns of the table of checks begin.

@@ -198,10 +198,6 @@ class LearningCurve:
         """Return the virtual seconds until the loss is at the target for the first time; infinite if it never is."""
         return next((s for s, loss in zip(self.seconds, self.losses, strict=True) if loss <= target), np.inf)
 
-    def pushes_to(self, target: float) -> float:
-        """Return the number of applied pushes until the loss is at the target; infinite if it never is."""
-        return next((n for n, loss in zip(self.pushes, self.losses, strict=True) if loss <= target), np.inf)
-
 
 def learn_along(
     run: SimulatedRun, problem: LearningProblem, rule: PushRule, *, looks: int = 50, parts: int = 1

@@ -113,9 +113,9 @@ def managed(
     choose for itself, but for `hold`, which all workers of a table must give alike.
 
     Args:
-        budget_mbps: what this worker may send for the table, in millions of bits a second, headers included; from 3.2
-            on no second carries 2 % more (with less no window so long that it carries 400 kB). Reads are not held up,
-            but what they send counts.
+        budget_mbps: what this worker may send for the table, in millions of bits a second, headers included; from
+            3.2 Mbit/s on, no second carries 2 % more (below, no window that is long enough for 400 kB). Reads are not
+            held up, but what they send counts.
         priority: "relative_magnitude" sends rows first whose numbers have changed most against their values, "fifo"
             those that wait longest, "random" any.
         hold: for how many clocks an update may wait; by default half of the staleness bound. Reads keep the table's
