@@ -67,6 +67,7 @@ def test_only_what_is_torchs_own_is_known() -> None:
         *(ours, hooked(), lambda *both: ours(*both), type("Own", (nn.MSELoss,), {})(), nn.KLDivLoss()),
         *(partial(functional.mse_loss, torch.ones(1)), partial(functional.cross_entropy, size_average=False)),
         nn.BCEWithLogitsLoss(pos_weight=torch.ones(2)),
+        nn.CrossEntropyLoss(weight=torch.tensor([0.0, 1.0]), label_smoothing=0.1),  # class 0 counts by its smoothing
     ):
         assert joining_of(loss, None) is None, loss
         assert joining_of(loss, "sum") == Joining(is_sum=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,29 @@ def test_the_mean_of_all_gradients_is_clipped(tmp_path: Path, workers: int, serv
     assert clips == {True, False}
     for found in run_job(tmp_path, lambda _: trained(), workers=workers, servers=servers, carrier=carrier):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("strategy", ["bsp", {"*": "bsp"}])
+def test_a_limit_is_for_the_gradients_that_are_there_and_the_lowest_of_several_counts(
+    tmp_path: Path, strategy: object
+) -> None:
+    def moved(_: Session) -> list[float]:
+        weight = nn.Parameter(torch.zeros(1))
+        optimizer = paceline.distributed(torch.optim.SGD([weight], lr=1.0), strategy=strategy)
+        found = []
+        for limits in ((1.0,), (), (1.0, 5.0, math.inf), (5.0, 2.0)):
+            before = weight.item()
+            optimizer.zero_grad()
+            (10.0 * weight).sum().backward()
+            for limit in limits:
+                optimizer.clip_gradients(limit)
+            if limits != (1.0,):  # else the gradients are dropped
+                optimizer.step()
+            found.append(before - weight.item())
+        return found
+
+    for found in run_job(tmp_path, moved, workers=2):
+        assert found == pytest.approx([0.0, 10.0, 1.0, 2.0], rel=1e-5)
 
 
 @pytest.mark.parametrize(

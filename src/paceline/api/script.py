@@ -505,7 +505,8 @@ def distributed(
         views: make the parameters views of the servers' memory where that is on this machine (shm), so that reading
             them copies nothing. Default: under bsp, where values change only while all workers wait. Under other
             policies updates of other workers show in the middle of a step: values are never too old, but not of one
-            moment. What a script writes to such a parameter is lost with the next step, as without views.
+            moment. What a script writes to such a parameter is lost with the next step, as without views. Other tensors
+            of its memory, as `weight.detach()` from before, do not follow it, but for buffers of `model`.
         overlap: push gradients while backward still runs, in buckets of some MB, and with `model` wait for values when
             its forward begins (in a `Sequential`, child by child) instead of in `step`; until then all parameters are
             those of the step before. If some are views, or not of the model, `step` waits. For links that are slow

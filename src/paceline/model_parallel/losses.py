@@ -125,7 +125,10 @@ def _known(function: Callable[..., Tensor], options: Mapping[str, Any]) -> Joini
         return Joining(reduction == "sum", is_known=True, is_aligned=True)
     if reduction == "sum":
         return Joining(is_sum=True, is_known=True)
-    weigh = partial(_counted, weight=options.get("weight"), ignored=options.get("ignore_index", -100))
+    weight = options.get("weight")
+    if options.get("label_smoothing") and weight is not None and not weight.all():
+        return None  # targets of a class without weight count by their smoothing, and not in the mean
+    weigh = partial(_counted, weight=weight, ignored=options.get("ignore_index", -100))
     return Joining(weigh=weigh, is_known=True)
 
 

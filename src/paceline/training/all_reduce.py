@@ -28,6 +28,7 @@ from paceline.training.collective_optimizer import (
 )
 from paceline.training.ddp import DDPReplica, DDPSettings
 from paceline.training.flat import FlatParameters, laid_out_like, segments_of
+from paceline.training.model_checks import require_dense_gradients
 from paceline.training.same_batches import SameBatches, digest_of_batch
 from paceline.training.state import checked_by_all, laid_out_for
 from paceline.training.strategy import Distributed, Settings, TrainingJob, require_fresh
@@ -211,6 +212,8 @@ class CombinedOptimizer(CollectiveOptimizer):
     ) -> None:
         require_fresh(optimizer)
         named, _ = segments_of(optimizer, model)
+        if model is not None:
+            require_dense_gradients(model, settings.name)
         super().__init__(optimizer, "all-reduce", settings, job)
         self._mesh, self._num_replicas = settings.mesh(job), settings.num_replicas(job)
         self._flat = FlatParameters.over(named)

@@ -25,7 +25,8 @@ from paceline.worker.validation import as_count
 
 Told: TypeAlias = list[dict[str, Any]]  # the numbers of each group, by name; _PRESENT: which parameters it steps
 
-Together: TypeAlias = Literal["forward", "backward", "step", "snapshot", "state_dict"]  # what all do at the same time
+# What all do at the same time.
+Together: TypeAlias = Literal["forward", "backward", "clip_gradients", "step", "snapshot", "state_dict"]
 
 _MOST_NUMBERS: Final = 4
 _PRESENT: Final = "has gradient"

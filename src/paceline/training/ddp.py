@@ -41,6 +41,7 @@ from paceline.training.collective_optimizer import (
     require_weighed,
 )
 from paceline.training.flat import FlatParameters, laid_out_like
+from paceline.training.model_checks import require_dense_gradients
 from paceline.training.same_batches import SameBatches, digest_of_batch
 from paceline.training.strategy import TrainingJob
 from paceline.update.summing import num_nonfinite
@@ -497,9 +498,4 @@ def _require_combinable(model: nn.Module, named: dict[str, Tensor], name: str) -
         raise UsageError(f"'{name}': the optimizer has parameters that the model has not: {', '.join(strange[:5])}.")
     if not any(tensor.requires_grad for tensor in named.values()):
         raise UsageError(f"'{name}': none of the parameters requires a gradient, so there is nothing to combine.")
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise UsageError(
-                f"'{name}': the layer '{path}' makes sparse gradients: build it with sparse=False, or as "
-                "paceline.Embedding, whose rows live on the servers."
-            )
+    require_dense_gradients(model, name)

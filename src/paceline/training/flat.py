@@ -184,6 +184,7 @@ class Weights:
     flat: FlatParameters
     table: Table
     device_copies: DeviceCopies = field(default_factory=DeviceCopies)
+    others: frozenset[int] = frozenset()  # addresses of storages that other tensors have, which follow these
     # Tensors that were made views, by index, with the address of each: a script may have replaced its memory since.
     _viewing: dict[int, int] = field(default_factory=dict[int, int])
     _places: tuple[int, ...] = ()
@@ -330,7 +331,7 @@ class Weights:
 
     def _fill(self, index: int, tensor: Tensor, values: Tensor, *, live: bool) -> None:
         """Copy values into a tensor, or make it a view of them."""
-        if live and _can_view(tensor, values):
+        if live and _can_view(tensor, values) and tensor.untyped_storage().data_ptr() not in self.others:
             tensor.data = _alone(values).view(tensor.shape)
             self._viewing[index] = values.data_ptr()
         elif self._are_on_device and self.device_copies.serves(tensor):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import math
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,12 @@ from paceline.training.collective_optimizer import (
     checked_weight,
     numbers_of_first,
     require_weighed,
+)
+from paceline.training.model_checks import (
+    require_apart,
+    require_dense_gradients,
+    require_no_aliases,
+    require_no_gradient_hooks,
 )
 from paceline.training.same_batches import SameBatches, digest_of_batch
 from paceline.training.state import checked_by_all, numbered_for
@@ -223,6 +230,7 @@ class Passes:
 
     def _before(self, args: Any, kwargs: Any) -> None:  # noqa: ANN401 - whatever the module takes
         if torch.is_grad_enabled():
+            require_no_gradient_hooks(self._model, self._settings.name)
             same = self._same_batches
             digest = digest_of_batch(tree_leaves((args, kwargs))) if same.is_checking else 0
             with self._job.metrics.communicating():
@@ -290,6 +298,26 @@ class Passes:
                         mesh = parameter.device_mesh
                         parameter.grad = DTensor.from_local(gathered, mesh, [Replicate()], run_check=False)
 
+    def clip_by_largest(self, max_norm: float, *, error_if_nonfinite: bool) -> Tensor:
+        """Clip the combined gradients by their largest number; blocks until all workers call it.
+
+        Torch has no such norm of a slice without elements, as of a bias with fewer elements than workers.
+        """
+        gradients = [local_slice(one.grad) for one in self._model.parameters() if one.grad is not None]
+        largest = [one.abs().max().double() for one in gradients if one.numel()]
+        own = float(torch.stack(largest).max()) if largest else 0.0
+        told = agree_on(self._mesh, "clip_gradients", _bits(own), group=self._group)
+        norm = torch.tensor([bits for bits, *_ in told]).view(torch.float64).max()  # NaN where one is
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"the gradients of '{self._settings.name}' have the norm {norm:g}, so they are not clipped"
+            )
+        share = max_norm / (float(norm) + 1e-6)
+        for one in gradients:
+            if not share >= 1:  # or NaN
+                one.mul_(share)
+        return norm
+
     def _summed(self, numbers: list[float], group: dist.ProcessGroup | None) -> list[float]:
         """Return the sums of numbers over a group; blocks until all of it call this."""
         sums = torch.tensor(numbers, dtype=torch.float64)
@@ -354,6 +382,11 @@ class ShardedOptimizer(CollectiveOptimizer):
         weight = self._passes.consume_passes(samples)
         self._apply()
         return weight
+
+    def _clip(self, some: Sequence[Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+        if norm_type == math.inf:
+            return self._passes.clip_by_largest(max_norm, error_if_nonfinite=error_if_nonfinite)
+        return super()._clip(some, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def weigh(self, samples: float) -> None:
         """Set before backward how many samples its gradients stand for, their weight in the mean.
@@ -448,11 +481,16 @@ def shard_model(optimizer: torch.optim.Optimizer, model: nn.Module, name: str, g
     """Shard a model, and replace the parameters of the optimizer; return the module whose forward is hooked.
 
     Raises:
-        UsageError: the optimizer has not exactly the parameters of the model, or the model cannot be sharded.
+        UsageError: the optimizer has not exactly the parameters of the model, or the model cannot be sharded: it has
+            parameters that share memory, or sparse gradients, or hooks on gradients.
     """
     _require_whole(optimizer, model, name)
     mesh = group.mesh
     root = model.held if isinstance(model, Parallel) else model
+    require_dense_gradients(root, name)
+    require_apart(dict(root.named_parameters()), name)
+    require_no_gradient_hooks(root, name)
+    require_no_aliases(root, name)
     names = {parameter: own for own, parameter in root.named_parameters()}
     with mesh.explained(f"sharding the model of '{name}'", group.batches):
         guard = partial(mesh.explained, f"forward and backward of '{name}'", group.batches)

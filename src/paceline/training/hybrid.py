@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import math
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -116,6 +117,11 @@ class HybridOptimizer(Distributed):
                 "gradients, not that of all as torch's DDP: take all-reduce between groups for that."
             )
         return super().clip_gradients(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def _clip(self, some: Sequence[Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+        if norm_type == math.inf:
+            return self._passes.clip_by_largest(max_norm, error_if_nonfinite=error_if_nonfinite)
+        return super()._clip(some, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def receive(self) -> None:
         """Request the values of the next step, and slice the model by them."""

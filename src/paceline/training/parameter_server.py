@@ -25,6 +25,7 @@ from paceline.training.buffers import open_buffers
 from paceline.training.device_copies import DeviceCopies
 from paceline.training.factors import WeightFactors, follow_layers
 from paceline.training.flat import FlatParameters, Gradients, GradientVersion, Weights, segments_of
+from paceline.training.model_checks import require_apart, storages_of_buffers
 from paceline.training.state import (
     StateOf,
     check_state,
@@ -271,11 +272,11 @@ class Overlap:
     @contextmanager
     def accumulate(self) -> Generator[None]:
         """Send nothing from the backward passes in the block, because more is added to their gradients."""
-        self.accumulating = True
+        before, self.accumulating = self.accumulating, True
         try:
             yield
         finally:
-            self.accumulating = False
+            self.accumulating = before
 
     def _on_gradient(self, number: int, index: int) -> None:
         if self.accumulating:
@@ -388,6 +389,8 @@ class DistributedOptimizer(Distributed):
         # Each how many steps servers are asked for values that this worker has not been sent; 0 for never.
         self._fetch_every = (settings.fetch_every or 0) if settings.consistency.deliver == "on_pull" else 0
         named, segments = segments_of(optimizer, model)
+        require_apart(named, settings.name)
+        self._storages = storages_of_buffers(model)
         dtype = FlatParameters.over(named).dtype
         policy = str(settings.consistency)
         self._spec = TableSpec(settings.name, segments, dtype, rule, policy, settings.scale, settings.nonfinite)
@@ -477,8 +480,14 @@ class DistributedOptimizer(Distributed):
                 )
             return super().clip_gradients(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         norm = super().clip_gradients(math.inf, error_if_nonfinite=error_if_nonfinite)
-        self._max_norm = max_norm if max_norm < math.inf else None
+        limit = min(max_norm, math.inf if self._max_norm is None else self._max_norm)
+        self._max_norm = limit if limit < math.inf else None
         return norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, and what was to be clipped of them."""
+        super().zero_grad(set_to_none)
+        self._max_norm = None
 
     def receive(self) -> None:
         """Fetch values when `fetch_every` and the consistency require it."""
@@ -617,7 +626,7 @@ class DistributedOptimizer(Distributed):
         # Devices cannot map the servers' memory, and copy fastest from pinned memory, which shared memory must not be.
         live = views and not gradients.are_on_device
         table = open_flat(self._job, self._settings, spec, flat, read_my_writes=True, live=live)
-        weights = Weights(flat, table, device_copies)
+        weights = Weights(flat, table, device_copies, self._storages)
         self._job.detach_at_close(weights)
         bucket = Bucket(run.start, flat, table, weights, gradients)
         bucket.reserve()

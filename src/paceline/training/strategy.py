@@ -409,7 +409,11 @@ class Distributed(torch.optim.Optimizer, ABC):
                 f"worker {self._job.rank}: optimizer.clip_gradients of '{self._settings.name}' would clip by the norm "
                 "of this worker's part of the model: call model.clip_gradients, which knows that of all parts."
             )
-        some = [one for one in self._parameters() if one.numel()]  # torch has no norm of others, nor slices of them
+        some = [one for one in self._parameters() if one.numel()]  # torch has no norm of others
+        return self._clip(some, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def _clip(self, some: Sequence[Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+        """Clip gradients of parameters that have elements, as their strategy has them."""
         return clip_grad_norm_(some, max_norm, norm_type, error_if_nonfinite)
 
     def _checked_norms(self, max_norm: object, norm_type: object) -> tuple[float, float]:

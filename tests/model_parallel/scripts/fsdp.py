@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import signal
 from contextlib import AbstractContextManager
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.errors import PeerError, UsageError
+from paceline.model_parallel.arrangement import whole
 from paceline.training.fsdp_optimizer import ShardedOptimizer
 from paceline.worker.waits import About, OpenWait, Waits
 
@@ -221,7 +223,18 @@ def mistakes_are_told() -> None:
         distributed(scaled, "scalar")
     with pytest.raises(UsageError, match=r"parameters of float\d\d and float\d\d; expected a model of one dtype"):
         paceline.distributed(torch.optim.SGD(mixed.parameters(), lr=0.1), model=mixed, name="mixed")
+    hooked = small()
+    hooked[0].weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(UsageError, match=r"parameter '0\.weight' has a hook on its gradient, which fsdp does not call"):
+        distributed(hooked, "hooked")
+    sparse = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 2))
+    with pytest.raises(UsageError, match="the layer '0' makes sparse gradients"):
+        distributed(sparse, "sparse")
     optimizer = distributed(model, "told")
+    handle = model[0].weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(UsageError, match=r"parameter '0\.weight' has a hook on its gradient, which fsdp does not call"):
+        model(torch.ones(2, 3))
+    handle.remove()
     with pytest.raises(UsageError, match="no backward has combined gradients"):
         optimizer.step()
     with pytest.raises(UsageError, match="at least one batch on every worker"):
@@ -245,6 +258,24 @@ class Shared(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.add_(parameter.grad / parameter.grad.norm(), alpha=-group["lr"])
+
+
+def gradients_are_clipped_by_their_largest_number_also_where_a_slice_is_empty() -> None:
+    alone, model = (nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)) for _ in range(2))
+    model.load_state_dict(alone.state_dict())
+    optimizer = distributed(model, "largest")
+    for limit in (0.1, 1000.0):
+        for one, given in ((alone, torch.ones(1, 3)), (model, torch.ones(1, 3))):
+            one.zero_grad()
+            one(given).sum().backward()
+        expected = nn.utils.clip_grad_norm_(alone.parameters(), limit, math.inf)
+        torch.testing.assert_close(optimizer.clip_gradients(limit, math.inf).to(expected), expected)
+        for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(whole(one.grad), other.grad)
+    model.zero_grad()
+    (model(torch.ones(1, 3)) * math.nan).sum().backward()
+    with pytest.raises(RuntimeError, match="the gradients of 'largest' have the norm nan, so they are not clipped"):
+        optimizer.clip_gradients(1.0, math.inf, error_if_nonfinite=True)
 
 
 def optimizers_that_look_at_whole_tensors_are_refused() -> None:
@@ -354,6 +385,7 @@ for check in (
     buffers_are_averaged_and_one_worker_may_look_alone,
     gradients_that_are_not_finite_are_refused_by_all,
     mistakes_are_told,
+    gradients_are_clipped_by_their_largest_number_also_where_a_slice_is_empty,
     optimizers_that_look_at_whole_tensors_are_refused,
     state_that_is_there_before_the_first_step_is_cut,
     a_worker_that_runs_the_model_more_often_is_told,
