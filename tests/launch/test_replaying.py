@@ -65,6 +65,8 @@ def test_a_run_that_is_killed_is_replayed_to_its_last_event(tmp_path: Path, caps
     told = capsys.readouterr().out
     assert f"server 0: {replayed.num_events} events, to the end of its record: its process was killed" in told
     assert "model.values (15,) float32: " in told
+    assert answer(["replay", str(run_dir), "--until", "clock:99"]) == 0
+    assert "server 0: 'clock:99' did not come" in capsys.readouterr().out
     assert answer(["replay", str(run_dir), "--until", "clock:3", "--step"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2].endswith("table 'model' has reached clock 3")

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.errors import UsageError
+from paceline.errors import CheckpointError, UsageError
 from paceline.job.spec import ClusterSpec
 from paceline.launch.snapshots import options_of_environment, with_snapshots
-from paceline.snapshots.folder import SnapshotManifest, write_snapshot
+from paceline.snapshots.folder import MANIFEST, SnapshotManifest, write_snapshot
 
 
 def spec_as_asked(folder: Path, monkeypatch: pytest.MonkeyPatch, **variables: str) -> ClusterSpec:
@@ -44,12 +44,28 @@ def test_jobs_that_go_on_from_one_snapshot_are_of_different_generations(
     assert held.generation < specs[0].generation != specs[1].generation > held.generation
 
 
+def test_where_the_newest_snapshot_is_damaged_the_one_before_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = SnapshotManifest(clock=5, generation=3, num_workers=2, num_servers=1, tables=(), files=())
+    first, second = (write_snapshot(tmp_path, lambda unfinished: held).folder for _ in range(2))
+    (second / MANIFEST).write_text("{}")
+    with pytest.raises(CheckpointError, match=f"name it: --resume {first}"):
+        spec_as_asked(tmp_path, monkeypatch, PACELINE_RESUME=str(tmp_path))
+    assert spec_as_asked(tmp_path, monkeypatch, PACELINE_RESUME=str(first)).clock == 5
+    with pytest.raises(CheckpointError) as named:
+        spec_as_asked(tmp_path, monkeypatch, PACELINE_RESUME=str(second))
+    assert "--resume" not in str(named.value)
+
+
 @pytest.mark.parametrize(
     ("variables", "problem"),
     [
         ({"PACELINE_RESUME": "HERE"}, "there is no snapshot in .*: name a folder"),
         ({"PACELINE_SNAPSHOT_EVERY": "10m"}, "nothing says where snapshots go"),
         ({"PACELINE_SNAPSHOTS": "HERE", "PACELINE_SNAPSHOT_EVERY": "soon"}, "is 'soon', expected auto, or a time"),
+        ({"PACELINE_SNAPSHOTS": "/proc/none"}, "--snapshots: no files can be made in /proc/none: No such file"),
+        ({"PACELINE_SNAPSHOTS": __file__}, "--snapshots: no files can be made in .*py: File exists"),
     ],
 )
 def test_what_makes_no_sense_is_refused(

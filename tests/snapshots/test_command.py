@@ -1,5 +1,6 @@
 """`paceline snapshot`, on a snapshot of a small job."""
 
+import shutil
 import warnings
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from paceline.api.session import Session
 from paceline.cli import answer
 from paceline.errors import UsageError
 from paceline.snapshots.files import write_file
-from paceline.snapshots.folder import SnapshotManifest, SnapshotTable, newest, write_snapshot
+from paceline.snapshots.folder import MANIFEST, SnapshotManifest, SnapshotTable, newest, write_snapshot
 from paceline.snapshots.options import SnapshotOptions
 from paceline.update.rules import RuleSpec
 from paceline.update.table import Segment, TableSpec, encode_table
@@ -81,6 +82,19 @@ def test_verify_ends_with_1_for_a_damaged_file(folder: Path, capsys: pytest.Capt
     assert answer(["snapshot", "verify", str(folder)]) == 1
     file.write_bytes(content)
     assert "rows-00002-00000.safetensors is damaged" in capsys.readouterr().out
+
+
+def test_a_snapshot_that_cannot_be_read_does_not_hide_others(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = newest(folder).folder
+    shutil.copytree(whole, tmp_path / "snapshot-1")
+    shutil.copytree(whole, tmp_path / "snapshot-2")
+    (tmp_path / "snapshot-1" / MANIFEST).unlink()
+    assert answer(["snapshot", "ls", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "snapshot-1       the snapshot" in said
+    assert "snapshot-2              2" in said
 
 
 def test_torch_reads_what_convert_writes(folder: Path, tmp_path: Path) -> None:

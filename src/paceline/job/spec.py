@@ -95,7 +95,9 @@ class ClusterSpec:
         try:
             return msgspec.json.decode(path.read_bytes(), type=ClusterSpec)
         except OSError as error:
-            raise UsageError(f"cannot read the cluster spec {path}: {error.strerror}") from error
+            raise UsageError(
+                f"cannot read the cluster spec {path}: {error.strerror}; name the folder of a run (--run-dir)"
+            ) from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise UsageError(f"{path} is not a cluster spec: {error}") from error
 
@@ -131,7 +133,10 @@ def read_token(run_dir: Path, name: str = TOKEN_NAME) -> bytes:
         with path.open("rb") as file:
             found, token = os.fstat(file.fileno()), file.read()
     except OSError as error:
-        raise UsageError(f"cannot read the job's token {path!s:.300}: {error.strerror}") from error
+        raise UsageError(
+            f"cannot read the job's token {path!s:.300}: {error.strerror}; a run has one while it runs, and a folder "
+            "of keys as long as it is there"
+        ) from error
     if len(token) < TOKEN_BYTES:
         raise UsageError(f"the job's token {path} has {len(token)} bytes, expected {TOKEN_BYTES}")
     _require_private(path, found)

@@ -44,7 +44,7 @@ def check_limits(num_processes: int) -> None:
             resource.RLIMIT_NOFILE,
             needed,
             "`ulimit -n` allows {found} open files, and a launcher of {num} processes needs {least}: raise it, "
-            "`ulimit -n 4096`",
+            "`ulimit -n {least}`, or start fewer processes",
         ),
     ):
         found, _ = resource.getrlimit(limit)

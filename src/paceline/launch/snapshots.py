@@ -3,11 +3,13 @@
 import secrets
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Final
 
+from paceline.errors import CheckpointError, UsageError
 from paceline.job.environment import asked_snapshots
 from paceline.job.spec import ClusterSpec
-from paceline.snapshots.folder import newest, snapshots_in
+from paceline.snapshots.folder import MANIFEST, Snapshot, newest, snapshots_in
 from paceline.snapshots.options import SnapshotOptions
 
 _MOST_GENERATIONS: Final = 1 << 32  # between a job and one that goes on from it
@@ -20,19 +22,42 @@ def with_snapshots(spec: ClusterSpec, asked: SnapshotOptions) -> ClusterSpec:
     from one snapshot, as when the first is lost before it has written another, neither takes pushes of the other.
 
     Raises:
-        UsageError: there is no snapshot to go on from.
+        UsageError: there is no snapshot to go on from, or none can be written.
         CheckpointError: the one that is there is damaged.
     """
     if asked.snapshots is not None:
-        folder = str(asked.snapshots.absolute())
+        folder = str(_writable(asked.snapshots.absolute()))
         spec = replace(spec, snapshots=folder, snapshot_every_s=asked.every_s, snapshots_kept=asked.keep)
     if asked.resume is None:
         return spec
-    found = newest(asked.resume.absolute())
-    found.verify()
+    found = _whole(asked.resume.absolute())
     manifest = found.manifest
     generation = manifest.generation + 1 + secrets.randbelow(_MOST_GENERATIONS)
     return replace(spec, resume=str(found.folder), clock=manifest.clock, generation=generation)
+
+
+def _writable(folder: Path) -> Path:
+    """Return a folder in which files can be made; else a job would learn of it with its first snapshot."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise UsageError(
+            f"--snapshots: no files can be made in {folder}: {error.strerror}; name a folder that can be written"
+        ) from error
+
+
+def _whole(folder: Path) -> Snapshot:
+    """Return the snapshot to go on from, whose files have their digests."""
+    try:
+        found = newest(folder)
+        found.verify()
+    except CheckpointError as error:
+        if (folder / MANIFEST).exists() or len(older := snapshots_in(folder)[:-1]) == 0:
+            raise
+        raise CheckpointError(f"{error}; to go on from the one before, name it: --resume {older[-1]}") from error
+    return found
 
 
 def resumption(spec: ClusterSpec) -> str:

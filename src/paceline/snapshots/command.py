@@ -27,15 +27,21 @@ def list_snapshots(folder: Path, /) -> int:
     folder
         What was given to --snapshots.
     """
-    found = _all_in(folder)
+    exit_code, found = 0, _required_in(folder)
     print("snapshot            clock      size       age  took")
-    for snapshot in found:
+    for path in found:
+        try:
+            snapshot = Snapshot.read(path)
+        except CheckpointError as error:
+            print(f"{path.name:<16} {error}")
+            exit_code = EXIT_DAMAGED
+            continue
         manifest = snapshot.manifest
         age_s, size = max(0.0, time.time() - manifest.written_at_s), _size(manifest.size_bytes)
         name = snapshot.folder.name
         since = f"  changes since {printable(manifest.base)}" if manifest.base else ""
         print(f"{name:<16} {manifest.clock:>8} {size:>9} {_time(age_s):>9} {_time(manifest.took_s):>5}{since}")
-    return 0
+    return exit_code
 
 
 @app.command
@@ -113,10 +119,6 @@ def convert(folder: Path, out: Path, /, *, to: Annotated[Target, Parameter(name=
     {"torch": converting.to_torch, "dcp": converting.to_dcp, "parquet": converting.to_parquet}[to](found, out)
     print(f"{out}: {found.folder.name}, clock {found.manifest.clock}")
     return 0
-
-
-def _all_in(folder: Path) -> list[Snapshot]:
-    return [Snapshot.read(path) for path in _required_in(folder)]
 
 
 def _required_in(folder: Path) -> list[Path]:

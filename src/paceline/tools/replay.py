@@ -65,10 +65,10 @@ def replay(
     for rank in ranks if server is None else [server]:
         lines: list[str] = []
         replayed = replay_server(run_dir, rank, watch, lambda moment: lines.extend(_shown(moment, show)))  # noqa: B023
-        print("\n".join(_as_json(replayed) if json else [*_told(replayed), *lines]))
+        print("\n".join(_as_json(replayed) if json else [*_told(replayed, until), *lines]))
 
 
-def _told(replayed: "Replayed") -> list[str]:
+def _told(replayed: "Replayed", until: str | None) -> list[str]:
     name = f"server {replayed.server}"
     if replayed.stopped:
         lines = [f"{name}: stopped after event {replayed.num_events}: {replayed.stopped}"]
@@ -77,6 +77,8 @@ def _told(replayed: "Replayed") -> list[str]:
     else:
         why = replayed.end or "its process was killed, and has written no digests to compare with"
         lines = [f"{name}: {replayed.num_events} events, to the end of its record: {why}"]
+    if until is not None and not replayed.stopped:
+        lines.append(f"{name}: '{until}' did not come")
     lines += [
         f"  table '{table}': clock {clock}, sha256 {replayed.digests.get(table, '-')[:_DIGEST]}"
         for table, clock in replayed.clocks.items()

@@ -30,7 +30,7 @@ def patience_s(timeout_s: float) -> float:
     """
     if timeout_s != timeout_s:  # is NaN; math.isnan does not take every whole number
         raise UsageError("timeout_s is nan, expected a number of seconds.")
-    return min(timeout_s, _LONGEST_S)
+    return float(min(timeout_s, _LONGEST_S))  # of whatever kind it is
 
 
 class Deadline(NamedTuple):

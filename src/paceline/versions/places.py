@@ -97,7 +97,7 @@ def _find_place(source: object, shown: ClientCredentials, role: ReaderRole) -> t
     if isinstance(node, WorkerNode):
         return "this process", lambda: PublishingServers(node.transport, tuple(node.addresses))
     raise UsageError(
-        f"subscribe: {str(source)[:80]!r} is no place of versions, expected the folder of a job (--run-dir), "
+        f"subscribe: {source!r:.80} is no place of versions, expected the folder of a job (--run-dir), "
         f"{SCHEME}://HOST:PORT/NAME, or a list of these"
     )
 

@@ -428,7 +428,7 @@ def check_published_name(name: object) -> str:
     """Return a valid name of what is published; raises UsageError."""
     if not isinstance(name, str) or not name.isprintable() or not 1 <= len(name) <= MAX_PUBLISHED_NAME:
         raise UsageError(
-            f"{str(name)[:120]!r} cannot be the name of what is published: expected a text of 1 to "
+            f"{name!r:.120} cannot be the name of what is published: expected a text of 1 to "
             f"{MAX_PUBLISHED_NAME} characters that can be printed"
         )
     return name

@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Final
+from operator import index
+from typing import Final, SupportsIndex
 
 from paceline.errors import PacelineError, UsageError
 from paceline.notices import is_told
@@ -100,7 +101,8 @@ class Publisher:
         Does not block, unless many are under way. Raises UsageError for a name or a number that cannot be.
         """
         check_published_name(name)
-        if not isinstance(keep, int) or not 1 <= keep <= MAX_KEPT:  # pyright: ignore[reportUnnecessaryIsInstance]
+        is_number = isinstance(keep, SupportsIndex) and not isinstance(keep, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not is_number or not 1 <= (keep := index(keep)) <= MAX_KEPT:
             raise UsageError(f"publish: keep is {brief(keep)}, expected how many versions to keep, 1 to {MAX_KEPT}.")
         if len(tables) > MAX_PARTS:
             raise UsageError(f"publish: the model has {len(tables)} tables, expected at most {MAX_PARTS}.")
