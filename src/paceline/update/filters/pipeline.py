@@ -195,6 +195,11 @@ class FilterPipeline:
         """Whether `sift` needs the current values."""
         return self._stationary is not None
 
+    @property
+    def num_kept_back(self) -> int:
+        """Number of rows kept back now, without those of which only a rounding error is left."""
+        return self._error_feedback.num_waiting
+
     def must_send(self, clock: int) -> Tensor:
         """Return the ids of overdue rows, ascending; the next push has them."""
         if not self._selection.max_age:
@@ -395,6 +400,11 @@ class ErrorFeedback:
             column.grow(self._index.num_slots)
         self._ops.scatter(self._rows.tensor, slots, rows[some])
         self._ops.scatter(self._since.tensor, slots, since[some].unsqueeze(1))
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of rows that wait since some clock."""
+        return int((self._since.tensor[: self._index.num_slots] != NEVER).sum())
 
     def overdue(self, latest: int) -> Tensor:
         """Return the ids of the rows that wait since clock `latest` or earlier, ascending."""

@@ -378,6 +378,10 @@ class RowClient:
         """Count the pushes that are applied when this worker finishes this clock."""
         return self._pushes.num_held(clock)
 
+    def num_kept_back(self) -> int:
+        """Count the rows that filters keep back, without those of which only a rounding error is left."""
+        return self.state.pipeline.num_kept_back
+
     def abandon(self, error: PacelineError) -> None:
         """End all futures with an error; rows that wait for a budget are not sent."""
         if self._budgeted is not None:

@@ -184,7 +184,8 @@ class RowTable:
                 that are missing count as zeros under scale="samples".
 
         Returns:
-            A future of whether the update was applied, or why it was refused.
+            A future of whether the update was applied, or why it was refused. What filters keep back of it is with this
+            worker until a later push or `flush` sends it.
 
         Raises:
             UsageError: wrong ids or shape, or values that are not finite in a table with nonfinite="halt".
