@@ -196,6 +196,11 @@ class FilterPipeline:
         return self._stationary is not None
 
     @property
+    def keeps_back(self) -> bool:
+        """Whether a part of a push may be kept back, be it a rounding error."""
+        return not (isinstance(self._codec, Plain) and self._selection.takes_all)
+
+    @property
     def num_kept_back(self) -> int:
         """Number of rows kept back now, without those of which only a rounding error is left."""
         return self._error_feedback.num_waiting
@@ -247,8 +252,7 @@ class FilterPipeline:
         self._error_feedback.keep(change.ids, rows, since)
 
     def _lets_all_pass(self) -> bool:
-        lossless = isinstance(self._codec, Plain) and self._selection.takes_all
-        return lossless and self._skip is None and not len(self._error_feedback)
+        return not self.keeps_back and self._skip is None and not len(self._error_feedback)
 
     def _drop(
         self, ids: Tensor, rows: Tensor, clock: int, values: Callable[[Tensor], Tensor] | None
