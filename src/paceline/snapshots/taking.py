@@ -22,7 +22,7 @@ from paceline.snapshots.folder import DEFAULT_KEEP, Snapshot, SnapshotManifest, 
 from paceline.snapshots.increments import Increments, marks_of
 from paceline.snapshots.options import LEAST_AUTO_S, auto_interval_s
 from paceline.snapshots.reading import row_pieces, saved_dense, saved_rows, spec_of
-from paceline.snapshots.writing import CutOfTable, FolderWriter
+from paceline.snapshots.writing import CutOfTable, FolderWriter, NoBase
 from paceline.update.rows.layout import RowPiece
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.table import TableSpec
@@ -229,6 +229,8 @@ class SnapshotTaker:
     def _note_planned(self, done: Future[Path]) -> None:
         """Have the interval follow what a snapshot takes, and tell of one that failed; in the thread that writes."""
         error = None if done.cancelled() else done.exception()
+        if isinstance(error, NoBase) and self._due_s < math.inf:
+            self._due_s = time.monotonic()
         if error is not None:
             self._tell_failure(error)
         elif self.plan is not None and self.plan.every_s is None and not done.cancelled():
@@ -239,7 +241,8 @@ class SnapshotTaker:
             self._every_s = every_s
 
     def _tell_failure(self, error: BaseException) -> None:
-        self._tell(f"no snapshot was made, the one before counts, the next is due in {self._every_s:.0f} s: {error}")
+        due = "at the next clock" if isinstance(error, NoBase) else f"in {self._every_s:.0f} s"
+        self._tell(f"no snapshot was made, the one before counts, the next is due {due}: {error}")
 
 
 def _decoded(listed: ListedTable) -> TableSpec | RowTableSpec:
