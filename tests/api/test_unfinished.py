@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 
 import paceline
 from paceline.api.session import Session
+from paceline.update.filters import Cast, TopK
+from paceline.update.rows.spec import FilterSpec
 from paceline.worker import metrics as metrics
 
 
@@ -131,3 +134,47 @@ def test_steps_that_were_never_pushed_are_told(
     assert [re.split(" that (was|were) never pushed", line)[0] for line in told(capsys)] == (
         [f"paceline: worker 0 leaves at clock {num_steps} with {left} step{'s' * (left > 1)} of 'net'"] if left else []
     )
+
+
+def leave_with_rows(*filters: FilterSpec) -> None:
+    with paceline.connect() as ps:
+        table = ps.table("t", rows=1, update=paceline.update.Add(), consistency="ssp:1", filters=filters)
+        table.push([0, 1, 2, 3], [[4.1], [3.1], [2.1], [1.1]])
+        ps.clock()
+
+
+def test_rows_that_filters_keep_back_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    leave_with_rows(TopK(0.25), Cast("bfloat16"))
+    assert told(capsys) == [
+        "paceline: worker 0 leaves at clock 1 with 3 rows of table 't' that filters keep back: the servers do not have "
+        "them. Call table.flush() and clock() before the end."
+    ]
+
+
+def test_mere_rounding_errors_are_not_told(capsys: pytest.CaptureFixture[str]) -> None:
+    leave_with_rows(Cast("bfloat16"))
+    leave_with_rows(TopK(1.0))
+    assert told(capsys) == []
+
+
+def test_rows_that_were_flushed_are_not_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with paceline.connect() as ps:
+        table = ps.table("t", rows=1, update=paceline.update.Add(), filters=(TopK(0.5), Cast("bfloat16")))
+        table.push([0, 1], [[4.1], [3.1]])
+        ps.clock()
+        table.flush()
+        ps.clock()
+    assert told(capsys) == []
+
+
+def test_a_preempted_worker_tells_the_rows_that_go_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def train() -> None:
+        with paceline.connect() as ps:
+            table = ps.table("t", rows=1, update=paceline.update.Add(), filters=(TopK(0.5),))
+            table.push([0, 1], [[4.0], [3.0]])
+            signal.raise_signal(signal.SIGTERM)
+            ps.clock()
+
+    with pytest.raises(SystemExit):
+        train()
+    assert [line for line in told(capsys) if "leaves at clock 1 with 1 row of table 't' that filters keep back" in line]

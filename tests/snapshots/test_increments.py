@@ -59,6 +59,13 @@ def take(session: Session) -> Path | None:
     return None if last.exception(WAIT_S) else last.result()
 
 
+def wait_told(session: Session) -> None:
+    """Wait until what has become of the last snapshot is noted, in the thread that writes them one by one."""
+    writer = session.snapshots._writer
+    assert writer is not None
+    writer.submit(lambda: None).result(WAIT_S)
+
+
 def open_rows(session: Session, **settings: Any) -> RowTable:
     return session.table("users", rows=3, update=paceline.update.Adam(lr=0.1), **settings)
 
@@ -171,6 +178,7 @@ def test_after_one_that_failed_or_a_server_without_marks_the_next_has_all_rows(
             push(session, rows, range(5))
             folder = take(session)
             found.append(None if folder is None else Snapshot.read(folder).manifest.base)
+            wait_told(session)
         return found
 
     def work(session: Session) -> None:
@@ -180,11 +188,14 @@ def test_after_one_that_failed_or_a_server_without_marks_the_next_has_all_rows(
         with monkeypatch.context() as patched:
             patched.setattr(FileWriter, "write", fail)
             assert bases(session, rows, 1) == [None]
+        assert not session.snapshots.is_due, "the disk may be full for a while"
         assert bases(session, rows, 2) == ["", "snapshot-3"]
         lost.append(1)
         assert bases(session, rows, 1) == [None], "one server of two has all rows"
+        assert session.snapshots.is_due, "at the next clock"
         lost.clear()
         assert bases(session, rows, 2) == ["", "snapshot-5"]
+        assert not session.snapshots.is_due
 
     with planned(tmp_path, servers=2) as started:
         started.run(work)

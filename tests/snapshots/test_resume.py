@@ -4,7 +4,7 @@ import errno
 import os
 import re
 from pathlib import Path
-from threading import Thread
+from threading import Barrier, Event, Thread
 from typing import Any
 
 import msgspec
@@ -18,7 +18,7 @@ import paceline
 from paceline.api.session import Session
 from paceline.errors import CheckpointError, UsageError
 from paceline.snapshots.files import FileWriter
-from paceline.snapshots.folder import Snapshot, SnapshotManifest, newest
+from paceline.snapshots.folder import Snapshot, SnapshotManifest, newest, snapshots_in
 from paceline.snapshots.taking import SavedJob
 from paceline.update import cuts
 from paceline.worker.rows.table import RowTable
@@ -263,6 +263,78 @@ def test_under_every_policy_a_snapshot_is_made_while_workers_push(consistency: s
         found.verify()
         (table,) = found.manifest.tables
         assert sum(table.versions) >= (0 if consistency == "asynchronous" else 2 * 3)  # updates of two servers
+
+
+@pytest.mark.parametrize("is_mixed", [False, True], ids=["", "beside bsp"])
+def test_a_worker_that_a_quorum_has_left_behind_takes_its_snapshot_of_the_clock_that_they_have_reached(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], *, is_mixed: bool
+) -> None:
+    others_are_ahead, is_taken = Barrier(3), Event()
+
+    def work(session: Session) -> None:
+        add, late = paceline.update.Add(), "backup:1"
+        dense = session.table("w", shape=(600,), update=add, consistency=late, scale="sum")
+        rows = session.table("users", rows=1, update=add, consistency=late, scale="sum")
+        session.table("free", shape=(6,), update=add, consistency="asynchronous").push(torch.ones(6)).result(WAIT_S)
+        if is_mixed:
+            session.table("all", shape=(6,), update=add)
+        session.barrier()
+        if session.rank == 0:
+            session.snapshots.take_planned([])
+            session.snapshots._wait_last()
+        session.barrier()
+        while session.rank > 0 and session.node.clock < AT:
+            dense.push(torch.ones(600))
+            rows.push([session.node.clock], [[1.0]])
+            session.clock()
+            dense.pull()
+        others_are_ahead.wait(WAIT_S)
+        if session.rank == 0:
+            session.clock()
+            session.snapshots.take_planned([])
+            session.snapshots._wait_last()
+            is_taken.set()
+        assert is_taken.wait(WAIT_S)
+
+    (tmp_path / "job").mkdir()
+    folder = tmp_path / "snapshots"
+    with job(tmp_path / "job", workers=3, servers=2, snapshots=str(folder), snapshot_every_s=3600.0) as started:
+        started.run(work)
+    assert [Snapshot.read(path).manifest.clock for path in snapshots_in(folder)] == ([0] if is_mixed else [0, AT])
+    said = capsys.readouterr().err
+    assert ("no snapshot was made, the one before counts" in said) == is_mixed
+    assert ("cannot be cut at clock 1 any more" in said) == is_mixed
+    if not is_mixed:
+        found = newest(folder)
+        found.verify()
+        assert {table.name: table.clock for table in found.manifest.tables if table.name != "free"} == {
+            "w": AT,
+            "users": AT,
+        }
+        with safe_open(folder / "snapshot-2" / "model-00001-of-00002.safetensors", "pt") as file:
+            assert file.get_tensor("w").tolist() == [2.0 * AT] * 600
+
+
+def test_where_no_snapshot_is_there_none_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def work(session: Session) -> None:
+        session.table("w", shape=(6,), update=paceline.update.Add())
+        for is_full in (True, False, True):
+            with monkeypatch.context() as patched:
+                if is_full:
+                    patched.setattr(FileWriter, "write", write)
+                session.snapshots.take_planned([])
+                session.snapshots._wait_last()
+
+    (tmp_path / "job").mkdir()
+    with job(tmp_path / "job", snapshots=str(tmp_path / "snapshots"), snapshot_every_s=3600.0) as started:
+        started.run(work)
+    told = [line for line in capsys.readouterr().err.splitlines() if "no snapshot was made" in line]
+    assert [line.split(", ")[1] for line in told] == ["there is none yet", "the one before counts"]
 
 
 def test_the_state_of_a_scheduler_comes_back_as_it_was(tmp_path: Path) -> None:

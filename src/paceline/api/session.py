@@ -426,6 +426,7 @@ class Session:
             self._settle_parameters(politely=politely)
             if politely:
                 self._tell_unfinished()
+                self._tell_kept_back()
                 self.models.publisher.settle()
             self.metrics.note_end(self.node.clock)
             if politely:
@@ -457,6 +458,16 @@ class Session:
                     f"other workers do not have {'it' if is_one else 'them'}. A push is made of {every} steps: take a "
                     "multiple of that, or fewer steps a push."
                 )
+
+    def _tell_kept_back(self) -> None:
+        """Warn of rows that filters keep back."""
+        kept = [(f"table '{table}'", num) for table, num in self.node.kept_back().items()]
+        if kept:
+            self.metrics.tell(
+                f"worker {self.rank} leaves at clock {self.node.clock} with {_listed(kept, 'row', 'rows')} that "
+                f"filters keep back: the servers do not have {'it' if _is_one(kept) else 'them'}. Call table.flush() "
+                "and clock() before the end."
+            )
 
     def leave_at_exit(self) -> None:
         """Leave the job as the process ends; tell in one line what fails then, unless it has ended the script."""

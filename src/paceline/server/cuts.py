@@ -17,7 +17,7 @@ from safetensors.torch import save
 from paceline.core.work_queue import Life
 from paceline.errors import UsageError
 from paceline.update.cuts import TableCut
-from paceline.wire.requests import BeginCut, CutHead, ListedTable
+from paceline.wire.requests import BeginCut, CutHead, ListedTable, passed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -58,7 +58,7 @@ class OpenCuts:
         """
         name, needs = request.table_call.table, request.table_call.needs
         if table.consistency.visible == "on_clock" and clock != needs:
-            raise UsageError(f"table '{name}' is at clock {clock}, and cannot be cut at clock {needs} any more")
+            raise UsageError(passed(name, clock, needs))
         self.end(life, name)
         if table.has_values:
             made = table.cut(values_only=request.values_only, since=request.since)

@@ -18,11 +18,19 @@ from safetensors.torch import save
 from paceline.core.consistency import Consistency
 from paceline.core.partition import Range
 from paceline.errors import CheckpointError, DeadlineExceeded, PacelineError, UsageError
-from paceline.snapshots.folder import DEFAULT_KEEP, Snapshot, SnapshotManifest, SnapshotTable, now_s, write_snapshot
+from paceline.snapshots.folder import (
+    DEFAULT_KEEP,
+    Snapshot,
+    SnapshotManifest,
+    SnapshotTable,
+    now_s,
+    snapshots_in,
+    write_snapshot,
+)
 from paceline.snapshots.increments import Increments, marks_of
 from paceline.snapshots.options import LEAST_AUTO_S, auto_interval_s
 from paceline.snapshots.reading import row_pieces, saved_dense, saved_rows, spec_of
-from paceline.snapshots.writing import CutOfTable, FolderWriter
+from paceline.snapshots.writing import CutOfTable, FolderWriter, NoBase
 from paceline.update.rows.layout import RowPiece
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.table import TableSpec
@@ -31,6 +39,7 @@ from paceline.worker.cuts import CutReader, list_tables
 from paceline.worker.node import WorkerNode
 
 _LAST_TIMEOUT_S: Final = 600.0
+_MOST_LATER: Final = 5  # later clocks that are asked for
 
 Positions = Sequence[Mapping[str, int]]
 
@@ -156,10 +165,11 @@ class SnapshotTaker:
             self._writer = ThreadPoolExecutor(1, "paceline-snapshot")
 
         def fill(path: Path) -> SnapshotManifest:
+            reached = self._ask_later(cuts, clock, marks=increments is not None)
             writer = self._write(cuts, path)
             base_name, base_sha256 = writer.based_on(base)
             return SnapshotManifest(
-                clock,
+                reached,
                 self._node.settings.sender.generation,
                 self._num_workers,
                 self._node.num_servers,
@@ -207,10 +217,28 @@ class SnapshotTaker:
 
     def _begin(self, table: ListedTable, clock: int, increments: Increments | None) -> CutReader:
         # Where neither reads nor updates wait for other workers, none has to come to this clock.
-        policy = Consistency.parse(_decoded(table).consistency)
-        waits = policy.bound is not None or policy.visible == "on_clock"
         since = None if increments is None else increments.since(table.name, self._node.num_servers)
-        return CutReader.begin(self._node, table.name, clock if waits else 0, since=since)
+        return CutReader.begin(self._node, table.name, clock if _waits(_policy(table)) else 0, since=since)
+
+    def _ask_later(self, cuts: list[tuple[ListedTable, CutReader]], clock: int, *, marks: bool) -> int:
+        """Ask for later cuts where a quorum has completed this clock without this worker; return the clock of the cuts.
+
+        A later clock is one that a server has reached, so that the others reach it without this worker. Other tables
+        that are cut at a clock would wait for it: beside these there is no later one.
+        """
+        policies = [_policy(each) for each, _ in cuts]
+        if not any(policy.backups for policy in policies):
+            return clock
+        since = ("",) * self._node.num_servers if marks else None  # the first cut has begun other marks: have all rows
+        for _ in range(_MOST_LATER):
+            later = max((reader.passed() or clock for _, reader in cuts), default=clock)
+            if later <= clock or not all(policy.backups or not _waits(policy) for policy in policies):
+                break
+            clock = later
+            for number, (each, _) in enumerate(cuts):
+                if policies[number].backups:
+                    cuts[number] = each, CutReader.begin(self._node, each.name, clock, since=since)
+        return clock
 
     def _write(self, cuts: Sequence[tuple[ListedTable, CutReader]], path: Path) -> FolderWriter:
         found = [CutOfTable(_decoded(each), each.spec, reader.heads(), reader) for each, reader in cuts]
@@ -229,6 +257,8 @@ class SnapshotTaker:
     def _note_planned(self, done: Future[Path]) -> None:
         """Have the interval follow what a snapshot takes, and tell of one that failed; in the thread that writes."""
         error = None if done.cancelled() else done.exception()
+        if isinstance(error, NoBase) and self._due_s < math.inf:
+            self._due_s = time.monotonic()
         if error is not None:
             self._tell_failure(error)
         elif self.plan is not None and self.plan.every_s is None and not done.cancelled():
@@ -239,7 +269,18 @@ class SnapshotTaker:
             self._every_s = every_s
 
     def _tell_failure(self, error: BaseException) -> None:
-        self._tell(f"no snapshot was made, the one before counts, the next is due in {self._every_s:.0f} s: {error}")
+        due = "at the next clock" if isinstance(error, NoBase) else f"in {self._every_s:.0f} s"
+        is_there = self._resumed is not None or (self.plan is not None and snapshots_in(self.plan.folder))
+        before = "the one before counts" if is_there else "there is none yet"
+        self._tell(f"no snapshot was made, {before}, the next is due {due}: {error}")
+
+
+def _policy(listed: ListedTable) -> Consistency:
+    return Consistency.parse(_decoded(listed).consistency)
+
+
+def _waits(policy: Consistency) -> bool:
+    return policy.bound is not None or policy.visible == "on_clock"
 
 
 def _decoded(listed: ListedTable) -> TableSpec | RowTableSpec:

@@ -34,6 +34,10 @@ ROWS_FILE_BYTES: Final = 64 << 20  # of a file of rows, before it is written: th
 Place = tuple[int, int, int]  # where elements begin and end in a piece, and the number of their segment
 
 
+class NoBase(CheckpointError):
+    """What has changed since the snapshot before is not known: the next one has all rows, and need not wait."""
+
+
 class PieceReader(Protocol):
     """Reads the parts of a cut."""
 
@@ -68,11 +72,11 @@ class CutOfTable:
 
     @property
     def has_changed_only(self) -> bool:
-        """Whether it has only rows that have changed; raises CheckpointError where that is so of some servers alone."""
+        """Whether it has only rows that have changed; raises NoBase where that is so of some servers alone."""
         found = {bool(head.base) for head in self.heads}
         if len(found) > 1:
             lost = [server for server, head in enumerate(self.heads) if not head.base]
-            raise CheckpointError(
+            raise NoBase(
                 f"servers {lost} have not marked what has changed of table '{self.spec.name}', as they were replaced "
                 "since the snapshot before: the next one has all rows"
             )
@@ -113,13 +117,13 @@ class FolderWriter:
         """Return name and digest of the snapshot that has the rows which have not changed; empty if this has all.
 
         Raises:
-            CheckpointError: it is not there.
+            NoBase: it is not there.
         """
         if not any(table.changed_only for table in self.tables):
             return "", ""
         digest = "" if base is None else digest_of_manifest(base.folder)
         if base is None or not digest:
-            raise CheckpointError("the snapshot before is not there any more: the next one has all rows")
+            raise NoBase("the snapshot before is not there any more: the next one has all rows")
         return base.folder.name, digest
 
     # -- dense tables ------------------------------------------------------------------------------------------------

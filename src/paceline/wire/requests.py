@@ -7,6 +7,7 @@ limits, by message. Paceline's own workers split their requests to stay within t
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -203,6 +204,24 @@ class BeginCut:
     table_call: TableCall
     values_only: bool = False
     since: str | None = None
+
+
+def passed(table: str, clock: int, needs: int) -> str:
+    """Return why a table is not cut: a quorum of workers has completed the clock that was asked for.
+
+    >>> clock_passed(passed("w", 12, 7)), clock_passed("there is no table 'w'")
+    (12, None)
+    """
+    return f"table '{table}' is at clock {clock}, and cannot be cut at clock {needs} any more"
+
+
+def clock_passed(reason: str) -> int | None:
+    """Return the clock that a table is at which was not cut; None if it was not cut for another reason."""
+    found = _PASSED.search(reason)
+    return None if found is None else int(found[1])
+
+
+_PASSED: Final = re.compile(r" is at clock (\d+), and cannot be cut at clock -?\d+ any more$")
 
 
 @dataclass(frozen=True, slots=True)

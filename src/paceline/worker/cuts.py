@@ -10,9 +10,18 @@ from typing import Final
 
 import msgspec
 
-from paceline.errors import DeadlineExceeded
+from paceline.errors import DeadlineExceeded, Refused
 from paceline.wire.malformed import read_answer_of
-from paceline.wire.requests import BeginCut, CutHead, EndCut, ListedTable, ListTables, ReadCut, TableCall
+from paceline.wire.requests import (
+    BeginCut,
+    CutHead,
+    EndCut,
+    ListedTable,
+    ListTables,
+    ReadCut,
+    TableCall,
+    clock_passed,
+)
 from paceline.worker.node import WorkerNode
 
 MAX_ASKED: Final = 3  # pieces that are asked for before the first of them is here; a server keeps one more
@@ -67,9 +76,22 @@ class CutReader:
         Raises:
             Refused: a server has passed that clock, or the table is broken.
         """
-        what = f"servers to cut table '{self.table}'"
-        bodies = [self._wait(future, what) for future in self.asked]
-        return [read_answer_of(server, what, _HEAD.decode, body) for server, body in enumerate(bodies)]
+        bodies = [self._wait(future, self._what) for future in self.asked]
+        return [read_answer_of(server, self._what, _HEAD.decode, body) for server, body in enumerate(bodies)]
+
+    def passed(self) -> int | None:
+        """Return the latest clock of a server that has passed the one asked for, None if none has; blocks as `heads`.
+
+        What else keeps a server from cutting `heads` raises.
+        """
+        clocks = list[int]()
+        for future in self.asked:
+            try:
+                self._wait(future, self._what)
+            except Refused as error:
+                clock = clock_passed(str(error))
+                clocks += [] if clock is None else [clock]
+        return max(clocks, default=None)
 
     def pieces(self, server: int, num_pieces: int) -> Iterator[memoryview]:
         """Return the pieces of one server's part, in order; blocks for each.
@@ -89,6 +111,10 @@ class CutReader:
         """Let the servers forget the cut; does not block."""
         for server in range(self.node.num_servers):
             self.node.rpc.start_call(server, lambda number: EndCut(number, self.table))
+
+    @property
+    def _what(self) -> str:
+        return f"servers to cut table '{self.table}'"
 
     def _wait(self, future: Future[memoryview], what: str) -> memoryview:
         """Return an answer. Not as a wait of the training loop, which would be reported to the other workers."""

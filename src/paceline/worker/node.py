@@ -368,6 +368,13 @@ class WorkerNode:
             nums = {name: table.num_held(self._core.clock) for name, table in self._tables.items()}
             return {name: num for name, num in nums.items() if num}
 
+    def kept_back(self) -> dict[str, int]:
+        """Return by table how many rows filters keep back, which no server has."""
+        with self._changed:
+            tables = self._tables.items()
+            nums = {name: table.num_kept_back() for name, table in tables if isinstance(table, ClockedTable)}
+            return {name: num for name, num in nums.items() if num}
+
     def leave(self) -> None:
         """Leave the job once all pushes are settled. Blocks until every server agrees."""
         if not self._connections:  # it has not joined

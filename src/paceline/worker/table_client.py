@@ -188,3 +188,7 @@ class ClockedTable(TableClient, Protocol):
     def holds_ticks(self) -> bool:
         """Return whether a tick may not overtake what is on its way."""
         ...
+
+    def num_kept_back(self) -> int:
+        """Count the rows that filters keep back, without those of which only a rounding error is left."""
+        ...

@@ -195,6 +195,16 @@ class FilterPipeline:
         """Whether `sift` needs the current values."""
         return self._stationary is not None
 
+    @property
+    def keeps_back(self) -> bool:
+        """Whether a part of a push may be kept back, be it a rounding error."""
+        return not (isinstance(self._codec, Plain) and self._selection.takes_all)
+
+    @property
+    def num_kept_back(self) -> int:
+        """Number of rows kept back now, without those of which only a rounding error is left."""
+        return self._error_feedback.num_waiting
+
     def must_send(self, clock: int) -> Tensor:
         """Return the ids of overdue rows, ascending; the next push has them."""
         if not self._selection.max_age:
@@ -242,8 +252,7 @@ class FilterPipeline:
         self._error_feedback.keep(change.ids, rows, since)
 
     def _lets_all_pass(self) -> bool:
-        lossless = isinstance(self._codec, Plain) and self._selection.takes_all
-        return lossless and self._skip is None and not len(self._error_feedback)
+        return not self.keeps_back and self._skip is None and not len(self._error_feedback)
 
     def _drop(
         self, ids: Tensor, rows: Tensor, clock: int, values: Callable[[Tensor], Tensor] | None
@@ -395,6 +404,11 @@ class ErrorFeedback:
             column.grow(self._index.num_slots)
         self._ops.scatter(self._rows.tensor, slots, rows[some])
         self._ops.scatter(self._since.tensor, slots, since[some].unsqueeze(1))
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of rows that wait since some clock."""
+        return int((self._since.tensor[: self._index.num_slots] != NEVER).sum())
 
     def overdue(self, latest: int) -> Tensor:
         """Return the ids of the rows that wait since clock `latest` or earlier, ascending."""

@@ -106,6 +106,9 @@ class RowClient:
     _reads: RowReadsInFlight = field(init=False)
     _pushes: RowPushes = field(init=False)
     _core_reads: TableReads = field(init=False)
+    _weight: tuple[float, float] = 1.0, 0.0  # samples of the last push, and those expected of all workers
+    _pushed_in: int = -1  # the clock of the last push
+    _flushed_in: int = -1  # the clock of the last flush that counts in a mean
 
     def __post_init__(self) -> None:
         """Open the table in the core."""
@@ -201,20 +204,38 @@ class RowClient:
                 pushed = self._budgeted.push(ids, rows)
                 self.context.throttle.wake()
                 return pushed
+            if self._flushed_in == self.context.core.clock:
+                if not ids.numel():  # the flush counts for this worker
+                    return finished_push(PushOutcome(applied=True))
+                raise self._two_in_a_mean(is_flush=False)
             self._wait_for_room()
             filtered = state.pipeline.sift(ids, rows, self.context.core.clock, self._values())
             self._note_pushed(ids.numel())
             state.give_hyper(hyper)
+            self._pushed_in = self.context.core.clock
+            self._weight = (count, expected) if count else self._weight
             return self._send(filtered, count, expected)
 
     def flush(self) -> Future[PushOutcome]:
-        """Send all rows that wait for a budget (blocks for that), and all that filters have kept back."""
+        """Send all rows that wait for a budget (blocks for that), and all that filters have kept back.
+
+        Where an update is a mean, that counts as the pushes from which it was kept back: with their weight, and also
+        where nothing was kept back on this worker.
+        """
         with self.context.lock.changed:
             self.context.lock.check()
             self._send_budgeted(self.context.core.clock)
             self._wait_for_room()
+            counts = self.state.counts_all_workers and self.state.pipeline.keeps_back and self._pushed_in >= 0
+            if counts and self._flushed_in == self.context.core.clock:
+                return finished_push(PushOutcome(applied=True))
+            if counts and self._pushed_in == self.context.core.clock:
+                raise self._two_in_a_mean(is_flush=True)
             kept = self.state.pipeline.flush()
-            return self._send(kept, 1.0) if len(kept.ids) else finished_push(PushOutcome(applied=True))
+            if not (counts or len(kept.ids)):
+                return finished_push(PushOutcome(applied=True))
+            self._flushed_in = self.context.core.clock if counts else -1
+            return self._send(kept, *self._weight)
 
     def clear_cache(self) -> None:
         """Drop all cached rows: they have changed otherwise than by a push."""
@@ -378,6 +399,10 @@ class RowClient:
         """Count the pushes that are applied when this worker finishes this clock."""
         return self._pushes.num_held(clock)
 
+    def num_kept_back(self) -> int:
+        """Count the rows that filters keep back, without those of which only a rounding error is left."""
+        return self.state.pipeline.num_kept_back
+
     def abandon(self, error: PacelineError) -> None:
         """End all futures with an error; rows that wait for a budget are not sent."""
         if self._budgeted is not None:
@@ -468,6 +493,16 @@ class RowClient:
         self._pushes.add(push)
         self.context.handle(WantPush(self.name, tuple(sorted(parts)), may_wait=self._may_wait(filtered)))
         return push.future
+
+    def _two_in_a_mean(self, *, is_flush: bool) -> UsageError:
+        """Return why this push or flush cannot be in this clock: each would have a share of its mean."""
+        core = self.context.core
+        return UsageError(
+            f"table '{self.name}', worker {core.settings.sender.worker}, clock {core.clock}: "
+            f"{'flush() follows a push' if is_flush else 'a push follows flush()'} in the same clock, whose update is "
+            f"a mean (scale='{self.state.spec.scale}') in which each would count by itself, and so too little. Call "
+            "clock() between the two, or declare the table with scale='sum'."
+        )
 
     def _may_wait(self, filtered: FilteredPush) -> bool:
         """Return whether a push may wait for the end of its clock, when servers apply it."""

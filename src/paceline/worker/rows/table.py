@@ -184,10 +184,12 @@ class RowTable:
                 that are missing count as zeros under scale="samples".
 
         Returns:
-            A future of whether the update was applied, or why it was refused.
+            A future of whether the update was applied, or why it was refused. What filters keep back of it is with this
+            worker until a later push or `flush` sends it.
 
         Raises:
-            UsageError: wrong ids or shape, or values that are not finite in a table with nonfinite="halt".
+            UsageError: wrong ids or shape, values that are not finite in a table with nonfinite="halt", or a push that
+                follows `flush` in the same clock, whose update is a mean.
             PeerError: a server is gone.
         """
         with self.metrics.communicating():
@@ -214,7 +216,35 @@ class RowTable:
 
     @checked_late
     def flush(self) -> Future[PushOutcome]:
-        """Send all that filters have kept back, as an update of the current clock."""
+        """Send all that filters have kept back, as an update of the current clock.
+
+        Blocks only while many earlier pushes of this table are in flight, and for a budget. Under bsp and backup it
+        takes a clock of its own, unless the table has scale="sum": finish the clock of the last push, have all workers
+        call this, and finish that clock, too. It then counts as the last push of this worker: with as many samples, and
+        also where nothing was kept back, as the mean is over all workers.
+
+        Returns:
+            A future as that of `push`.
+
+        Raises:
+            UsageError: this worker has pushed in the same clock, whose update is a mean.
+            DeadlineExceeded: a budget has not let the rows go in time.
+            PeerError: a server is gone, or this worker was given up.
+
+        Example:
+            >>> import paceline
+            >>> with paceline.connect() as ps:
+            ...     users = ps.table(
+            ...         "users", rows=1, update=paceline.update.Add(), filters=(paceline.filters.TopK(0.5),)
+            ...     )
+            ...     _ = users.push([7, 8], [[1.0], [2.0]])
+            ...     _ = ps.clock()
+            ...     before = users.pull([7, 8]).tolist()
+            ...     _ = users.flush()
+            ...     _ = ps.clock()
+            ...     before, users.pull([7, 8]).tolist()
+            ([[0.0], [2.0]], [[1.0], [2.0]])
+        """
         with self.metrics.communicating():
             return self.client.flush()
 
