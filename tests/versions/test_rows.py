@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import paceline
 from paceline.api.session import Session
 from paceline.errors import DeadlineExceeded, Refused, UsageError
 from paceline.transport.deadline import Deadline
+from paceline.update.cuts import NO_ROOM
 from paceline.update.rows import changes, cuts
 from paceline.update.rows.torch_ops import hash_of
 from paceline.versions.feed import RowChanges, RowFeed
@@ -305,6 +307,29 @@ def test_a_copy_that_could_not_take_a_change_begins_anew(tmp_path: Path, monkeyp
                 ps.clock()
             assert failed.wait(PATIENCE_S)
             assert came(rows, table.pull(IDS))
+
+
+def test_readers_whose_cuts_are_given_up_begin_anew_and_lock_out_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, given_up = cuts.RowsCut.read_columns, list[cuts.RowsCut]()
+
+    def short_of_memory(self: cuts.RowsCut, index: int) -> cuts.Columns:
+        if index == 1 and len(given_up) < 4:
+            given_up.append(self)
+            self._give_up(NO_ROOM)
+        return real(self, index)
+
+    with paceline.connect() as ps, paceline.subscribe(ps) as reader:
+        table = users(ps)
+        table.push(IDS, torch.ones(len(IDS), 3))
+        ps.clock()
+        monkeypatch.setattr(cuts.RowsCut, "read_columns", short_of_memory)
+        rows = [reader.table("users", timeout_s=PATIENCE_S) for _ in range(3)]
+        with ThreadPoolExecutor(len(rows)) as pulling:
+            pulled = list(pulling.map(lambda each: each.pull(IDS, timeout_s=PATIENCE_S), rows))
+        assert len({id(each) for each in given_up}) == 4, "each was asked for once after it was given up"
+        assert all(torch.equal(each, table.pull(IDS)) for each in pulled)
+        for each in rows:
+            each.close()
 
 
 def test_rows_of_a_standalone_server_come_while_workers_take_part_and_go_on_with_the_next(tmp_path: Path) -> None:
