@@ -115,6 +115,30 @@ def test_rows_and_a_dense_version_are_of_one_clock(tmp_path: Path) -> None:
         started.run(work)
 
 
+def test_one_thread_at_a_time_advances_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    poll, entered, go = RowFeed.poll, threading.Semaphore(0), threading.Event()
+
+    def held(self: RowFeed, wait_s: float, deadline: Deadline) -> list[RowChanges]:
+        entered.release()
+        assert go.wait(PATIENCE_S)
+        return poll(self, wait_s, deadline)
+
+    with paceline.connect() as ps, paceline.subscribe(ps) as reader:
+        table = users(ps)
+        push(table, 1)
+        ps.clock()
+        with reader.table("users", follow=False, timeout_s=PATIENCE_S) as rows, ThreadPoolExecutor(1) as others:
+            monkeypatch.setattr(RowFeed, "poll", held)
+            first = others.submit(rows.advance, 1, timeout_s=PATIENCE_S)
+            assert entered.acquire(timeout=PATIENCE_S)
+            with pytest.raises(DeadlineExceeded, match=r"waited 0\.1 s for another thread to bring rows of 'users'"):
+                rows.advance(1, timeout_s=0.1)
+            assert not entered.acquire(blocking=False), "the feed is for one thread at a time"
+            go.set()
+            assert first.result(PATIENCE_S) == 1
+            assert rows.advance(1, timeout_s=PATIENCE_S) == 1
+
+
 class Consumer:
     """Keeps a copy by handling changes one by one, and its cursor, as a process would that may be killed."""
 

@@ -116,6 +116,7 @@ class SubscribedRows:
         except BaseException:
             self._links.close()
             raise
+        self._advancing = threading.Lock()  # guards the feed in `advance`
         self._changed = threading.Condition()  # guards the copy
         self._copy = RowCopy(self.spec)
         self._coming: RowCopy | None = None  # of a feed that began anew, until it is whole
@@ -193,6 +194,17 @@ class SubscribedRows:
             )
         timeout_s = patience_s(timeout_s)
         deadline = Deadline.after(timeout_s)
+        if not self._advancing.acquire(timeout=deadline.remaining_s()):
+            raise DeadlineExceeded(
+                f"waited {timeout_s:g} s for another thread to bring rows of '{self.name}' to a clock: give one thread "
+                "the calls of `advance`, or a longer timeout_s"
+            )
+        try:
+            return self._advance(clock, deadline, timeout_s)
+        finally:
+            self._advancing.release()
+
+    def _advance(self, clock: int | None, deadline: Deadline, timeout_s: float) -> int:
         while True:
             with self._changed:
                 wanted = self._clock if clock is None else clock
