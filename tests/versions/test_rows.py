@@ -139,6 +139,24 @@ def test_one_thread_at_a_time_advances_rows(monkeypatch: pytest.MonkeyPatch) -> 
             assert rows.advance(1, timeout_s=PATIENCE_S) == 1
 
 
+def test_rows_whose_thread_cannot_start_are_pulled_once_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def none(self: threading.Thread) -> None:
+        if self.name == "paceline-rows":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with paceline.connect() as ps, paceline.subscribe(ps) as reader:
+        users(ps)
+        with reader.table("users", timeout_s=PATIENCE_S) as rows:
+            with monkeypatch.context() as patch:
+                patch.setattr(threading.Thread, "start", none)
+                with pytest.raises(RuntimeError, match="can't start new thread"):
+                    rows.pull([1], timeout_s=PATIENCE_S)
+            assert rows.pull([1], timeout_s=PATIENCE_S).shape == (1, 3)
+
+
 class Consumer:
     """Keeps a copy by handling changes one by one, and its cursor, as a process would that may be killed."""
 

@@ -264,6 +264,19 @@ def test_a_module_is_given_the_next_version_though_memory_for_one_was_short(
     assert "stays at version 1 of 'policy': OSError: [Errno 12] Cannot allocate memory" in capsys.readouterr().err
 
 
+def test_a_module_whose_thread_cannot_start_is_left_without_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", none)
+    module, subscription = nn.Linear(1, 1, bias=False), FirstShortOfMemory()
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        ModuleUpdates(module, subscription, PATIENCE_S)  # pyright: ignore[reportArgumentType]
+    assert subscription.is_closed.is_set()
+    assert not module._forward_pre_hooks
+    assert not module._forward_hooks
+
+
 def test_frozen_and_tied_parameters_of_a_module_stay_what_they_are(tmp_path: Path) -> None:
     class Adapted(nn.Module):
         def __init__(self) -> None:

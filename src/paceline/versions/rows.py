@@ -297,8 +297,9 @@ class SubscribedRows:
     def _start(self) -> None:
         with self._changed:
             if self._thread is None and not self._links.is_closed:
-                self._thread = threading.Thread(target=self._keep_up, name="paceline-rows", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._keep_up, name="paceline-rows", daemon=True)
+                thread.start()  # if it cannot, the next `pull` tries again
+                self._thread = thread
 
     def _is_fresh(self, max_age_s: float | None) -> bool:
         return self._confirmed_s is not None and (max_age_s is None or self.age_s <= max_age_s)

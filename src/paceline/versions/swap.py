@@ -11,6 +11,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, final
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from paceline.core.calls import checked_late
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
@@ -152,17 +153,17 @@ class ModuleUpdates:
         self._gate: Final = ForwardGate()
         self._problem = ""  # of the newest version, which is not here
         self._closing = threading.Event()
+        self._handles = list[RemovableHandle]()
+        self._thread = threading.Thread(target=self._follow, name="paceline-versions", daemon=True)
         try:
             self._give(subscription.latest(timeout_s=timeout_s))
+            self._handles.append(module.register_forward_pre_hook(self._gate.enter))
+            self._handles.append(module.register_forward_hook(self._gate.leave, always_call=True))
+            self._thread.start()
         except BaseException:
             subscription.close()
+            self._remove_hooks()
             raise
-        self._handles = (
-            module.register_forward_pre_hook(self._gate.enter),
-            module.register_forward_hook(self._gate.leave, always_call=True),
-        )
-        self._thread = threading.Thread(target=self._follow, name="paceline-versions", daemon=True)
-        self._thread.start()
 
     @property
     def number(self) -> int:
@@ -209,6 +210,9 @@ class ModuleUpdates:
         with self._gate.changed:
             self._gate.changed.notify_all()
         self._thread.join(_CLOSING_TIMEOUT_S)
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
 
