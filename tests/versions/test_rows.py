@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -155,6 +155,27 @@ def test_rows_whose_thread_cannot_start_are_pulled_once_it_can(monkeypatch: pyte
                 with pytest.raises(RuntimeError, match="can't start new thread"):
                     rows.pull([1], timeout_s=PATIENCE_S)
             assert rows.pull([1], timeout_s=PATIENCE_S).shape == (1, 3)
+
+
+def test_closed_rows_go_on_to_no_clock_and_return_no_changes() -> None:
+    with paceline.connect() as ps, paceline.subscribe(ps) as reader:
+        table = users(ps)
+        push(table, 1)
+        ps.clock()
+        rows = reader.table("users", follow=False, timeout_s=PATIENCE_S)
+        assert rows.advance(timeout_s=PATIENCE_S) == 1
+        going = rows.changes(timeout_s=PATIENCE_S)
+        next(going)
+        rows.close()
+        calls: list[Callable[[], object]] = [
+            lambda: rows.advance(timeout_s=PATIENCE_S),
+            lambda: rows.advance(1, timeout_s=PATIENCE_S),  # where they are
+            lambda: next(rows.changes(timeout_s=PATIENCE_S)),
+            lambda: next(going),
+        ]
+        for call in calls:
+            with pytest.raises(UsageError, match="the subscription to rows of 'users' is closed"):
+                call()
 
 
 class Consumer:

@@ -183,8 +183,8 @@ class SubscribedRows:
         Without a clock: to the first one that can be had. Returns the clock; blocks until servers have finished it.
 
         Raises:
-            UsageError: the rows are beyond that clock already, the table follows, or its updates do not show clock by
-                clock.
+            UsageError: the rows are beyond that clock already, the table follows, its updates do not show clock by
+                clock, or this is closed.
             DeadlineExceeded: the servers did not finish the clock in time.
         """
         if self._follows or Consistency.parse(self.spec.consistency).visible != "on_clock":
@@ -207,6 +207,7 @@ class SubscribedRows:
     def _advance(self, clock: int | None, deadline: Deadline, timeout_s: float) -> int:
         while True:
             with self._changed:
+                self._require_open()
                 wanted = self._clock if clock is None else clock
                 if self._confirmed_s is not None and wanted < self._clock:
                     raise UsageError(
@@ -252,7 +253,7 @@ class SubscribedRows:
             timeout_s: for servers that cannot be reached.
 
         Raises:
-            UsageError: that is no cursor, or the rows that are wanted make no sense.
+            UsageError: that is no cursor, the rows that are wanted make no sense, or this is closed.
             DeadlineExceeded: servers could not be reached in time.
         """
         return self._changes(since, _chosen(self.name, ids, part), wait_s, timeout_s)
@@ -264,6 +265,7 @@ class SubscribedRows:
         try:
             feed, nothing_since_s = RowFeed(links, self.name, since, only), time.monotonic()
             while True:
+                self._require_open()
                 began_s = time.monotonic()
                 found = feed.poll(min(wait_s, _WAIT_S), Deadline.after(patience_s(timeout_s)))
                 yield from found
