@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import threading
 from pathlib import Path
 from typing import Any
@@ -275,6 +277,20 @@ def test_a_module_whose_thread_cannot_start_is_left_without_hooks(monkeypatch: p
     assert subscription.is_closed.is_set()
     assert not module._forward_pre_hooks
     assert not module._forward_hooks
+
+
+def test_copies_of_a_module_that_is_kept_up_to_date_keep_their_weights() -> None:
+    module, subscription = nn.Linear(1, 1, bias=False), FirstShortOfMemory()
+    subscription.coming = iter(())
+    saved, x = io.BytesIO(), torch.ones(1)
+    with ModuleUpdates(module, subscription, PATIENCE_S) as updates:  # pyright: ignore[reportArgumentType]
+        torch.save(module, saved)
+        saved.seek(0)
+        copies = [copy.deepcopy(module), torch.load(saved, weights_only=False)]
+        updates._gate.offer(2, [(module.weight, torch.full((1, 1), 2.0))])
+        assert [each(x).item() for each in (module, *copies)] == [2.0, 1.0, 1.0]
+    with ModuleUpdates(copies[0], FirstShortOfMemory(), PATIENCE_S) as updates:  # pyright: ignore
+        assert updates.wait(1, timeout_s=PATIENCE_S) >= 1
 
 
 def test_frozen_and_tied_parameters_of_a_module_stay_what_they_are(tmp_path: Path) -> None:
