@@ -44,7 +44,7 @@ def main() -> None:
                     module = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
                     for _ in range(NUM_SWAPS):
                         gate.enter()
-                        gate.offer(pairs_of(module, {"weight": weight}))
+                        gate.offer(version.number, pairs_of(module, {"weight": weight}))
                         gate.leave()
                         began_s = time.perf_counter()
                         gate.enter()

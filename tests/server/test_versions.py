@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -214,6 +215,56 @@ def test_what_is_published_faster_than_it_is_copied_is_refused_and_keeps_nothing
     executor.run()
     assert there(versions) == [0, 1]
     assert all(each.cut.is_over for each in parts), "updates keep nothing for them any more"
+
+
+def test_all_tables_of_a_version_that_is_refused_are_and_nothing_of_it_is_kept() -> None:
+    versions, executor = by_hand()
+
+    def add(number: int, *tables: str) -> list[str]:
+        refusals = list[str]()
+        for table in tables:
+            try:
+                versions.add(request(number, table, TABLES), part(number))
+            except UsageError as error:
+                refusals.append(str(error))
+        return refusals
+
+    assert add(3, "w") == []
+    for number in (1, 2):
+        assert add(number, *TABLES) == []
+    first = add(4, "w")
+    assert add(3, "x") == first, "of which a table waits to be copied"
+    executor.run()
+    assert add(4, "x") == first, "which comes when there is room"
+    assert len(first) == 1
+    assert there(versions) == [1, 2]
+    assert not versions._names["a"].unfinished
+    assert add(4, *TABLES) == [], "asked for once more"
+    executor.run()
+    assert there(versions) == [2, 4]
+
+
+def test_versions_are_published_again_once_the_thread_that_copies_them_can_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def none(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    versions, parts = PublishedVersions(), [part(number) for number in range(6)]
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", none)
+        for number in range(3):
+            why = f"the server cannot start a thread that copies version {number}: can't start new thread"
+            for table in TABLES:
+                with pytest.raises(UsageError, match=why):
+                    versions.add(request(number, table, TABLES), parts[2 * number + TABLES.index(table)])
+    assert all(each.cut.is_over for each in parts), "updates keep nothing for them"
+    versions.add(request(3), part(3))
+    assert versions._copying is not None
+    versions._copying.shutdown()  # which waits for its thread
+    assert there(versions) == [3]
+    versions.close()
+    assert capsys.readouterr().err == ""
 
 
 def test_a_version_that_there_is_no_memory_for_is_told_and_never_there(capsys: pytest.CaptureFixture[str]) -> None:

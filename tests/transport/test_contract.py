@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from paceline.transport.base import MAX_TOGETHER, HandsOver, SocketListener
 from paceline.transport.channel import SocketChannel
 from paceline.transport.deadline import Deadline
 from paceline.transport.poller import receive_all
+from paceline.transport.stream import ReadAhead, StreamConnection
 
 TIMEOUT_S = 60.0
 
@@ -603,6 +605,50 @@ def test_a_receive_that_is_interrupted_in_the_middle_of_a_frame_ends_the_connect
             pair.server.receive(timeout_s=TIMEOUT_S)
         pair.server.close()
         sent.exception(TIMEOUT_S)
+    pair.close()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "tls", "shm"])
+@pytest.mark.parametrize("call", ["receive", "send", "try_send", "close"])
+def test_a_signal_handler_closes_a_connection_that_its_own_thread_uses(
+    kind: str, call: str, tmp_path: Path, certificates: TlsSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carrier = make_carrier(kind, tmp_path, tls=certificates if kind == "tls" else None)
+    pair = connect_pair(carrier.transport, carrier.address)
+    kinds: dict[str, tuple[type, str]] = {
+        "receive": (StreamConnection, "_read_frame"),
+        "send": (StreamConnection, "_send_frames"),
+        "try_send": (StreamConnection, "_send_frames"),
+        "close": (ReadAhead, "close"),
+    }
+    owner, inner = kinds[call]  # is called with a lock
+    real, closed = getattr(owner, inner), list[bool]()
+
+    def close(*_: object) -> None:
+        pair.client.close()
+        closed.append(True)
+
+    def interrupted(self: object, *args: object) -> object:
+        if self in (pair.client, pair.client._ahead) and not closed:  # pyright: ignore
+            signal.raise_signal(signal.SIGUSR1)
+        return real(self, *args)
+
+    calls = {
+        "receive": lambda: pair.client.receive(timeout_s=TIMEOUT_S),
+        "send": lambda: pair.client.send(b"push", timeout_s=TIMEOUT_S),
+        "try_send": lambda: pair.client.try_send([(b"push", EMPTY)], timeout_s=TIMEOUT_S),
+        "close": pair.client.close,
+    }
+    before = signal.signal(signal.SIGUSR1, close)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, inner, interrupted)
+            with suppress(ConnectionLost) if call == "close" else pytest.raises(ConnectionLost):
+                calls[call]()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert closed == [True]
+    assert pair.client.fileno() is None, "the call that was interrupted has freed the descriptor"
     pair.close()
 
 

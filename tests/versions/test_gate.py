@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from queue import SimpleQueue
@@ -113,6 +114,17 @@ def test_wrong_calls_of_a_gate_are_told_and_change_nothing() -> None:
             with pytest.raises(UsageError, match="is not a ticket, expected one of the list that admit"):
                 act(wrong)  # pyright: ignore[reportArgumentType]
     assert [gate.consume(ticket) for ticket in tickets] == [0, 0]
+
+
+def test_a_ticket_of_another_gate_is_refused_and_one_that_was_in_another_process_is_not() -> None:
+    one, other = paceline.gate(0, 1), paceline.gate(0, 1)
+    mine, theirs = one.admit()[0], other.admit()[0]
+    for act in (one.consume, one.cancel):
+        with pytest.raises(UsageError, match="ticket 0 of version 0 is of another gate"):
+            act(theirs)
+    assert (one.num_consumed, one.num_cancelled) == (0, 0)
+    assert one.consume(copy.deepcopy(mine)) == 0
+    assert other.consume(theirs) == 0
 
 
 def test_numbers_that_make_no_gate_are_refused() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import paceline
 from paceline.api.session import Session
 from paceline.errors import DeadlineExceeded, Refused, UsageError
 from paceline.transport.deadline import Deadline
+from paceline.update.cuts import NO_ROOM
 from paceline.update.rows import changes, cuts
 from paceline.update.rows.torch_ops import hash_of
 from paceline.versions.feed import RowChanges, RowFeed
@@ -111,6 +113,69 @@ def test_rows_and_a_dense_version_are_of_one_clock(tmp_path: Path) -> None:
 
     with readable(tmp_path, servers=2, carrier="tcp") as started:
         started.run(work)
+
+
+def test_one_thread_at_a_time_advances_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    poll, entered, go = RowFeed.poll, threading.Semaphore(0), threading.Event()
+
+    def held(self: RowFeed, wait_s: float, deadline: Deadline) -> list[RowChanges]:
+        entered.release()
+        assert go.wait(PATIENCE_S)
+        return poll(self, wait_s, deadline)
+
+    with paceline.connect() as ps, paceline.subscribe(ps) as reader:
+        table = users(ps)
+        push(table, 1)
+        ps.clock()
+        with reader.table("users", follow=False, timeout_s=PATIENCE_S) as rows, ThreadPoolExecutor(1) as others:
+            monkeypatch.setattr(RowFeed, "poll", held)
+            first = others.submit(rows.advance, 1, timeout_s=PATIENCE_S)
+            assert entered.acquire(timeout=PATIENCE_S)
+            with pytest.raises(DeadlineExceeded, match=r"waited 0\.1 s for another thread to bring rows of 'users'"):
+                rows.advance(1, timeout_s=0.1)
+            assert not entered.acquire(blocking=False), "the feed is for one thread at a time"
+            go.set()
+            assert first.result(PATIENCE_S) == 1
+            assert rows.advance(1, timeout_s=PATIENCE_S) == 1
+
+
+def test_rows_whose_thread_cannot_start_are_pulled_once_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def none(self: threading.Thread) -> None:
+        if self.name == "paceline-rows":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with paceline.connect() as ps, paceline.subscribe(ps) as reader:
+        users(ps)
+        with reader.table("users", timeout_s=PATIENCE_S) as rows:
+            with monkeypatch.context() as patch:
+                patch.setattr(threading.Thread, "start", none)
+                with pytest.raises(RuntimeError, match="can't start new thread"):
+                    rows.pull([1], timeout_s=PATIENCE_S)
+            assert rows.pull([1], timeout_s=PATIENCE_S).shape == (1, 3)
+
+
+def test_closed_rows_go_on_to_no_clock_and_return_no_changes() -> None:
+    with paceline.connect() as ps, paceline.subscribe(ps) as reader:
+        table = users(ps)
+        push(table, 1)
+        ps.clock()
+        rows = reader.table("users", follow=False, timeout_s=PATIENCE_S)
+        assert rows.advance(timeout_s=PATIENCE_S) == 1
+        going = rows.changes(timeout_s=PATIENCE_S)
+        next(going)
+        rows.close()
+        calls: list[Callable[[], object]] = [
+            lambda: rows.advance(timeout_s=PATIENCE_S),
+            lambda: rows.advance(1, timeout_s=PATIENCE_S),  # where they are
+            lambda: next(rows.changes(timeout_s=PATIENCE_S)),
+            lambda: next(going),
+        ]
+        for call in calls:
+            with pytest.raises(UsageError, match="the subscription to rows of 'users' is closed"):
+                call()
 
 
 class Consumer:
@@ -305,6 +370,29 @@ def test_a_copy_that_could_not_take_a_change_begins_anew(tmp_path: Path, monkeyp
                 ps.clock()
             assert failed.wait(PATIENCE_S)
             assert came(rows, table.pull(IDS))
+
+
+def test_readers_whose_cuts_are_given_up_begin_anew_and_lock_out_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, given_up = cuts.RowsCut.read_columns, list[cuts.RowsCut]()
+
+    def short_of_memory(self: cuts.RowsCut, index: int) -> cuts.Columns:
+        if index == 1 and len(given_up) < 4:
+            given_up.append(self)
+            self._give_up(NO_ROOM)
+        return real(self, index)
+
+    with paceline.connect() as ps, paceline.subscribe(ps) as reader:
+        table = users(ps)
+        table.push(IDS, torch.ones(len(IDS), 3))
+        ps.clock()
+        monkeypatch.setattr(cuts.RowsCut, "read_columns", short_of_memory)
+        rows = [reader.table("users", timeout_s=PATIENCE_S) for _ in range(3)]
+        with ThreadPoolExecutor(len(rows)) as pulling:
+            pulled = list(pulling.map(lambda each: each.pull(IDS, timeout_s=PATIENCE_S), rows))
+        assert len({id(each) for each in given_up}) == 4, "each was asked for once after it was given up"
+        assert all(torch.equal(each, table.pull(IDS)) for each in pulled)
+        for each in rows:
+            each.close()
 
 
 def test_rows_of_a_standalone_server_come_while_workers_take_part_and_go_on_with_the_next(tmp_path: Path) -> None:

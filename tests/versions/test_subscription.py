@@ -20,6 +20,7 @@ from paceline.api.session import Session
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.job.addresses import CLUSTER_NAME
 from paceline.server import versions as server_versions
+from paceline.transport.deadline import Deadline
 from paceline.versions.contents import digest_of_version
 from paceline.versions.link import ReaderLink, VersionNotThere
 from paceline.versions.places import PublishingServers
@@ -229,6 +230,82 @@ def test_a_closed_subscription_says_so_and_wakes_those_that_wait(tmp_path: Path)
         assert len(problems) == 1
         with pytest.raises(UsageError, match="is closed"):
             reader.latest()
+
+
+def test_threads_that_share_a_subscription_keep_their_deadlines_and_wait_for_no_other_to_end_a_lease() -> None:
+    entered, go = threading.Event(), threading.Event()
+
+    def once(_: Deadline) -> None:
+        entered.set()
+        assert go.wait(PATIENCE_S)
+
+    with paceline.connect() as ps, paceline.subscribe(ps, name="w") as reader:
+        wait_seen(ps, ps.models.publish(ps.table("w", shape=(2,), update=ADD), "w", keep=1))
+        version = reader.latest(timeout_s=PATIENCE_S)
+        call = threading.Thread(target=reader._servers.repeat, args=(once, Deadline.after(PATIENCE_S), "the test"))
+        call.start()
+        assert entered.wait(PATIENCE_S)
+        with pytest.raises(DeadlineExceeded, match="behind a call of another thread that waits for the test: threads"):
+            reader.latest(timeout_s=0.1)
+        version.close()
+        assert not go.is_set()
+        go.set()
+        call.join(PATIENCE_S)
+        assert reader._leases
+        assert reader.versions(timeout_s=PATIENCE_S) == [0]
+        assert not reader._leases
+
+
+class WatchedLock:
+    """A lock that says when a thread begins to wait for it."""
+
+    def __init__(self) -> None:
+        self.inner, self.is_wanted = threading.RLock(), threading.Semaphore(0)
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        self.is_wanted.release()
+        return self.inner.acquire(blocking, timeout)
+
+    def release(self) -> None:
+        self.inner.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def test_a_call_that_waited_for_another_finds_the_subscription_closed() -> None:
+    entered, problems, lock = threading.Event(), list[str](), WatchedLock()
+
+    def once(_: Deadline) -> None:
+        entered.set()
+        reader._servers.wait_closed(PATIENCE_S)
+        assert lock.is_wanted.acquire(timeout=PATIENCE_S)  # by `close`, which comes behind the other
+
+    def latest() -> None:
+        try:
+            problems.append(f"version {reader.latest(timeout_s=PATIENCE_S).number}")
+        except UsageError as error:
+            problems.append(str(error))
+
+    with paceline.connect() as ps, paceline.subscribe(ps, name="w") as reader:
+        wait_seen(ps, ps.models.publish(ps.table("w", shape=(2,), update=ADD), "w", keep=1))
+        reader._servers.lock = lock  # pyright: ignore
+        calls = [
+            threading.Thread(target=reader._servers.repeat, args=(once, Deadline.after(PATIENCE_S))),
+            threading.Thread(target=latest),
+        ]
+        for thread in calls:
+            thread.start()
+            assert lock.is_wanted.acquire(timeout=PATIENCE_S)
+            assert entered.wait(PATIENCE_S)
+        reader.close()
+        for thread in calls:
+            thread.join(PATIENCE_S)
+        assert problems == ["the subscription to 'w' is closed"]
+        assert not reader._servers.links
 
 
 def test_a_job_that_was_told_to_publishes_every_few_clocks(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import threading
 from pathlib import Path
 from typing import Any
@@ -109,8 +111,8 @@ def test_a_swap_waits_for_the_forward_passes_that_run_and_is_not_put_off_by_othe
 
     gate.enter()
     gate.enter()  # one inside another
-    gate.offer([(tensor, torch.ones(1))])
-    gate.offer([(tensor, torch.full((1,), 2.0))])
+    gate.offer(1, [(tensor, torch.ones(1))])
+    gate.offer(2, [(tensor, torch.full((1,), 2.0))])
     thread = threading.Thread(target=second)
     thread.start()
     assert begun.wait(PATIENCE_S)
@@ -121,8 +123,94 @@ def test_a_swap_waits_for_the_forward_passes_that_run_and_is_not_put_off_by_othe
     thread.join(PATIENCE_S)
     gate.leave()  # after a hook that failed before `enter`
     assert tensor.item() == 2.0
-    gate.offer([(tensor, torch.full((1,), 3.0))])
+    gate.offer(3, [(tensor, torch.full((1,), 3.0))])
     assert tensor.item() == 3.0, "while none runs it is swapped at once"
+
+
+class Interrupted(nn.Module):
+    """Has one weight; a forward pass returns it, or is ended as Ctrl-C ends it, also one inside another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, how: str = "") -> float:
+        if how == "ended":
+            raise KeyboardInterrupt
+        if how == "ended inside":
+            self("ended")
+        if how == "goes on":
+            with pytest.raises(KeyboardInterrupt):
+                self("ended inside")
+        return self.weight.item()
+
+
+def gated(module: nn.Module) -> ForwardGate:
+    gate = ForwardGate()
+    module.register_forward_pre_hook(gate.enter)
+    module.register_forward_hook(gate.leave, always_call=True)
+    return gate
+
+
+@pytest.mark.parametrize("how", ["ended", "ended inside"])
+def test_a_forward_pass_that_ctrl_c_ends_is_over_for_this_thread_and_others(how: str) -> None:
+    module = Interrupted()
+    gate = gated(module)
+
+    def interrupted() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            module(how)
+
+    interrupted()
+    gate.offer(1, [(module.weight, torch.ones(1))])
+    assert (module.weight.item(), gate.number, gate.problem) == (1.0, 1, "")
+    thread = threading.Thread(target=interrupted)
+    thread.start()
+    thread.join(PATIENCE_S)
+    gate.offer(2, [(module.weight, torch.full((1,), 2.0))])
+    assert (module(), gate.number, gate.num_swaps) == (2.0, 2, 2)
+
+
+def test_a_forward_pass_that_goes_on_after_one_inside_was_ended_keeps_its_weights() -> None:
+    module = Interrupted()
+    gate = gated(module)
+
+    def offer(*_: object) -> None:
+        if not gate.num_swaps:
+            gate.offer(1, [(module.weight, torch.ones(1))])
+            assert gate.number == -1
+            assert gate.problem == "version 1 is here, and is swapped in when no forward pass runs any more"
+
+    module.register_forward_pre_hook(offer)
+    assert module("goes on") == 0.0
+    assert (module.weight.item(), gate.number, gate.problem) == (1.0, 1, "")
+
+
+def test_a_forward_pass_that_waits_goes_on_once_another_was_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.versions.swap._FORWARD_TIMEOUT_S", 10 * PATIENCE_S)
+    module, begun, go, seen = Interrupted(), threading.Event(), threading.Event(), list[float]()
+    gate = gated(module)
+
+    def hold(*_: object) -> None:
+        if not begun.is_set():
+            begun.set()
+            assert go.wait(PATIENCE_S)
+            raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            module()
+
+    module.register_forward_pre_hook(hold)
+    first, second = threading.Thread(target=interrupted), threading.Thread(target=lambda: seen.append(module()))
+    first.start()
+    assert begun.wait(PATIENCE_S)
+    gate.offer(1, [(module.weight, torch.ones(1))])
+    second.start()
+    go.set()
+    for thread in (first, second):
+        thread.join(PATIENCE_S)
+    assert seen == [1.0]
 
 
 class FirstShortOfMemory:
@@ -176,6 +264,33 @@ def test_a_module_is_given_the_next_version_though_memory_for_one_was_short(
         assert updates.wait(2, timeout_s=PATIENCE_S) == 2
         assert module(torch.ones(1)).item() == 2.0
     assert "stays at version 1 of 'policy': OSError: [Errno 12] Cannot allocate memory" in capsys.readouterr().err
+
+
+def test_a_module_whose_thread_cannot_start_is_left_without_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", none)
+    module, subscription = nn.Linear(1, 1, bias=False), FirstShortOfMemory()
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        ModuleUpdates(module, subscription, PATIENCE_S)  # pyright: ignore[reportArgumentType]
+    assert subscription.is_closed.is_set()
+    assert not module._forward_pre_hooks
+    assert not module._forward_hooks
+
+
+def test_copies_of_a_module_that_is_kept_up_to_date_keep_their_weights() -> None:
+    module, subscription = nn.Linear(1, 1, bias=False), FirstShortOfMemory()
+    subscription.coming = iter(())
+    saved, x = io.BytesIO(), torch.ones(1)
+    with ModuleUpdates(module, subscription, PATIENCE_S) as updates:  # pyright: ignore[reportArgumentType]
+        torch.save(module, saved)
+        saved.seek(0)
+        copies = [copy.deepcopy(module), torch.load(saved, weights_only=False)]
+        updates._gate.offer(2, [(module.weight, torch.full((1, 1), 2.0))])
+        assert [each(x).item() for each in (module, *copies)] == [2.0, 1.0, 1.0]
+    with ModuleUpdates(copies[0], FirstShortOfMemory(), PATIENCE_S) as updates:  # pyright: ignore
+        assert updates.wait(1, timeout_s=PATIENCE_S) >= 1
 
 
 def test_frozen_and_tied_parameters_of_a_module_stay_what_they_are(tmp_path: Path) -> None:

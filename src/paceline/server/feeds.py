@@ -269,7 +269,7 @@ class RowReading:
         return RowsShown(request.number, self._log.name, sequence, clock, cut.num_pieces)
 
     def _fetch(self, request: FetchRows) -> tuple[RowsFetched, memoryview]:
-        """Have the server's thread read a piece."""
+        """Have the server's thread read a piece; where that fails the rows are let go of, for they are not whole."""
         cut = self._cut
         if cut is None or self._log is None:
             raise UsageError("no rows were asked for, or all were had")
@@ -282,7 +282,11 @@ class RowReading:
 
         self._log.note_read()
         wanted = _Wanted(request.only)
-        columns, took_s = self._feeds.ask(read, self._closing.is_set)
+        try:
+            columns, took_s = self._feeds.ask(read, self._closing.is_set)
+        except UsageError:
+            self.close()  # the reader asks for all rows again, or makes room for others
+            raise
         if cut.is_over:
             self.close()
         else:

@@ -70,15 +70,24 @@ class PublishedVersion:
 
 @dataclass(slots=True)
 class _Unfinished:
-    """A version of which not all is here: by table, where its range starts, and its values once they are copied."""
+    """A version of which not all is here: by table, where its range starts, and its values once they are copied.
+
+    `refusal`: why it never will be; its other tables are refused, too, and nothing of it is kept.
+    """
 
     request: PublishTable
     parts: dict[str, tuple[int, memoryview | None]] = field(default_factory=dict[str, "tuple[int, memoryview | None]"])
+    refusal: str = ""
 
     @property
     def has_come(self) -> bool:
         """Whether all tables have been asked for."""
         return set(self.parts) == set(self.request.tables)
+
+    def refuse(self, why: str) -> None:
+        """Have no version come of it."""
+        self.refusal = why
+        self.parts = {table: (start, None) for table, (start, _) in self.parts.items()}
 
 
 @dataclass(slots=True)
@@ -152,7 +161,7 @@ class PublishedVersions:
         """
         try:
             is_new = self._begin(request, part)
-        except UsageError:
+        except BaseException:
             part.cut.close()
             raise
         if not is_new:
@@ -170,23 +179,37 @@ class PublishedVersions:
                 raise UsageError(f"'{request.name}' cannot be published, as {MAX_NAMES} other names are")
             self._names[request.name] = published
             unfinished = published.unfinished.setdefault(made, _Unfinished(request))
-            if table in unfinished.parts:
+            if table in unfinished.parts and not unfinished.refusal:
                 return False
             if sum(each.has_come for each in published.unfinished.values()) >= _MAX_COPIED:
-                published.unfinished.pop(made)
-                raise UsageError(
+                unfinished.refuse(
                     f"the {_MAX_COPIED} versions before it are still being copied: publish less often, with --publish "
                     "or a larger interval"
                 )
             unfinished.parts[table] = part.start, None
             if len(published.unfinished) > _MAX_UNFINISHED:
                 del published.unfinished[next(iter(published.unfinished))]
-            if self._copying is None:
-                self._copying = ThreadPoolExecutor(1, "paceline-publish")
-            self._copying.submit(self._copy, made, unfinished, table, part)
-            if unfinished.has_come:
-                self._copying.submit(self._seal, made, unfinished)
+            if not unfinished.refusal:
+                self._have_copied(made, unfinished, table, part)
+            if unfinished.refusal:
+                if unfinished.has_come:
+                    published.unfinished.pop(made, None)
+                raise UsageError(unfinished.refusal)
             return True
+
+    def _have_copied(self, made: PublicationId, unfinished: _Unfinished, table: str, part: PartToPublish) -> None:
+        """Have the thread of versions copy a table, and show the version behind its last one; in the lock."""
+        if self._copying is None:
+            self._copying = ThreadPoolExecutor(1, "paceline-publish")
+        try:
+            self._copying.submit(self._copy, made, unfinished, table, part)
+        except RuntimeError as error:  # so it has no thread yet, and would make this call with the next one
+            self._copying.shutdown(wait=False, cancel_futures=True)
+            self._copying = None
+            unfinished.refuse(f"the server cannot start a thread that copies version {made.number}: {error}")
+            return
+        if unfinished.has_come:
+            self._copying.submit(self._seal, made, unfinished)
 
     @property
     def is_empty(self) -> bool:
@@ -292,7 +315,10 @@ class PublishedVersions:
     def _copy(self, made: PublicationId, unfinished: _Unfinished, table: str, part: PartToPublish) -> None:
         """Copy the values of a table into memory that nothing writes to any more."""
         try:
-            unfinished.parts[table] = part.start, _copied(part)
+            memory = _copied(part)
+            with self._changed:
+                if not unfinished.refusal:
+                    unfinished.parts[table] = part.start, memory
         except (
             REQUEST_ERRORS
         ) as error:  # updates ran ahead, or there is no memory: a thread that ended would tell nothing

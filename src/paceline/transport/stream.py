@@ -115,6 +115,10 @@ class StreamConnection:
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
         self._closing = threading.Lock()
+        # The threads that have one of these locks or wait for it, once for each of their calls. A handler of signals
+        # runs within any call of its thread; where it closes the connection, it cannot wait for what it interrupts.
+        self._inside: list[int] = []
+        self._left_to: int | None = None  # the thread that frees the descriptor when its call is over
         # Freed segments that the peer does not know about yet, as encoded prefixes.
         self._retirements = b""
         # Why the connection is over, once it is. Written once by the first thread that notices, read by all.
@@ -138,18 +142,24 @@ class StreamConnection:
     @contextmanager
     def _turn_to_send(self, timeout_s: float) -> Generator[Deadline]:
         deadline = Deadline.after(timeout_s)
-        if not self._sending.acquire(timeout=deadline.remaining_s()):
-            raise DeadlineExceeded(f"waited {seconds(timeout_s)} for other threads to finish sending to {self.peer}")
+        thread = self._enter()
         try:
-            self._check_open()
-            yield deadline
-        except (PeerError, UsageError):
-            raise
-        except BaseException:
-            self._end(_INTERRUPTED)
-            raise
+            if not self._sending.acquire(timeout=deadline.remaining_s()):
+                raise DeadlineExceeded(
+                    f"waited {seconds(timeout_s)} for other threads to finish sending to {self.peer}"
+                )
+            try:
+                self._check_open()
+                yield deadline
+            except (PeerError, UsageError):
+                raise
+            except BaseException:
+                self._end(_INTERRUPTED)
+                raise
+            finally:
+                self._sending.release()
         finally:
-            self._sending.release()
+            self._leave(thread)
 
     def try_send(self, frames: Sequence[tuple[bytes, memoryview]], *, timeout_s: float) -> bool:
         """Send frames by one system call; see `Connection.try_send`."""
@@ -157,24 +167,28 @@ class StreamConnection:
         for _, body in checked:
             if body.nbytes > _SMALL_BYTES and self._bodies.place(body) is None:
                 return False
-        if not self._sending.acquire(blocking=False):
-            return False
+        thread = self._enter()
         try:
-            self._check_open()
-            if not self._channel.has_room():
+            if not self._sending.acquire(blocking=False):
                 return False
-            self._send_frames(checked, Deadline.after(timeout_s), timeout_s)
-        except DeadlineExceeded:
-            self._end(f"frames could be sent only in part within {seconds(timeout_s)}")
-            raise
-        except (PeerError, UsageError):
-            raise
-        except BaseException:
-            self._end(_INTERRUPTED)
-            raise
+            try:
+                self._check_open()
+                if not self._channel.has_room():
+                    return False
+                self._send_frames(checked, Deadline.after(timeout_s), timeout_s)
+            except DeadlineExceeded:
+                self._end(f"frames could be sent only in part within {seconds(timeout_s)}")
+                raise
+            except (PeerError, UsageError):
+                raise
+            except BaseException:
+                self._end(_INTERRUPTED)
+                raise
+            finally:
+                self._sending.release()
+            return True
         finally:
-            self._sending.release()
-        return True
+            self._leave(thread)
 
     def has_room(self, body: memoryview) -> bool:
         """Return whether a frame would leave at once: a small one, or one in shared memory; see `Connection`."""
@@ -183,27 +197,33 @@ class StreamConnection:
 
     def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
         """Wait for the next frame; see `Connection.receive`."""
-        with self._receiving:
-            if not self._readable:
-                self._check_open()
-            deadline = Deadline.after(timeout_s)
-            try:
-                return self._read_frame(deadline, place)
-            except OutOfTime:
-                raise DeadlineExceeded(f"waited {seconds(timeout_s)} for a frame from {self.peer}; none came") from None
-            except PeerError as error:
-                self._end(str(error))
-                self._readable = False
-                raise
-            except (EOFError, OSError) as error:
-                self._readable = False
-                raise self._loss(error) from None
-            except (UsageError, MemoryError):  # of the place for a body, before any of it was taken
-                raise
-            except BaseException:
-                self._end(_INTERRUPTED)
-                self._readable = False
-                raise
+        thread = self._enter()
+        try:
+            with self._receiving:
+                if not self._readable:
+                    self._check_open()
+                deadline = Deadline.after(timeout_s)
+                try:
+                    return self._read_frame(deadline, place)
+                except OutOfTime:
+                    raise DeadlineExceeded(
+                        f"waited {seconds(timeout_s)} for a frame from {self.peer}; none came"
+                    ) from None
+                except PeerError as error:
+                    self._end(str(error))
+                    self._readable = False
+                    raise
+                except (EOFError, OSError) as error:
+                    self._readable = False
+                    raise self._loss(error) from None
+                except (UsageError, MemoryError):  # of the place for a body, before any of it was taken
+                    raise
+                except BaseException:
+                    self._end(_INTERRUPTED)
+                    self._readable = False
+                    raise
+        finally:
+            self._leave(thread)
 
     def has_frame(self) -> bool:
         """Return whether the next frame was read ahead; see `Connection.has_frame`."""
@@ -231,13 +251,38 @@ class StreamConnection:
         """End the connection; see `Connection.close`."""
         self._end("it was closed here")
         self._readable = False
+        thread = threading.get_ident()
+        if thread in self._inside:
+            self._left_to = thread
+        else:
+            self._free()
+
+    def _free(self) -> None:
+        """Free the descriptor and what else is held."""
         # The shut channel has woken both directions; once they are out, no thread can touch a reused descriptor.
-        with self._closing, self._sending, self._receiving:
-            if not self._closed:
-                self._closed = True
-                self._channel.close()
-                self._ahead.close()
-                self._bodies.close()
+        thread = self._enter()
+        try:
+            with self._closing, self._sending, self._receiving:
+                if not self._closed:
+                    self._closed = True
+                    self._channel.close()
+                    self._ahead.close()
+                    self._bodies.close()
+        finally:
+            self._leave(thread)
+
+    def _enter(self) -> int:
+        """Note that this thread is in a call, and return which thread it is; `leave` is due then."""
+        thread = threading.get_ident()
+        self._inside.append(thread)
+        return thread
+
+    def _leave(self, thread: int) -> None:
+        """Note that a call is over; free the descriptor where that was left to its thread."""
+        self._inside.remove(thread)
+        if self._left_to == thread and thread not in self._inside:
+            self._left_to = None
+            self._free()
 
     def _checked(self, header: bytes, body: memoryview) -> memoryview:
         """Return a body as flat bytes; raises UsageError for a frame over the limits."""

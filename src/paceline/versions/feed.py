@@ -14,7 +14,7 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-from paceline.errors import UsageError
+from paceline.errors import Refused, UsageError
 from paceline.transport.deadline import Deadline
 from paceline.update.rows.spec import RowTableSpec
 from paceline.versions.link import Gone, ReaderLink
@@ -134,13 +134,17 @@ class RowFeed:
         return self._links.repeat(once, deadline, "changes")
 
     def _begin(self, links: list[ReaderLink], spec: RowTableSpec) -> list[RowChanges]:
-        """Return one piece more of all rows, server by server."""
+        """Return one piece more of all rows, server by server; after Refused for a piece all rows come anew."""
         shown = self._shown
         if shown is None or shown.life != self._links.life:
             shown, self._resets = _Shown(self._links.life), True
             self._shown, self._positions = shown, None
         if shown.piece < shown.num_pieces:
-            ids, values = links[len(shown.positions) - 1].fetch_rows(shown.piece, spec, self._only)
+            try:
+                ids, values = links[len(shown.positions) - 1].fetch_rows(shown.piece, spec, self._only)
+            except Refused:  # as memory was short there: what is left of these rows cannot be had any more
+                self._shown = None
+                raise
             shown.piece += 1
             return [self._made(ids, values, _NO_IDS, shown.positions[-1].clock, "", is_snapshot=True)]
         if len(shown.positions) < len(links):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, final
 
 from paceline.core.calls import checked, checked_late, shown
@@ -12,6 +13,7 @@ from paceline.errors import DeadlineExceeded, UsageError
 from paceline.transport.deadline import patience_s
 
 ADMIT_TIMEOUT_S: Final = 600.0
+_NAME_BYTES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,7 @@ class Ticket:
 
     number: int
     version: int
+    gate: str = field(repr=False)  # which gave it; tickets may pass through other processes
 
 
 @final
@@ -48,6 +51,7 @@ class Gate:
         self.per_version: Final = per_version
         self.version = 0
         self.num_admitted = self.num_consumed = self.num_cancelled = 0
+        self._name = secrets.token_hex(_NAME_BYTES)
         self._open: dict[int, Ticket] = {}  # by number, and so by version
         self._staleness: Counter[int] = Counter()
         self._changed = threading.Condition()
@@ -76,7 +80,7 @@ class Gate:
                     f"waited {timeout_s:g} s at the gate for {num} tickets: {len(self._open)} are open at version "
                     f"{self.version}, and those until now suffice for {self.bound} more"
                 )
-            made = [Ticket(self.num_admitted + index, self.version) for index in range(num)]
+            made = [Ticket(self.num_admitted + index, self.version, self._name) for index in range(num)]
             self.num_admitted += num
             self._open.update({ticket.number: ticket for ticket in made})
             return made
@@ -144,6 +148,11 @@ class Gate:
     def _close(self, ticket: Ticket) -> None:
         if not isinstance(ticket, Ticket):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
             raise UsageError(f"gate: {shown(ticket)} is not a ticket, expected one of the list that admit() returned.")
+        if ticket.gate != self._name:
+            raise UsageError(
+                f"gate: ticket {ticket.number} of version {ticket.version} is of another gate: give each ticket to the "
+                "gate whose admit() returned it."
+            )
         if self._open.get(ticket.number) != ticket:
             raise UsageError(
                 f"gate: ticket {ticket.number} of version {ticket.version} is not open: it was used or given back "

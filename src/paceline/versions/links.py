@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Final, TypeVar, final
 
 from paceline.errors import AuthenticationFailed, DeadlineExceeded, PacelineError, PeerError, Refused, UsageError
@@ -24,7 +25,7 @@ class NothingYet(DeadlineExceeded):
 class ServerLinks:
     """Connections to all servers of a place, or of the next one where that is lost.
 
-    Threads may share them: one makes a call, the others wait for it.
+    Threads may share them: one makes a call, the others wait for it, until their deadline.
 
     Args:
         name: of what is read there, for messages.
@@ -43,6 +44,7 @@ class ServerLinks:
         self._places = places
         self._turn = 0  # of the place that is connected, or is tried next
         self._closing = threading.Event()
+        self._waits_for = ""  # what the call that has the lock waits for
 
     @property
     def is_closed(self) -> bool:
@@ -65,9 +67,7 @@ class ServerLinks:
         """
         pause_s, num_gone = _FIRST_PAUSE_S, 0
         while True:
-            if self._closing.is_set():
-                raise UsageError(f"the subscription to '{self._name}' is closed")
-            with self.lock:
+            with self._held(deadline, what):
                 try:
                     found = once(deadline)
                 except NothingYet as error:
@@ -99,6 +99,22 @@ class ServerLinks:
                     f"waited for {what} of '{self._name}' at {self._places.name}, which did not come in time: {problem}"
                 ) from problem
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    @contextmanager
+    def _held(self, deadline: Deadline, what: str) -> Generator[None]:
+        """Have the connections for one try; raises as `repeat` where another call has them, or this is closed."""
+        if not self.lock.acquire(timeout=deadline.remaining_s()):
+            raise DeadlineExceeded(
+                f"waited for {what} of '{self._name}' at {self._places.name}, behind a call of another thread that "
+                f"waits for {self._waits_for}: threads that wait at once need a subscription each"
+            )
+        try:
+            if self._closing.is_set():  # behind the lock: `close` ends what has it, and others may have waited for it
+                raise UsageError(f"the subscription to '{self._name}' is closed")
+            self._waits_for = what
+            yield
+        finally:
+            self.lock.release()
 
     def connected(self, deadline: Deadline) -> list[ReaderLink]:
         """Return connections to all servers, which are made where there are none; raises PeerError."""

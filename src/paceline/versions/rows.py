@@ -116,6 +116,7 @@ class SubscribedRows:
         except BaseException:
             self._links.close()
             raise
+        self._advancing = threading.Lock()  # guards the feed in `advance`
         self._changed = threading.Condition()  # guards the copy
         self._copy = RowCopy(self.spec)
         self._coming: RowCopy | None = None  # of a feed that began anew, until it is whole
@@ -182,8 +183,8 @@ class SubscribedRows:
         Without a clock: to the first one that can be had. Returns the clock; blocks until servers have finished it.
 
         Raises:
-            UsageError: the rows are beyond that clock already, the table follows, or its updates do not show clock by
-                clock.
+            UsageError: the rows are beyond that clock already, the table follows, its updates do not show clock by
+                clock, or this is closed.
             DeadlineExceeded: the servers did not finish the clock in time.
         """
         if self._follows or Consistency.parse(self.spec.consistency).visible != "on_clock":
@@ -193,8 +194,20 @@ class SubscribedRows:
             )
         timeout_s = patience_s(timeout_s)
         deadline = Deadline.after(timeout_s)
+        if not self._advancing.acquire(timeout=deadline.remaining_s()):
+            raise DeadlineExceeded(
+                f"waited {timeout_s:g} s for another thread to bring rows of '{self.name}' to a clock: give one thread "
+                "the calls of `advance`, or a longer timeout_s"
+            )
+        try:
+            return self._advance(clock, deadline, timeout_s)
+        finally:
+            self._advancing.release()
+
+    def _advance(self, clock: int | None, deadline: Deadline, timeout_s: float) -> int:
         while True:
             with self._changed:
+                self._require_open()
                 wanted = self._clock if clock is None else clock
                 if self._confirmed_s is not None and wanted < self._clock:
                     raise UsageError(
@@ -240,7 +253,7 @@ class SubscribedRows:
             timeout_s: for servers that cannot be reached.
 
         Raises:
-            UsageError: that is no cursor, or the rows that are wanted make no sense.
+            UsageError: that is no cursor, the rows that are wanted make no sense, or this is closed.
             DeadlineExceeded: servers could not be reached in time.
         """
         return self._changes(since, _chosen(self.name, ids, part), wait_s, timeout_s)
@@ -252,6 +265,7 @@ class SubscribedRows:
         try:
             feed, nothing_since_s = RowFeed(links, self.name, since, only), time.monotonic()
             while True:
+                self._require_open()
                 began_s = time.monotonic()
                 found = feed.poll(min(wait_s, _WAIT_S), Deadline.after(patience_s(timeout_s)))
                 yield from found
@@ -285,8 +299,9 @@ class SubscribedRows:
     def _start(self) -> None:
         with self._changed:
             if self._thread is None and not self._links.is_closed:
-                self._thread = threading.Thread(target=self._keep_up, name="paceline-rows", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._keep_up, name="paceline-rows", daemon=True)
+                thread.start()  # if it cannot, the next `pull` tries again
+                self._thread = thread
 
     def _is_fresh(self, max_age_s: float | None) -> bool:
         return self._confirmed_s is not None and (max_age_s is None or self.age_s <= max_age_s)

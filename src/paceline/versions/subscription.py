@@ -139,7 +139,10 @@ class Version(Mapping[str, Tensor]):
         return all(is_intact(part, memory) for part, memory in zip(self._parts, self._memories, strict=True))
 
     def close(self) -> None:
-        """End the lease: the servers need not keep the version. Its tensors stay. Idempotent."""
+        """End the lease: the servers need not keep the version. Its tensors stay. Idempotent.
+
+        While another thread is in a call of the subscription the lease ends with that call, or with the next one.
+        """
         if self._dropped.detach() is not None:
             self._end_lease()
 
@@ -163,7 +166,9 @@ def _place(version: PublicationId) -> tuple[str, int]:
 
 @final
 class VersionSubscription:
-    """What is published under one name: see `paceline.subscribe`. A context manager; threads may share it.
+    """What is published under one name: see `paceline.subscribe`. A context manager.
+
+    Threads may share it: one makes a call, the others wait for it, until their deadline.
 
     Every call connects anew where the connection is lost, until its deadline: servers may be replaced, a job may end
     and another one begin in its place.
@@ -179,7 +184,8 @@ class VersionSubscription:
         self._newest: PublicationId | None = None  # that was taken
         self._bases = list[Base]()  # by server: of the version that came last over a network, for the next
         self._leases: Counter[_Lease] = Counter()  # how many versions hold each
-        # Leases of versions that were dropped: any thread may add one, as the garbage collector runs in it.
+        # Leases that end with the next call: of versions that were dropped, where any thread may add one, as the
+        # garbage collector runs in it, and of versions that were closed while another thread was in a call.
         self._dropped: deque[_Lease] = deque()
 
     def __repr__(self) -> str:
@@ -409,7 +415,7 @@ class VersionSubscription:
             word_bytes = word_bytes_of(shared_layout(parts))
             self._bases = [Base(*each, word_bytes) for each in zip(parts, unfinished.memories, strict=True)]
         lease, dropped = (wanted, life), self._dropped
-        made = Version(parts, unfinished.memories, lambda: self._end_lease(lease), lambda: dropped.append(lease))
+        made = Version(parts, unfinished.memories, lambda: self._let_go(lease), lambda: dropped.append(lease))
         self._leases[lease] += 1
         return made
 
@@ -430,6 +436,19 @@ class VersionSubscription:
             self._servers.drop()
             raise
 
+    def _let_go(self, lease: _Lease) -> None:
+        """Have a lease ended, without waiting for a call of another thread, which may last long."""
+        self._dropped.append(lease)
+        if self._servers.lock.acquire(blocking=False):
+            try:
+                self._end_dropped()
+            finally:
+                self._servers.lock.release()
+
+    def _end_dropped(self) -> None:
+        while self._dropped:
+            self._end_lease(self._dropped.popleft())  # which may find that the connections are lost
+
     def _end_lease(self, lease: _Lease) -> None:
         """End the lease of one version that was returned; the servers are told with the last of a number."""
         with self._servers.lock:
@@ -447,8 +466,7 @@ class VersionSubscription:
 
     def _connected(self, deadline: Deadline) -> list[ReaderLink]:
         """Return connections to all servers, once the leases of versions that were dropped are ended."""
-        while self._dropped:
-            self._end_lease(self._dropped.popleft())  # which may find that the connections are lost
+        self._end_dropped()
         return self._servers.connected(deadline)
 
 

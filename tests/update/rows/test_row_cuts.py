@@ -86,3 +86,21 @@ def test_a_cut_is_given_up_where_memory_is_short() -> None:
     with pytest.raises(UsageError, match="no memory for what they change"):
         cut.read(0)
     store.close()
+
+
+def test_a_piece_that_could_not_be_copied_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(_: torch.Tensor) -> dict[str, torch.Tensor]:
+        raise MemoryError
+
+    store = store_of(rows_of())
+    push(store, range(100))
+    expected, cut, found = all_rows(store), store.cut(), Rows()
+    with monkeypatch.context() as patched:
+        patched.setattr(cut, "_copies", short)
+        with pytest.raises(MemoryError):
+            cut.read(0)
+    push(store, range(50))
+    for index in range(cut.num_pieces):
+        found |= read(cut, index)
+    assert found == expected
+    store.close()

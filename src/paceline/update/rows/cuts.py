@@ -109,14 +109,15 @@ class RowsCut:
             raise UsageError(f"a cut was given up: {self.problem}")
         if index not in self._left:
             raise UsageError(f"a cut has no piece {index} that was not read before, of {self.num_pieces}")
-        self._left.discard(index)
         start, stop = index * self._step, min((index + 1) * self._step, self._num_slots)
         slots = self._live(start, stop)
         parts = [self._copies(slots[~self._settled[slots]]), *self._kept_between(start, stop)]
+        found = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        self._left.discard(index)  # not before: a piece that memory was short for is not read
         self._settled[start:stop] = True
         if self.is_over:
             self._parts.clear()
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return found
 
     def close(self) -> None:
         """See `TableCut.close`."""
