@@ -71,7 +71,6 @@ __all__ = [
     "Store",
     "TCPStore",
     "TreeSpec",
-    "accumulation_hooks",
     "after_forward",
     "before_forward",
     "buffers_of",
@@ -79,7 +78,6 @@ __all__ = [
     "flatten_tensors",
     "gloo_backend",
     "gpipe",
-    "gradient_hooks",
     "group_over",
     "has_one_width",
     "is_profiling",
@@ -112,10 +110,6 @@ flatten_tensors: Final[Callable[[Sequence[Tensor]], Tensor]] = _flatten_dense_te
 # How often a tensor was changed in place; a C function, as it is asked in each step.
 version_of: Final[Callable[[Tensor], int]] = attrgetter("_version")
 
-
-# What backward calls with the gradient of a tensor, and once that has been accumulated; None where nothing is.
-gradient_hooks: Final[Callable[[Tensor], Mapping[int, object] | None]] = attrgetter("_backward_hooks")
-accumulation_hooks: Final[Callable[[Tensor], Mapping[int, object] | None]] = attrgetter("_post_accumulate_grad_hooks")
 
 # Whether a tensor shares the memory of another one, which autograd treats otherwise when it is changed in place.
 is_view: Final[Callable[[Tensor], bool]] = methodcaller("_is_view")

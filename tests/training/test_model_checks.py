@@ -49,8 +49,8 @@ def test_what_slices_cannot_follow_is_refused() -> None:
             require_no_gradient_hooks(model, "m")
         handle.remove()  # pyright: ignore[reportAttributeAccessIssue]
     require_no_aliases(model, "m")
-    model.register_buffer("mirror", model.weight.detach()[1])
-    with pytest.raises(UsageError, match="'m': buffer 'mirror' has the memory of parameter 'weight'"):
+    model.register_buffer("follower", model.weight.detach()[1])
+    with pytest.raises(UsageError, match="'m': buffer 'follower' has the memory of parameter 'weight'"):
         require_no_aliases(model, "m")
 
 
@@ -68,13 +68,13 @@ def test_tied_memory_is_refused_where_servers_hold_values(tmp_path: Path, strate
 def test_a_buffer_follows_the_parameter_whose_memory_it_has(tmp_path: Path, carrier: str) -> None:
     def work(_: Session) -> tuple[Tensor, Tensor]:
         model = nn.Linear(16, 16, bias=False)  # large enough for a view of the server's memory
-        model.register_buffer("mirror", model.weight.detach(), persistent=False)
+        model.register_buffer("follower", model.weight.detach(), persistent=False)
         optimizer = paceline.distributed(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
         before = model.weight.detach().clone()
         model(torch.ones(1, 16)).sum().backward()
         optimizer.step()
         assert not torch.equal(before, model.weight)
-        return model.get_buffer("mirror").clone(), model.weight.detach().clone()
+        return model.get_buffer("follower").clone(), model.weight.detach().clone()
 
-    for mirror, weight in run_job(tmp_path, work, workers=2, carrier=carrier):
-        assert torch.equal(mirror, weight)
+    for follower, weight in run_job(tmp_path, work, workers=2, carrier=carrier):
+        assert torch.equal(follower, weight)

@@ -330,3 +330,18 @@ def test_values_take_the_dtype_of_the_module() -> None:
     (pair,) = pairs_of(module, given)
     assert pair[0] is module.weight
     assert pair[1].dtype == torch.bfloat16
+
+
+def test_a_module_that_lacks_what_was_published_or_has_no_memory_gets_no_version() -> None:
+    given: dict[str, Tensor] = {"weight": torch.ones(1, 2), "bias": torch.ones(1)}
+    for module, words in (
+        (nn.Linear(2, 1, bias=False), "the module has no 'bias'"),
+        (nn.ReLU(), "the module has no 'weight', 'bias'"),
+        (
+            nn.Linear(2, 1, device="meta"),
+            "the module is on device meta, .* with 'weight', 'bias'",
+        ),
+    ):
+        with pytest.raises(UsageError, match=words):
+            pairs_of(module, given)
+    assert len(pairs_of(nn.Linear(2, 1), given)) == 2

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Final, TypeGuard
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from paceline.errors import UsageError
@@ -108,13 +108,18 @@ def obstacle(layer: nn.Module) -> str:
     extra = sorted(name for name, _ in held if name not in _OWN[kind])
     if extra and kind is not nn.MultiheadAttention:  # of other kinds of attention the checks say more
         return f"has more than a {kind.__name__}: {', '.join(extra)}"
-    hooked = [name for name, one in held if any(getattr(one, hooks, None) for hooks in _TENSOR_HOOKS)]
+    hooked = [name for name, one in held if has_gradient_hooks(one)]
     return f"has a hook on its {hooked[0]}" if hooked else ""
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a module has hooks around forward, backward, or its state."""
     return any(getattr(module, name, None) for name in _HOOKS)
+
+
+def has_gradient_hooks(tensor: Tensor, *, accumulated: bool = True) -> bool:
+    """Return whether backward is to call something with the gradient of a tensor, or once that is accumulated."""
+    return any(getattr(tensor, name, None) for name in _TENSOR_HOOKS[: 1 + accumulated])
 
 
 def is_elementwise(module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from paceline.errors import UsageError
-from paceline.torch_private import accumulation_hooks, gradient_hooks
+from paceline.model_parallel.tensor_plan import has_gradient_hooks
 
 
 def require_apart(named: Mapping[str, Tensor], name: str) -> None:
@@ -22,9 +22,6 @@ def require_apart(named: Mapping[str, Tensor], name: str) -> None:
         >>> import torch
         >>> weight = nn.Parameter(torch.zeros(2, 3))
         >>> require_apart({"first": weight[0], "second": weight[1]}, "model")
-        >>> require_apart({"first": weight, "tied": weight.detach()}, "model")
-        Traceback (most recent call last):
-        paceline.errors.UsageError: 'model': the parameters 'first' and 'tied' have memory in common, and each would ...
     """
     whole = [(own, one) for own, one in named.items() if one.is_contiguous() and one.numel()]
     placed = sorted((str(one.device), one.data_ptr(), one.nbytes, own) for own, one in whole)
@@ -57,7 +54,7 @@ def require_no_gradient_hooks(model: nn.Module, name: str) -> None:
         UsageError: a parameter has one.
     """
     for path, parameter in model.named_parameters():
-        if gradient_hooks(parameter) or (accumulation_hooks(parameter) and not isinstance(parameter, DTensor)):
+        if has_gradient_hooks(parameter, accumulated=not isinstance(parameter, DTensor)):  # torch calls these on slices
             raise UsageError(
                 f"'{name}': parameter '{path}' has a hook on its gradient, which fsdp does not call, as backward "
                 "leaves slices: change `.grad` between backward and step, or take another strategy."

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from operator import index
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, final
 
@@ -192,14 +193,15 @@ class ModuleUpdates:
         self.close()
 
     @checked_late
-    def wait(self, number: int, *, timeout_s: float) -> int:
+    def wait(self, number: int, *, timeout_s: float = 60.0) -> int:
         """Wait until the module has version `number` or a newer one, and return which; raises DeadlineExceeded."""
-        timeout_s = patience_s(timeout_s)
+        number, timeout_s = index(number), patience_s(timeout_s)
         with self._gate.changed:
             if not self._gate.changed.wait_for(lambda: self.number >= number or self._closing.is_set(), timeout_s):
+                why = self.problem or self._subscription.problem
                 raise DeadlineExceeded(
                     f"waited {timeout_s:g} s for version {number} of '{self._subscription.name}' in the module, which "
-                    f"has {self.number}. {self.problem}"
+                    f"has {self.number}{f': {why}' if why else ''}"
                 )
         return self.number
 
@@ -252,18 +254,26 @@ def pairs_of(
     """Return each tensor of a module with its values, on its device and of its dtype; those that are `kept` need none.
 
     Raises:
-        UsageError: a parameter is not in the version, or a tensor has another shape.
+        UsageError: the names of the parameters are not those of the version, or a tensor has another shape, or no
+            memory.
     """
     parameters = dict(module.named_parameters())
     own: dict[str, Any] = {**dict(module.named_buffers()), **parameters}
     absent = [name for name in parameters if name not in version and name not in kept]
     others = [name for name in own if name in version and own[name].shape != version[name].shape]
-    if absent or others:
-        what = f"it has no {_listed(absent)}" if absent else f"the shapes differ of {_listed(others)}"
-        raise UsageError(
-            f"the version does not fit the module: {what}. Publish the model that this module is a copy of, or "
-            "give `into` the part of it that was published."
-        )
+    strange = [name for name in version if name not in own.keys() | module.state_dict().keys()]
+    empty = [name for name, tensor in own.items() if tensor.is_meta]
+    for names, what in (
+        (absent, "it has no"),
+        (strange, "the module has no"),
+        (others, "the shapes differ of"),
+        (empty, "the module is on device meta, where there are no values, with"),
+    ):
+        if names:
+            raise UsageError(
+                f"the version does not fit the module: {what} {_listed(names)}. Publish the model that this module is "
+                "a copy of, or give `into` the part of it that was published."
+            )
     return [
         (tensor, version[name].to(device=tensor.device, dtype=tensor.dtype))
         for name, tensor in own.items()
