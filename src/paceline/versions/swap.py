@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from inspect import currentframe
 from operator import index
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, final
@@ -89,8 +89,10 @@ class ForwardGate:
 
     def enter(self, *_: object) -> None:
         """Begin a forward pass, which the caller's frame runs, with the newest weights that are here."""
-        thread, frame, until_s = threading.get_ident(), sys._getframe(1), time.monotonic() + _FORWARD_TIMEOUT_S
         with self.changed:
+            # Here and not before: torch.compile stops at the lock, and warns of what it cannot trace.
+            thread, frame = threading.get_ident(), _calling(currentframe())
+            until_s = time.monotonic() + _FORWARD_TIMEOUT_S
             while not self._forwards_of(thread) and not self.settle():
                 rest_s = until_s - time.monotonic()
                 if rest_s <= 0:
@@ -100,8 +102,8 @@ class ForwardGate:
 
     def leave(self, *_: object) -> None:
         """End the forward pass that the caller's frame runs, or whose frame has ended."""
-        thread, frame = threading.get_ident(), sys._getframe(1)
         with self.changed:
+            thread, frame = threading.get_ident(), _calling(currentframe())
             forwards = self._forwards_of(thread)
             if forwards and forwards[-1] is frame:  # else a hook before ours has failed, or its frame has ended
                 forwards.pop()
@@ -126,6 +128,13 @@ class ForwardGate:
         self._due, self.number = None, due.number  # not before: one that Ctrl-C ends is done again
         self.num_swaps += 1
         self.changed.notify_all()
+
+
+def _calling(frame: FrameType | None) -> FrameType:
+    """Return the frame that called the one of a function."""
+    caller = None if frame is None else frame.f_back
+    assert caller is not None, "CPython has frames, and hooks are called"
+    return caller
 
 
 def _has_ended(frame: FrameType) -> bool:
