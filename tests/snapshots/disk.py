@@ -66,14 +66,14 @@ class Disk:
     def cut_power(self) -> None:
         """Have the folder be what the disk has after a power cut."""
         with self._unwatched():
-            for undo in reversed(self._undo[self.rng.randint(0, len(self._undo)) :]):
-                undo()
-            self._undo.clear()
             for path in self.folder.rglob("*"):
                 found = path.stat()
                 if found.st_ino in self._synced and path.is_file():
                     os.truncate(path, self.rng.randint(min(self._synced[found.st_ino], found.st_size), found.st_size))
             self._synced.clear()
+            for undo in reversed(self._undo[self.rng.randint(0, len(self._undo)) :]):
+                undo()  # last, as a file that is there again may have the number of one that is gone with it
+            self._undo.clear()
 
     @contextmanager
     def _unwatched(self) -> Iterator[None]:

@@ -372,8 +372,9 @@ class SnapshotWorld(World):
                 self.history.check(found)
                 self.counts["a snapshot reported"] += 1
                 self.counts["one with changed rows"] += bool(newest(found).manifest.base)
-        except (Killed, PacelineError):
-            pass
+        except (Killed, PacelineError) as error:
+            if isinstance(error.__context__, JobEnded):  # the writer tidied up on a disk that takes nothing any more
+                raise error.__context__ from None
         finally:
             self.disk.is_full = self.is_writing = False
 
