@@ -20,7 +20,7 @@ MUST_HAPPEN = (
 )
 
 
-@pytest.mark.parametrize("num_seeds", [3 * len(POINTS), pytest.param(2000, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("num_seeds", [8 * len(POINTS), pytest.param(2000, marks=pytest.mark.campaign)])
 def test_no_drawn_run_of_snapshots_breaks_a_promise(num_seeds: int) -> None:
     counts, num_checked = Counter[str](), 0
     for seed in range(num_seeds):
