@@ -82,7 +82,9 @@ Tables have float64, float32, bfloat16 or float16.
 | `all_reduce`, `reduce` | the four, complex, int8 to int64, uint8 | convert the others |
 | `broadcast`, `all_gather`, `send` | these, bool, float8, uint16 to uint64 | |
 
-Values and the state of the optimizer have the dtype of their parameters on servers, as they have in torch.
+Values and the state of the optimizer have the dtype of their parameters on servers, as they have in torch; numbers of a
+state that follow torch's default dtype (ASGD, NAdam) have float32 there, which after `set_default_dtype(float64)`
+differs by some 1e-9. Where parameters of several dtypes have a table each, `clip_gradients` clips each by its own norm.
 `tests/training/test_dtypes.py` and `test_buffers.py`, and `tests/collective/test_operations.py`, hold this.
 
 ## Compiled models

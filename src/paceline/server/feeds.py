@@ -269,7 +269,10 @@ class RowReading:
         return RowsShown(request.number, self._log.name, sequence, clock, cut.num_pieces)
 
     def _fetch(self, request: FetchRows) -> tuple[RowsFetched, memoryview]:
-        """Have the server's thread read a piece; where that fails the rows are let go of, for they are not whole."""
+        """Have the server's thread read a piece; where that fails the rows are let go of, for they are not whole.
+
+        A piece that there is not leaves them as they are.
+        """
         cut = self._cut
         if cut is None or self._log is None:
             raise UsageError("no rows were asked for, or all were had")
@@ -285,7 +288,8 @@ class RowReading:
         try:
             columns, took_s = self._feeds.ask(read, self._closing.is_set)
         except UsageError:
-            self.close()  # the reader asks for all rows again, or makes room for others
+            if cut.problem or request.piece < cut.num_pieces:
+                self.close()  # the reader asks for all rows again, or makes room for others
             raise
         if cut.is_over:
             self.close()

@@ -29,11 +29,11 @@ from tests.nodes.cluster import CARRIERS, counts_of
 
 from paceline import sources
 from paceline.data.service.client import ReaderOptions
-from paceline.data.service.messages import MAX_RECIPE_BYTES
+from paceline.data.service.messages import MAX_RECIPE_BYTES, SourceOpened, encode
 from paceline.data.sources.declared import BatchRecipe
 from paceline.errors import DataError, DeadlineExceeded, PeerError, RecordError, UsageError
 from paceline.transport import FaultPlan, MemoryTransport
-from paceline.transport.base import EMPTY, Connection
+from paceline.transport.base import EMPTY, Connection, Frame
 from paceline.wire.connection import PersistentConnection
 
 FEW = settings(max_examples=12)
@@ -363,6 +363,17 @@ def test_a_closed_reader_says_so(tmp_path: Path) -> None:
         reader.read(ask(0))
         reader.close()
         reader.close()
+        with pytest.raises(UsageError, match="closed"):
+            reader.read(ask(1))
+
+
+def test_an_answer_that_is_read_while_a_reader_closes_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with feeders("memory", tmp_path) as running, running.reader() as reader:
+        reader.read(ask(0))
+        monkeypatch.setattr(reader, "_outcome", lambda *_: reader.close())  # as another thread does
+        reader._on_frame(0, Frame(encode(SourceOpened(0, NUM_SAMPLES, "0")), EMPTY))
         with pytest.raises(UsageError, match="closed"):
             reader.read(ask(1))
 

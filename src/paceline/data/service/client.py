@@ -385,11 +385,13 @@ class RemoteReader:
             state = self._states[server]
         outcome = self._outcome(state, message, frame.body)
         with self._changed:
+            if self._closed:  # since
+                return
             if isinstance(message, SourceOpened):
                 self._on_opened(server, message)
             elif isinstance(message, BatchFailed) and message.number == _OPEN:
                 self._failure = message.error(_name(state))
-            elif outcome is not None and not self._closed:
+            elif outcome is not None:
                 self._pending.note_answer(server, message.number, outcome)
             self._assign()
             self._changed.notify_all()
