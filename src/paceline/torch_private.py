@@ -110,7 +110,6 @@ flatten_tensors: Final[Callable[[Sequence[Tensor]], Tensor]] = _flatten_dense_te
 # How often a tensor was changed in place; a C function, as it is asked in each step.
 version_of: Final[Callable[[Tensor], int]] = attrgetter("_version")
 
-
 # Whether a tensor shares the memory of another one, which autograd treats otherwise when it is changed in place.
 is_view: Final[Callable[[Tensor], bool]] = methodcaller("_is_view")
 

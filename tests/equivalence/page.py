@@ -77,7 +77,7 @@ Tables have float64, float32, bfloat16 or float16.
 | Parameters | these four; several in one model have a table each | complex: `torch.view_as_real` |
 | | | integers, float8: leave them out of the optimizer |
 | under fsdp, or cut by `parallelize` | one of the four for all | convert the model |
-| Buffers | of these four, also mixed, follow the mean | others stay with each worker |
+| Buffers | of these four, also mixed, follow the mean | others, and sparse ones, stay with each worker |
 | Tables, rows | what is pushed in another dtype is converted | float64 counts exactly up to 2^53 |
 | `all_reduce`, `reduce` | the four, complex, int8 to int64, uint8 | convert the others |
 | `broadcast`, `all_gather`, `send` | these, bool, float8, uint16 to uint64 | |

@@ -24,8 +24,10 @@ from paceline.model_parallel.layers import (
     layers_of,
     materialise,
     measured,
+    only_read,
     placed,
     require_apart,
+    shared_buffers,
     tree_of,
 )
 from paceline.model_parallel.parallelize import ParallelizeOptions
@@ -144,6 +146,21 @@ def test_layers_that_share_a_parameter_stay_in_one_stage() -> None:
     require_apart(layers, [1, 4, 5])
     with pytest.raises(UsageError, match="only 3 have parameters to learn that no layer before them shares"):
         balanced(layers, [1.0] * 5, 4)
+
+
+@pytest.mark.parametrize(
+    "buffer", [torch.tensor([1.0, torch.nan]), torch.eye(2).to_sparse(), torch.tensor([True]), torch.tensor(1)]
+)
+def test_shared_buffers_of_any_kind_may_be_read_and_not_changed(buffer: torch.Tensor) -> None:
+    layers = row("w0", "w1")
+    for layer in layers:
+        layer.module.register_buffer("both", buffer)
+    (shared,) = shared_buffers(layers, [1, 2], 1)
+    with only_read([shared]):
+        shared.values.sum()
+    told = " and ".join(f"'{layers[stage].name}.both' of stage {stage}" for stage in (1, 0))
+    with pytest.raises(UsageError, match=told), only_read([shared]):
+        shared.values.zero_()
 
 
 def test_what_a_script_asks_wins_over_the_launcher() -> None:

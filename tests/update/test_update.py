@@ -119,8 +119,6 @@ def test_refuses_a_hyperparameter_that_is_a_text() -> None:
         ("Optimizer", {}, "abstract base"),
         ("LBFGS", {}, "closure"),
         ("SGD", {"lr": -1.0}, "refuses its arguments.*Invalid learning rate"),
-        ("SGD", {"lr": float("nan")}, "SGD: lr is nan, expected a finite number"),
-        ("Adam", {"betas": (0.9, float("inf"))}, r"Adam: betas is \(0.9, inf\), expected a finite number"),
         ("SGD", {"speed": 1.0}, "refuses its arguments.*unexpected keyword argument 'speed'"),
     ],
 )

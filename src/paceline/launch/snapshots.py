@@ -54,7 +54,8 @@ def _whole(folder: Path) -> Snapshot:
         found = newest(folder)
         found.verify()
     except CheckpointError as error:
-        if (folder / MANIFEST).exists() or len(older := snapshots_in(folder)[:-1]) == 0:
+        older = [] if (folder / MANIFEST).exists() else snapshots_in(folder)[:-1]
+        if not older:
             raise
         raise CheckpointError(f"{error}; to go on from the one before, name it: --resume {older[-1]}") from error
     return found

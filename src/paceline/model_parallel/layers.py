@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -127,17 +128,18 @@ def starts_of(layers: Sequence[ModelLayer]) -> list[int]:
 def require_apart(layers: Sequence[ModelLayer], ends: Sequence[int]) -> None:
     """Raise UsageError when stages share a parameter: each would learn its own."""
     owners: dict[int, tuple[int, str]] = {}
-    start = 0
-    for stage, end in enumerate(ends):
-        for layer in layers[start:end]:
-            for name, parameter in layer.module.named_parameters(layer.name):
-                other, first = owners.setdefault(id(parameter), (stage, name))
-                if other != stage:
-                    raise UsageError(
-                        f"'{first}' of stage {other} and '{name}' of stage {stage} are one parameter: stages cannot "
-                        "share any. Untie them, or let one stage hold both (placement=...)."
-                    )
-        start = end
+    for stage, layer in _by_stage(layers, ends):
+        for name, parameter in layer.module.named_parameters(layer.name):
+            other, first = owners.setdefault(id(parameter), (stage, name))
+            if other != stage:
+                raise UsageError(
+                    f"'{first}' of stage {other} and '{name}' of stage {stage} are one parameter: stages cannot "
+                    "share any. Untie them, or let one stage hold both (placement=...)."
+                )
+
+
+def _by_stage(layers: Sequence[ModelLayer], ends: Sequence[int]) -> Iterator[tuple[int, ModelLayer]]:
+    return ((bisect_right(ends, index), layer) for index, layer in enumerate(layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,22 +165,21 @@ def shared_buffers(layers: Sequence[ModelLayer], ends: Sequence[int], stage: int
         >>> [each.told for each in shared_buffers(layers, [2, 4], 1)][0]
         "'3.running_mean' of stage 1 and '1.running_mean' of stage 0"
     """
-    found: dict[int, list[tuple[int, str, nn.Module, str]]] = {}
-    start = 0
-    for each, end in enumerate(ends):
-        for layer in layers[start:end]:
-            for path, module in layer.module.named_modules(prefix=layer.name):
-                for name, buffer in module.named_buffers(recurse=False):
-                    found.setdefault(id(buffer), []).append((each, f"{path}.{name}", module, name))
-        start = end
-    shared: list[SharedBuffer] = []
-    for having in found.values():
-        own = next((one for one in having if one[0] == stage), None)
-        other = next((one for one in having if one[0] != stage), None)
-        if own and other:
-            told = f"'{own[1]}' of stage {stage} and '{other[1]}' of stage {other[0]}"
-            shared.append(SharedBuffer(own[2], own[3], told))
-    return shared
+    own: dict[int, tuple[nn.Module, str, str]] = {}
+    others: dict[int, str] = {}
+    for at, layer in _by_stage(layers, ends):
+        for path, module in layer.module.named_modules(prefix=layer.name):
+            for name, buffer in module.named_buffers(recurse=False):
+                told = f"'{path}.{name}' of stage {at}"
+                if at == stage:
+                    own.setdefault(id(buffer), (module, name, told))
+                else:
+                    others.setdefault(id(buffer), told)
+    return [
+        SharedBuffer(module, name, f"{told} and {others[key]}")
+        for key, (module, name, told) in own.items()
+        if key in others
+    ]
 
 
 @contextmanager
@@ -187,11 +188,22 @@ def only_read(shared: Sequence[SharedBuffer]) -> Generator[None]:
     before = [each.values.clone() for each in shared]
     yield
     for each, values in zip(shared, before, strict=True):
-        if not torch.equal(each.values, values):
+        if not _are_same(each.values, values):
             raise UsageError(
                 f"{each.told} are one buffer, which training changes: each stage would have its own. Give each a "
                 "buffer, or let one stage hold both (placement=...)."
             )
+
+
+def _are_same(values: Tensor, before: Tensor) -> bool:
+    """Return whether values are those of before, where NaN is NaN.
+
+    >>> _are_same(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan]))
+    True
+    """
+    if values.layout != torch.strided:
+        values, before = values.to_dense(), before.to_dense()
+    return values.shape == before.shape and bool(((values == before) | (values.isnan() & before.isnan())).all())
 
 
 def tree_of(layers: Sequence[ModelLayer], *, training: bool = True) -> nn.Module:

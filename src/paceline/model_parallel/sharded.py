@@ -124,8 +124,9 @@ def shard_fully(
         )
     empty = {parameter for parameter in parameters if not parameter.numel()}  # which torch does not slice
     share = RankShare.of(mesh)
+    dense = [buffer for buffer in model.buffers() if buffer.layout == torch.strided]  # others stay with each rank
     with torch.no_grad():
-        for tensor in (*parameters, *model.buffers()):
+        for tensor in (*parameters, *dense):
             tensor.data = tensor.data.contiguous()  # torch slices only contiguous tensors
             if peers is not None:
                 dist.broadcast(tensor.data, src=dist.get_global_rank(peers, 0), group=peers)

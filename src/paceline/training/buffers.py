@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from paceline.core.consistency import Consistency
@@ -53,8 +54,9 @@ class Buffers:
 
 
 def floating_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers of a model that can be averaged, each once: no integers, complex numbers or float8."""
-    return {name: buffer for name, buffer in model.named_buffers() if FlatParameters.takes(buffer) and buffer.numel()}
+    """Return the buffers of a model that can be averaged, each once: dense, no integers, complex or float8."""
+    dense = ((name, one) for name, one in model.named_buffers() if one.layout == torch.strided and one.numel())
+    return {name: buffer for name, buffer in dense if FlatParameters.takes(buffer)}
 
 
 def open_buffers(

@@ -18,7 +18,7 @@ from paceline.core.consistency import asynchronous
 from paceline.errors import UsageError
 from paceline.training.buffers import open_buffers
 from paceline.training.flat import FlatParameters, Weights, segments_of
-from paceline.training.model_checks import require_apart
+from paceline.training.model_checks import require_own_memory
 from paceline.training.state import (
     check_state,
     checked_by_all,
@@ -217,7 +217,7 @@ class DownpourOptimizer(Distributed):
             require_rate(rule, settings.name)
         self._num_steps = 0
         named, segments = segments_of(optimizer, model)
-        require_apart(named, settings.name)
+        require_own_memory(named, settings.name)
         self._flat = FlatParameters.over(named)
         self._accrual = Accrual(self._flat)
         scale, nonfinite = settings.scale, settings.nonfinite

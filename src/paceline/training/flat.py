@@ -6,7 +6,7 @@ buffer of the next push, so that backward writes straight into the message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
@@ -184,7 +184,7 @@ class Weights:
     flat: FlatParameters
     table: Table
     device_copies: DeviceCopies = field(default_factory=DeviceCopies)
-    others: frozenset[int] = frozenset()  # addresses of storages that other tensors have, which follow these
+    others: Collection[int] = ()  # addresses of storages that other tensors have, which follow these
     # Tensors that were made views, by index, with the address of each: a script may have replaced its memory since.
     _viewing: dict[int, int] = field(default_factory=dict[int, int])
     _places: tuple[int, ...] = ()
@@ -331,13 +331,16 @@ class Weights:
 
     def _fill(self, index: int, tensor: Tensor, values: Tensor, *, live: bool) -> None:
         """Copy values into a tensor, or make it a view of them."""
-        if live and _can_view(tensor, values) and tensor.untyped_storage().data_ptr() not in self.others:
+        if live and _can_view(tensor, values) and not self._has_followers(tensor):
             tensor.data = _alone(values).view(tensor.shape)
             self._viewing[index] = values.data_ptr()
         elif self._are_on_device and self.device_copies.serves(tensor):
             self.device_copies.deliver(values.view(tensor.shape), tensor)
         else:
             tensor.copy_(values.view(tensor.shape))
+
+    def _has_followers(self, tensor: Tensor) -> bool:
+        return bool(self.others) and tensor.untyped_storage().data_ptr() in self.others
 
 
 def _can_view(tensor: Tensor, values: Tensor) -> bool:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.utils import clip_grad_norm_
 
 from paceline.errors import UsageError
 from paceline.model_parallel.arrangement import whole
@@ -32,10 +33,10 @@ from paceline.training.collective_optimizer import (
     require_weighed,
 )
 from paceline.training.model_checks import (
-    require_apart,
     require_dense_gradients,
     require_no_aliases,
     require_no_gradient_hooks,
+    require_own_memory,
 )
 from paceline.training.same_batches import SameBatches, digest_of_batch
 from paceline.training.state import checked_by_all, numbered_for
@@ -98,6 +99,7 @@ class Passes:
         self.weight: float | None = None
         self.samples = 0.0
         self._model = model
+        self._named = list(model.named_parameters())  # as slices
         self._settings = settings
         self._job = job
         self._mesh = group.mesh
@@ -230,7 +232,7 @@ class Passes:
 
     def _before(self, args: Any, kwargs: Any) -> None:  # noqa: ANN401 - whatever the module takes
         if torch.is_grad_enabled():
-            require_no_gradient_hooks(self._model, self._settings.name)
+            require_no_gradient_hooks(self._named, self._settings.name)
             same = self._same_batches
             digest = digest_of_batch(tree_leaves((args, kwargs))) if same.is_checking else 0
             with self._job.metrics.communicating():
@@ -298,11 +300,14 @@ class Passes:
                         mesh = parameter.device_mesh
                         parameter.grad = DTensor.from_local(gathered, mesh, [Replicate()], run_check=False)
 
-    def clip_by_largest(self, max_norm: float, *, error_if_nonfinite: bool) -> Tensor:
-        """Clip the combined gradients by their largest number; blocks until all workers call it.
+    def clip(self, some: Sequence[Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+        """Clip the combined gradients by their norm; blocks until all workers call it."""
+        if norm_type == math.inf:
+            return self._clip_by_largest(max_norm, error_if_nonfinite=error_if_nonfinite)
+        return clip_grad_norm_(some, max_norm, norm_type, error_if_nonfinite)
 
-        Torch has no such norm of a slice without elements, as of a bias with fewer elements than workers.
-        """
+    def _clip_by_largest(self, max_norm: float, *, error_if_nonfinite: bool) -> Tensor:
+        """Clip by the largest number; torch has no such norm of slices without elements, as of a small bias."""
         gradients = [local_slice(one.grad) for one in self._model.parameters() if one.grad is not None]
         largest = [one.abs().max().double() for one in gradients if one.numel()]
         own = float(torch.stack(largest).max()) if largest else 0.0
@@ -384,9 +389,7 @@ class ShardedOptimizer(CollectiveOptimizer):
         return weight
 
     def _clip(self, some: Sequence[Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
-        if norm_type == math.inf:
-            return self._passes.clip_by_largest(max_norm, error_if_nonfinite=error_if_nonfinite)
-        return super()._clip(some, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        return self._passes.clip(some, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def weigh(self, samples: float) -> None:
         """Set before backward how many samples its gradients stand for, their weight in the mean.
@@ -488,8 +491,8 @@ def shard_model(optimizer: torch.optim.Optimizer, model: nn.Module, name: str, g
     mesh = group.mesh
     root = model.held if isinstance(model, Parallel) else model
     require_dense_gradients(root, name)
-    require_apart(dict(root.named_parameters()), name)
-    require_no_gradient_hooks(root, name)
+    require_own_memory(dict(root.named_parameters()), name)
+    require_no_gradient_hooks(root.named_parameters(), name)
     require_no_aliases(root, name)
     names = {parameter: own for own, parameter in root.named_parameters()}
     with mesh.explained(f"sharding the model of '{name}'", group.batches):

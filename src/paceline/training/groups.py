@@ -17,7 +17,7 @@ from paceline.training.all_reduce import ReplicatedOptimizer
 from paceline.training.downpour import Downpour
 from paceline.training.flat import segments_of
 from paceline.training.fsdp import FullySharded
-from paceline.training.model_checks import require_apart
+from paceline.training.model_checks import require_own_memory
 from paceline.training.state import checked_by_all, hyperparameters, numbered_for, optimizer_over
 from paceline.training.strategy import Distributed, HeldTensor, Settings, Strategy, TrainingJob, require_fresh
 from paceline.update.table import Segment
@@ -64,7 +64,7 @@ class Groups:
             )
         require_fresh(optimizer)
         named, segments = segments_of(optimizer, model)
-        require_apart(named, settings.name)
+        require_own_memory(named, settings.name)
         dtypes = [tensor.dtype for tensor in named.values()]
         shares = [own for share in self._shares(list(named), settings.name) for own in share.by_dtype(dtypes)]
         parts: list[GroupPart] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -119,9 +118,7 @@ class HybridOptimizer(Distributed):
         return super().clip_gradients(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def _clip(self, some: Sequence[Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
-        if norm_type == math.inf:
-            return self._passes.clip_by_largest(max_norm, error_if_nonfinite=error_if_nonfinite)
-        return super()._clip(some, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        return self._passes.clip(some, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def receive(self) -> None:
         """Request the values of the next step, and slice the model by them."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -12,16 +13,15 @@ from paceline.errors import UsageError
 from paceline.model_parallel.tensor_plan import has_gradient_hooks
 
 
-def require_apart(named: Mapping[str, Tensor], name: str) -> None:
+def require_own_memory(named: Mapping[str, Tensor], name: str) -> None:
     """Refuse parameters that share memory, as `b.data = a.data` makes them: each would get values of its own.
 
     Raises:
         UsageError: two of them do.
 
     Example:
-        >>> import torch
         >>> weight = nn.Parameter(torch.zeros(2, 3))
-        >>> require_apart({"first": weight[0], "second": weight[1]}, "model")
+        >>> require_own_memory({"first": weight[0], "second": weight[1]}, "model")
     """
     whole = [(own, one) for own, one in named.items() if one.is_contiguous() and one.numel()]
     placed = sorted((str(one.device), one.data_ptr(), one.nbytes, own) for own, one in whole)
@@ -47,13 +47,13 @@ def require_dense_gradients(model: nn.Module, name: str) -> None:
             )
 
 
-def require_no_gradient_hooks(model: nn.Module, name: str) -> None:
+def require_no_gradient_hooks(named: Iterable[tuple[str, Tensor]], name: str) -> None:
     """Refuse hooks on gradients of parameters that workers keep in slices: backward does not call them.
 
     Raises:
         UsageError: a parameter has one.
     """
-    for path, parameter in model.named_parameters():
+    for path, parameter in named:
         if has_gradient_hooks(parameter, accumulated=not isinstance(parameter, DTensor)):  # torch calls these on slices
             raise UsageError(
                 f"'{name}': parameter '{path}' has a hook on its gradient, which fsdp does not call, as backward "
@@ -61,9 +61,10 @@ def require_no_gradient_hooks(model: nn.Module, name: str) -> None:
             )
 
 
-def storages_of_buffers(model: nn.Module | None) -> frozenset[int]:
-    """Return the addresses of the storages that buffers of a model have."""
-    return frozenset(one.untyped_storage().data_ptr() for one in model.buffers()) if model is not None else frozenset()
+def storages_of(buffers: Iterable[tuple[str, Tensor]]) -> dict[int, str]:
+    """Return the addresses of the storages of buffers, each with a name; sparse ones have none."""
+    dense = ((path, one) for path, one in buffers if one.layout == torch.strided and one.numel())
+    return {one.untyped_storage().data_ptr(): path for path, one in dense}
 
 
 def require_no_aliases(model: nn.Module, name: str) -> None:
@@ -72,11 +73,11 @@ def require_no_aliases(model: nn.Module, name: str) -> None:
     Raises:
         UsageError: a buffer does.
     """
-    own = {one.untyped_storage().data_ptr(): path for path, one in model.named_parameters() if one.numel()}
-    for path, buffer in model.named_buffers():
-        parameter = own.get(buffer.untyped_storage().data_ptr())
-        if parameter is not None and buffer.numel():
+    buffers = storages_of(model.named_buffers())
+    for path, parameter in model.named_parameters():
+        buffer = buffers.get(parameter.untyped_storage().data_ptr()) if parameter.numel() else None
+        if buffer is not None:
             raise UsageError(
-                f"'{name}': buffer '{path}' has the memory of parameter '{parameter}', and would not follow it under "
+                f"'{name}': buffer '{buffer}' has the memory of parameter '{path}', and would not follow it under "
                 "fsdp, which slices that: read the parameter itself in forward."
             )

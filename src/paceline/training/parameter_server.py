@@ -25,7 +25,7 @@ from paceline.training.buffers import open_buffers
 from paceline.training.device_copies import DeviceCopies
 from paceline.training.factors import WeightFactors, follow_layers
 from paceline.training.flat import FlatParameters, Gradients, GradientVersion, Weights, segments_of
-from paceline.training.model_checks import require_apart, storages_of_buffers
+from paceline.training.model_checks import require_own_memory, storages_of
 from paceline.training.state import (
     StateOf,
     check_state,
@@ -389,8 +389,8 @@ class DistributedOptimizer(Distributed):
         # Each how many steps servers are asked for values that this worker has not been sent; 0 for never.
         self._fetch_every = (settings.fetch_every or 0) if settings.consistency.deliver == "on_pull" else 0
         named, segments = segments_of(optimizer, model)
-        require_apart(named, settings.name)
-        self._storages = storages_of_buffers(model)
+        require_own_memory(named, settings.name)
+        self._storages = storages_of(model.named_buffers()) if model is not None else {}
         dtype = FlatParameters.over(named).dtype
         policy = str(settings.consistency)
         self._spec = TableSpec(settings.name, segments, dtype, rule, policy, settings.scale, settings.nonfinite)

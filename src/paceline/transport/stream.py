@@ -141,8 +141,7 @@ class StreamConnection:
 
     @contextmanager
     def _turn_to_send(self, timeout_s: float) -> Generator[Deadline]:
-        deadline = Deadline.after(timeout_s)
-        thread = self._enter()
+        deadline, thread = Deadline.after(timeout_s), self._enter()
         try:
             if not self._sending.acquire(timeout=deadline.remaining_s()):
                 raise DeadlineExceeded(
@@ -151,15 +150,18 @@ class StreamConnection:
             try:
                 self._check_open()
                 yield deadline
-            except (PeerError, UsageError):
-                raise
-            except BaseException:
-                self._end(_INTERRUPTED)
+            except BaseException as error:
+                self._note_failed(error)
                 raise
             finally:
                 self._sending.release()
         finally:
             self._leave(thread)
+
+    def _note_failed(self, error: BaseException) -> None:
+        """End the connection after an error in the middle of sending, unless that has said already how it stands."""
+        if not isinstance(error, PeerError | UsageError):
+            self._end(_INTERRUPTED)
 
     def try_send(self, frames: Sequence[tuple[bytes, memoryview]], *, timeout_s: float) -> bool:
         """Send frames by one system call; see `Connection.try_send`."""
@@ -169,26 +171,28 @@ class StreamConnection:
                 return False
         thread = self._enter()
         try:
-            if not self._sending.acquire(blocking=False):
-                return False
-            try:
-                self._check_open()
-                if not self._channel.has_room():
-                    return False
-                self._send_frames(checked, Deadline.after(timeout_s), timeout_s)
-            except DeadlineExceeded:
-                self._end(f"frames could be sent only in part within {seconds(timeout_s)}")
-                raise
-            except (PeerError, UsageError):
-                raise
-            except BaseException:
-                self._end(_INTERRUPTED)
-                raise
-            finally:
-                self._sending.release()
-            return True
+            return self._send_if_free(checked, timeout_s)
         finally:
             self._leave(thread)
+
+    def _send_if_free(self, checked: Sequence[tuple[bytes, memoryview]], timeout_s: float) -> bool:
+        """Send frames unless another thread sends, or there is no room."""
+        if not self._sending.acquire(blocking=False):
+            return False
+        try:
+            self._check_open()
+            if not self._channel.has_room():
+                return False
+            self._send_frames(checked, Deadline.after(timeout_s), timeout_s)
+        except DeadlineExceeded:
+            self._end(f"frames could be sent only in part within {seconds(timeout_s)}")
+            raise
+        except BaseException as error:
+            self._note_failed(error)
+            raise
+        finally:
+            self._sending.release()
+        return True
 
     def has_room(self, body: memoryview) -> bool:
         """Return whether a frame would leave at once: a small one, or one in shared memory; see `Connection`."""
@@ -200,30 +204,31 @@ class StreamConnection:
         thread = self._enter()
         try:
             with self._receiving:
-                if not self._readable:
-                    self._check_open()
-                deadline = Deadline.after(timeout_s)
-                try:
-                    return self._read_frame(deadline, place)
-                except OutOfTime:
-                    raise DeadlineExceeded(
-                        f"waited {seconds(timeout_s)} for a frame from {self.peer}; none came"
-                    ) from None
-                except PeerError as error:
-                    self._end(str(error))
-                    self._readable = False
-                    raise
-                except (EOFError, OSError) as error:
-                    self._readable = False
-                    raise self._loss(error) from None
-                except (UsageError, MemoryError):  # of the place for a body, before any of it was taken
-                    raise
-                except BaseException:
-                    self._end(_INTERRUPTED)
-                    self._readable = False
-                    raise
+                return self._receive(timeout_s, place)
         finally:
             self._leave(thread)
+
+    def _receive(self, timeout_s: float, place: Place | None) -> Frame:
+        if not self._readable:
+            self._check_open()
+        deadline = Deadline.after(timeout_s)
+        try:
+            return self._read_frame(deadline, place)
+        except OutOfTime:
+            raise DeadlineExceeded(f"waited {seconds(timeout_s)} for a frame from {self.peer}; none came") from None
+        except PeerError as error:
+            self._end(str(error))
+            self._readable = False
+            raise
+        except (EOFError, OSError) as error:
+            self._readable = False
+            raise self._loss(error) from None
+        except (UsageError, MemoryError):  # of the place for a body, before any of it was taken
+            raise
+        except BaseException:
+            self._end(_INTERRUPTED)
+            self._readable = False
+            raise
 
     def has_frame(self) -> bool:
         """Return whether the next frame was read ahead; see `Connection.has_frame`."""
@@ -272,7 +277,7 @@ class StreamConnection:
             self._leave(thread)
 
     def _enter(self) -> int:
-        """Note that this thread is in a call, and return which thread it is; `leave` is due then."""
+        """Note that this thread is in a call, and return which thread it is; `_leave` is due then."""
         thread = threading.get_ident()
         self._inside.append(thread)
         return thread

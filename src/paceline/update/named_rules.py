@@ -10,7 +10,7 @@ from paceline.core.calls import checked
 from paceline.errors import UsageError
 from paceline.update import torch_rule
 from paceline.update.kernels import OWN_NUMBERS, Kernel, kernel_of
-from paceline.update.rules import Granularity, Hyper, Number, Quorum, RuleSpec, UpdateRule
+from paceline.update.rules import Granularity, Hyper, Number, Quorum, RuleSpec, UpdateRule, require_finite
 from paceline.update.torch_rule import PREFIX, TorchRule, check_groups, torch_optim
 from paceline.update.user_code import build_own, missing_members, own_code, split_path
 
@@ -328,12 +328,7 @@ def _check_hyper(spec: RuleSpec) -> None:
     """Raise UsageError for hyperparameters that a rule of ours does not have."""
     if not isinstance(spec, RuleSpec):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
         raise UsageError(f"an update rule is a {type(spec).__name__}, expected one of paceline.update.")
-    for key, value in (item for group in spec.groups for item in group.items()):
-        if any(
-            isinstance(part, float) and not math.isfinite(part)
-            for part in (value if isinstance(value, tuple) else (value,))
-        ):
-            raise UsageError(f"The update rule {spec.name}: {key} is {value}, expected a finite number.")
+    require_finite(spec)
     if spec.name.startswith(PREFIX):
         check_groups(spec)
     elif spec.name in OWN_NUMBERS:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias, runtime_checkable
+
+from paceline.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,6 +53,14 @@ class RuleSpec:
         text = ", ".join(f"{name}={value!r}" for name, value in (self.groups[0] if self.groups else {}).items())
         more = f", {len(self.groups)} groups" if len(self.groups) > 1 else ""
         return f"RuleSpec({self.name[:60]}, {text if len(text) <= _SHOWN else text[: _SHOWN - 3] + '...'}{more})"
+
+
+def require_finite(spec: RuleSpec) -> None:
+    """Raise UsageError for a hyperparameter that is NaN or infinite."""
+    for key, value in (item for group in spec.groups for item in group.items()):
+        each = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(one, float) and not math.isfinite(one) for one in each):
+            raise UsageError(f"The update rule {spec.name}: {key} is {value}, expected a finite number.")
 
 
 @runtime_checkable

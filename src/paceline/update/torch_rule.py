@@ -53,10 +53,6 @@ def torch_optim(class_name: str, **numbers: Number | tuple[Number, ...]) -> Rule
         'torch.optim.NAdam'
     """
     cls = optimizer_class(PREFIX + class_name)
-    for name, number in numbers.items():
-        each = number if isinstance(number, tuple) else (number,)
-        if any(isinstance(one, float) and not math.isfinite(one) for one in each):
-            raise UsageError(f"{PREFIX}{class_name}: {name} is {number}, expected a finite number.")
     stand_in = nn.Parameter(torch.zeros(1, 1))
     try:
         optimizer = _construct(cls, [{"params": [stand_in]}], numbers)

@@ -263,6 +263,7 @@ class Shared(torch.optim.Optimizer):
 def gradients_are_clipped_by_their_largest_number_also_where_a_slice_is_empty() -> None:
     alone, model = (nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)) for _ in range(2))
     model.load_state_dict(alone.state_dict())
+    model.register_buffer("sparse", torch.eye(2).to_sparse(), persistent=False)  # which stays with each worker
     optimizer = distributed(model, "largest")
     for limit in (0.1, 1000.0):
         for one, given in ((alone, torch.ones(1, 3)), (model, torch.ones(1, 3))):

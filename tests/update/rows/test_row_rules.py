@@ -1,5 +1,7 @@
 """What every rule for rows keeps to; a new rule joins by a line in RULES."""
 
+import math
+
 import pytest
 import torch
 from tests.update.rows.row_rules import RULES, Rows, random_rows, rows_of
@@ -151,6 +153,7 @@ class Stray(Twice):
     [
         (torch_optim("NAdam"), "no form of torch.optim.NAdam for rows. Row tables have add, torch.optim.SGD, .*ftrl"),
         (RuleSpec("nonsense", ({},)), "no form of nonsense for rows. .*'package.module:Rule'"),
+        (RuleSpec("torch.optim.SGD", ({"lr": math.nan},)), "torch.optim.SGD: lr is nan, expected a finite number"),
         (RuleSpec("torch.optim.SGD", ({"lr": 0.1},)), "torch.optim.SGD lacks momentum, dampening, nesterov"),
         (RuleSpec("ftrl", ({"alpha": 0.1, "beta": None},)), "ftrl lacks beta, l1, l2. Take it from paceline.update"),
         (rule(f"{HERE}:Partial"), "Partial is not a rule for rows: it has no echo, update"),

@@ -274,7 +274,7 @@ class JoinListener:
             joiner.give_up()
 
     def _take(self, connection: Connection) -> Joiner | None:
-        """Return the request, unless it is refused whatever places there are."""
+        """Return the process that asks, unless it is refused whatever places there are."""
         request = decode_from_joiner(connection.receive(timeout_s=REQUEST_TIMEOUT_S).header)
         if not isinstance(request, JoinRequest) or not _is_name(str(request.process.machine)):
             raise PeerError("the first message is not a request to join")

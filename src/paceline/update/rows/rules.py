@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import softshrink
 
 from paceline.errors import UsageError
+from paceline.update.rules import require_finite
 from paceline.update.torch_rule import PREFIX, check_groups
 from paceline.update.user_code import build_own, missing_members, own_code
 
@@ -397,13 +398,15 @@ def row_rule(spec: RuleSpec, allowed: AbstractSet[str] | None) -> RowRule:
         allowed: the import paths that may be loaded; None allows all, which is for code that you wrote yourself.
 
     Raises:
-        UsageError: there is no such rule for rows, it may not be loaded, or it is not a row rule.
+        UsageError: there is no such rule for rows, it may not be loaded, it is not a row rule, or a number of it is not
+            finite.
 
     Example:
         >>> from paceline.update.named_rules import RowwiseAdagrad
         >>> row_rule(RowwiseAdagrad(lr=0.1), allowed=None).columns
         (StateColumn(name='sum', width=1, fill=0.0),)
     """
+    require_finite(spec)
     hyper = spec.groups[0]
     known = _KNOWN.get(spec.name)
     if known is None:
