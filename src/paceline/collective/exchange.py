@@ -158,7 +158,9 @@ class RoundsExchange:
 
             def take(slots: Sequence[Tensor]) -> None:
                 for slot, one in zip(slots, found, strict=False):
-                    one[start:stop].copy_(_typed(slot, one[start:stop]))
+                    part = one[start:stop]
+                    if part.data_ptr() != chunk.data_ptr():  # else this worker's own, which is given where it belongs
+                        part.copy_(_typed(slot, part))
 
             return Round(_filling(chunk), take, piece(chunk))
 

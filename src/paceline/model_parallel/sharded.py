@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from paceline.collective.process_group import OwnGroup
 from paceline.errors import UsageError
 from paceline.model_parallel.split_layers import RankShare
 from paceline.torch_private import is_view, tree_map_only
@@ -61,8 +62,8 @@ class GatherSlices(SliceCall):
 class ScatterSums(SliceCall):
     """Reduce-scatter of gradients: each rank gets its slice of the sum.
 
-    Gloo's own is an all-reduce, which sends 2 (n-1)/n times the gradients. Here each rank sends every other rank its
-    slice, (n-1)/n times the gradients, and sums the received slices.
+    Gloo's own is an all-reduce, which sends 2 (n-1)/n times the gradients. So over Gloo each rank sends every other
+    rank its slice, (n-1)/n times the gradients, and sums the received slices.
 
     Args:
         peers: the ranks that keep the same slice in other groups, whose sums are added; None where there are none.
@@ -75,10 +76,14 @@ class ScatterSums(SliceCall):
     ) -> None:
         """Sum; blocks until all ranks call it."""
         del async_op
-        slices = self.allocate(input_tensor.shape, dtype=input_tensor.dtype, device=input_tensor.device)
-        with self.guard():
-            dist.all_to_all_single(slices, input_tensor, group=group)
-        torch.sum(slices.view(group.size(), -1), 0, out=output_tensor.view(-1))
+        if isinstance(group, OwnGroup):
+            with self.guard():
+                dist.reduce_scatter(output_tensor, list(input_tensor.chunk(group.size())), group=group)
+        else:
+            slices = self.allocate(input_tensor.shape, dtype=input_tensor.dtype, device=input_tensor.device)
+            with self.guard():
+                dist.all_to_all_single(slices, input_tensor, group=group)
+            torch.sum(slices.view(group.size(), -1), 0, out=output_tensor.view(-1))
         if self.peers is not None:
             with self.guard():
                 dist.all_reduce(output_tensor, group=self.peers)

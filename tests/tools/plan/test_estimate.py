@@ -73,7 +73,7 @@ def test_bytes_of_a_step() -> None:
     assert found("colocated-server:2").step.communicate == pytest.approx(1.2 * size / 1e6)
 
 
-@pytest.mark.parametrize(("device", "times"), [("cpu:10GB:1G:1GB", 2 * (4 + 2 / 2) + 5 + 4 / 2), ("a100-80", 0.0)])
+@pytest.mark.parametrize(("device", "times"), [("cpu:10GB:1G:1GB", 2 * (10 + 2 / 2) + 8 + 6 / 2), ("a100-80", 0.0)])
 def test_fsdp_copies_layers_on_hosts(device: str, times: float) -> None:
     size = 4 * HUNDRED_MB.model.num_parameters
     one = estimate(HUNDRED_MB, parse_strategy("fsdp", 2), machines(2, device=parse_device(device)))

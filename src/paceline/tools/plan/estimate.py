@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
+from typing import Final
 
 from paceline.errors import UsageError
 from paceline.model_parallel.balance import balanced_ends
@@ -419,18 +420,23 @@ def _joined(
     return times * ring_bytes(replicas, size), times * ring_s(replicas, size, link) + copied_s
 
 
+# A byte of new memory costs as much as so many that are moved: ten where the system gives it page by page, and two
+# thirds of what is freed are used again before that.
+_NEW_MEMORY: Final = 3
+
+
 def _copied_s(num_ranks: int, recipe: TrainingRecipe, num_parameters: float, device: Device) -> float:
     """Return the seconds in which a host copies what fsdp gathers and adds up; a GPU does so at hardly any cost.
 
-    Twice in a step torch copies a rank's slices into a new buffer, and what has come there into new parameters.
-    Gradients are copied into a new buffer, come into another one, and are added up there into new slices, which are
-    divided. The system clears all new memory first.
+    Twice in a step torch copies a rank's slices into a new buffer, from where they go to the other ranks, and what has
+    come there into new parameters. Gradients are copied into a new buffer, from where they go to the ranks, which add
+    them up into new slices and divide these.
     """
     if not device.is_host:
         return 0.0
     each = 1 / num_ranks
-    weights = 2 * ((2 * each + 1) + (2 + 1)) * recipe.weight_bytes
-    gradients = (3 + 1 + (1 + 2 * each) + 2 * each) * recipe.gradient_bytes
+    weights = 2 * (2 * each + 2 + 2 + 2 * _NEW_MEMORY) * recipe.weight_bytes
+    gradients = (2 + 2 + (1 + each) + 2 * each + (1 + each) * _NEW_MEMORY) * recipe.gradient_bytes
     return num_parameters * (weights + gradients) / device.memory_bytes_per_s
 
 
