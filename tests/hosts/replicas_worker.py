@@ -23,7 +23,7 @@ def train(ps: Session, folder: Path | None = None) -> str:
     dense = ps.table("w", shape=(NUMEL,), update=paceline.update.SGD(lr=0.1, momentum=0.9))
     rows = ps.table("rows", rows=4, update=paceline.update.Add(), consistency="bsp", scale="sum")
     gradients = torch.Generator().manual_seed(ps.rank)
-    for clock in range(NUM_CLOCKS):
+    for clock in range(ps.node.clock, NUM_CLOCKS):  # one that comes again begins where the others are
         if folder is not None and clock in STOPS:
             (folder / f"at-{clock}-{ps.rank}").touch()
             wait_for(folder / f"go-{clock}")

@@ -29,29 +29,35 @@ CUT_S = 8.0  # after it was noticed: more than 5 s, which are enough for connect
 
 @contextmanager
 def started(network: ShapedNetwork, folder: Path, servers: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start a worker on each host, as a launcher does that tells ranks alone."""
+    """Start a worker on each host."""
+    with ExitStack() as running:
+        yield [running.enter_context(worker_on(network, folder, servers, host)) for host in range(len(network.lines))]
+
+
+@contextmanager
+def worker_on(network: ShapedNetwork, folder: Path, servers: str, host: int) -> Iterator[subprocess.Popen[str]]:
+    """Start the worker of a host, as a launcher does that tells ranks alone."""
     variables = {
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": network.address(0),
         "MASTER_PORT": MASTER_PORT,
+        "RANK": str(host),
         "WORLD_SIZE": str(len(network.lines)),
         "PACELINE_RUN_DIR": str(folder / "runs"),
         "PACELINE_SERVERS": servers,
     }
-    with ExitStack() as running:
-        workers: list[subprocess.Popen[str]] = []
-        for host in range(len(network.lines)):
-            worker = subprocess.Popen(
-                network.command(host, sys.executable, str(WORKER), str(folder)),
-                env=os.environ | variables | {"RANK": str(host)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            running.callback(worker.communicate)
-            running.callback(worker.kill)
-            workers.append(worker)
-        yield workers
+    worker = subprocess.Popen(
+        network.command(host, sys.executable, str(WORKER), str(folder)),
+        env=os.environ | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield worker
+    finally:
+        worker.kill()
+        worker.communicate()
 
 
 def views_of(folder: Path, rank: int) -> Views:
@@ -182,21 +188,60 @@ def test_a_machine_that_is_taken_away_hands_its_servers_over_and_another_is_lost
     assert "server 0 has another replica" in errors
 
 
+@pytest.mark.parametrize("servers", [REPLICATED, pytest.param(f"{REPLICATED}+lag:2", marks=pytest.mark.campaign)])
+def test_a_machine_that_was_lost_comes_again_and_has_its_worker_and_its_servers(servers: str, tmp_path: Path) -> None:
+    """What it has again is what counts: the process of the other machine that serves is killed after that."""
+    tmp_path.chmod(0o700)
+    first, second = STOPS
+    with hosts(2) as network, ExitStack() as running:
+        workers = [running.enter_context(worker_on(network, tmp_path, servers, host)) for host in range(2)]
+        wait_at(workers, tmp_path, first)
+        network.signal(1, signal.SIGKILL)
+        workers[1].wait(PATIENCE_S)
+        (tmp_path / f"go-{first}").touch()
+        wait_for(workers[:1], (tmp_path / f"at-{second}-0").exists)
+        workers[1] = running.enter_context(worker_on(network, tmp_path, servers, 1))
+        wait_for(workers, (tmp_path / f"at-{second}-1").exists)
+        wait_for(workers, lambda: all(nodes_of(tmp_path, rank) == (rank, 1 - rank) for rank in range(2)))
+        os.kill(server_pid(tmp_path, 0, 0), signal.SIGKILL)
+        (tmp_path / f"go-{second}").touch()
+        told = [worker.communicate(timeout=PATIENCE_S) for worker in workers]
+
+    assert [worker.returncode for worker in workers] == [0, 0], told
+    bits = {(tmp_path / f"bits-{rank}").read_text() for rank in range(2)}
+    assert len(bits) == 1
+    whole = sum(range(NUM_CLOCKS + 1))
+    assert bits.pop().endswith(rows_that_had((whole, whole - sum(range(first + 1, second + 1)))))
+    assert "worker 1 takes the place of the process that was worker 1 before it" in told[1][1]
+    for rank in range(2):
+        assert f"this machine is back, and has a replica of server {rank} again" in told[1][1]
+
+
+def nodes_of(folder: Path, rank: int) -> tuple[int, int] | None:
+    """On which nodes a server serves and has its replica; None while it lacks one."""
+    view = views_of(folder, rank).newest()
+    claims = PlaceClaims(views_of(folder, rank).published(0).parent, rank)
+    if view is None or view.replica == NO_PROCESS:
+        return None
+    return claims.node_of(view.head), claims.node_of(view.replica)
+
+
 def rows_of(num_clocks: tuple[int, ...]) -> str:
     """The bits of the rows to which each worker has pushed in so many clocks."""
-    added = [sum(range(clocks + 1)) for clocks in num_clocks]
-    counts = [sum(added[rank] for rank in range(3) if 0 <= row - rank < len(IDS)) for row in range(8)]
+    return rows_that_had(tuple(sum(range(clocks + 1)) for clocks in num_clocks))
+
+
+def rows_that_had(added: tuple[int, ...]) -> str:
+    """The bits of the rows to whose values each worker has added so much."""
+    counts = [sum(each for rank, each in enumerate(added) if 0 <= row - rank < len(IDS)) for row in range(8)]
     rows = torch.tensor(counts, dtype=torch.float32)[:, None].expand(8, 4)
     return rows.contiguous().numpy().tobytes().hex()
 
 
 def has_two_processes(folder: Path, rank: int, lost: int) -> bool:
     """Whether a server has a replica, and neither of the two is on the node that was lost."""
-    view = views_of(folder, rank).newest()
-    claims = PlaceClaims(views_of(folder, rank).published(0).parent, rank)
-    return (
-        view is not None and view.replica != NO_PROCESS and lost not in map(claims.node_of, (view.head, view.replica))
-    )
+    nodes = nodes_of(folder, rank)
+    return nodes is not None and lost not in nodes
 
 
 @pytest.mark.campaign

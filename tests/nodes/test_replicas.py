@@ -376,7 +376,7 @@ def test_a_server_that_leaves_again_and_again_loses_and_doubles_nothing(
         assert job.ledger.expected().sum() == NUM_WORKERS * NUM_CLOCKS
         assert sorted(job.claimed) == [(home, index) for home, size in enumerate(SIZES) for index in range(size)]
     assert moves.num_moves > 1
-    said = "server 0 is served by its replica from now on: its machine is about to leave"
+    said = "server 0 is served by its replica from now on: the process before it has handed over"
     assert pair.told.count(said) == moves.num_moves
     for rank, values in undisturbed(calm / "1", 1).items():
         assert torch.equal(job.values[rank], values)

@@ -27,8 +27,9 @@ from typing import Final
 # Names of ours alone: in a folder that is kept a script may keep its own, a tokenizer.json for example.
 # By a pattern also a link to a file that is not there is found.
 SECRETS: Final = ("token", "token.previous*", "keys/*.pem", "keys/*.key", "keys/revoked*")
-SERVERS: Final = ("*.address", "*.view-*", "*.claim-*", "*.leaving")  # where they are, and which process serves
-LEFTOVERS: Final = (*SECRETS, *SERVERS, "*.sock", "*.store", "*.life", "called.off")
+# Where servers are, and which process serves.
+SERVERS: Final = ("*.address", "*.view-*", "*.claim-*", "*.leaving", "*.handover-*")
+LEFTOVERS: Final = (*SECRETS, *SERVERS, "*.sock", "*.store", "*.life", "*.life-*", "*.finished", "called.off")
 PREFIX: Final = "paceline-"  # of the names of temporary folders
 LIFE: Final = "guard.life"
 NUM_ATTEMPTS: Final = 50

@@ -28,7 +28,7 @@ from paceline.job.spec import ClusterSpec, wait_spec, write_private
 from paceline.job.views import FIRST, Views
 from paceline.launch.entry import read_orders, report_unknown_order, run_program
 from paceline.launch.folder_watch import FolderWatch
-from paceline.launch.rendezvous.node_places import is_to_leave
+from paceline.launch.rendezvous.node_places import is_to_hand_over
 from paceline.notices import tell
 from paceline.observe.trace import Trace, trace_path
 from paceline.server.journal import LISTENER
@@ -97,17 +97,17 @@ class ReplicaNews:
 
     Attributes:
         has_come: whether a process has come that may be its replica.
-        leaves: whether its node is about to leave, and that of its replica is not.
+        hands_over: whether its replica is to serve in its place.
     """
 
     has_come: bool = False
-    leaves: bool = False
+    hands_over: bool = False
 
 
 def look_for_news(spec: ClusterSpec, rank: int, views: Views, own: int) -> ReplicaNews:
     """Look into the folder for process `own` of a server; raises OSError."""
-    leaves = not spec.launcher_decides and is_to_leave(Path(spec.run_dir), rank, own)
-    return ReplicaNews(bool(views.candidates()), leaves)
+    hands_over = not spec.launcher_decides and is_to_hand_over(Path(spec.run_dir), rank, own)
+    return ReplicaNews(bool(views.candidates()), hands_over)
 
 
 def replica_link(
@@ -129,7 +129,7 @@ def replica_link(
 
     first = place(FIRST.number, partial(first_replica_address, spec, rank, views), FIRST.replica)
     lag = ReplicaLag(spec.replica_lag) if spec.replica_lag else None
-    return ReplicaLink(first if own == FIRST.head else None, find, lambda: news().leaves, lag=lag)
+    return ReplicaLink(first if own == FIRST.head else None, find, lambda: news().hands_over, lag=lag)
 
 
 def first_replica_address(spec: ClusterSpec, rank: int, views: Views) -> str:

@@ -40,7 +40,7 @@ from paceline.wire.messages import Hello, decode
 
 _MOST_BEATS: Final = 3600  # in a row, as the head reads them with its next answer
 _END_TIMEOUT_S: Final = 10.0
-_LEAVES: Final = "its machine is about to leave"
+_HANDED_OVER: Final = "the process before it has handed over"
 
 
 @final
@@ -158,7 +158,7 @@ class Follower:
             if isinstance(message, Ended):
                 return None
             if isinstance(message, Leaving):
-                return _LEAVES
+                return _HANDED_OVER
             if isinstance(message, Attached):
                 self._view = message.view
             elif isinstance(message, Noted):

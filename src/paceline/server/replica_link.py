@@ -60,7 +60,7 @@ class ReplicaLink:
     Args:
         place: of the replica that there is from the start.
         find: returns the places of processes that have come to be the replica.
-        leaves: returns whether this process is to leave, and have its replica serve.
+        hands_over: returns whether this process is to have its replica serve, and to end.
         record: gets all that a replica is told, or would be.
         lag: how far the replica may be behind answers to workers; by default not at all.
         beside: returns what is kept of the server beside its node, for a process that comes to be the replica.
@@ -69,7 +69,7 @@ class ReplicaLink:
 
     place: ReplicaPlace | None = None
     find: Callable[[], list[ReplicaPlace]] | None = None
-    leaves: Callable[[], bool] | None = None
+    hands_over: Callable[[], bool] | None = None
     record: RecordFile | None = None
     lag: ReplicaLag | None = None
     beside: Callable[[], bytes] | None = None
@@ -104,7 +104,7 @@ class ReplicaLink:
     def look(self) -> None:
         """Notice that the replica is gone, also while nothing is told to it; called between two items.
 
-        It looks once a second, and does not wait, unless this process is to leave.
+        It looks once a second, and does not wait, unless this process is to hand over.
 
         Raises:
             Superseded: the replica serves in the place of this process.
@@ -112,7 +112,7 @@ class ReplicaLink:
         if not self.is_connected or time.monotonic() < self._look_s:
             return
         self._look_s = time.monotonic() + _IDLE_LOOK_S
-        if self.leaves is not None and self.leaves():
+        if self.hands_over is not None and self.hands_over():
             self._hand_over()
         self.check()  # what is sent is what shows that a machine confirms nothing
         self._hear_all()

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.job.views import FIRST, Views
 from paceline.launch.rendezvous import node_places
-from paceline.launch.rendezvous.node_places import NodePlaces, PlaceClaims, is_to_leave
+from paceline.launch.rendezvous.node_places import NodePlaces, PlaceClaims, is_to_hand_over
 
 NUM_NODES = 4
 
@@ -86,8 +86,8 @@ def test_the_places_of_a_node_that_leaves_move_while_its_processes_live(
     assert nodes[1].is_needed()
     assert taken(nodes) == {2: [(0, 3)]}, "its replica; of the server that it has the replica is elsewhere"
     assert not nodes[1].claim(0, 5)
-    assert is_to_leave(tmp_path, 1, FIRST.head)
-    assert not is_to_leave(tmp_path, 0, FIRST.head)
+    assert is_to_hand_over(tmp_path, 1, FIRST.head)
+    assert not is_to_hand_over(tmp_path, 0, FIRST.head)
     assert Views(tmp_path, 0).enlist(FIRST.number, 3)
     assert nodes[1].is_needed(), "one serves there yet"
     assert Views(tmp_path, 1).promote(FIRST.number)
@@ -99,10 +99,10 @@ def test_the_places_of_a_node_that_leaves_move_while_its_processes_live(
 def test_a_server_does_not_leave_for_a_node_that_leaves_as_well(nodes: list[NodePlaces], tmp_path: Path) -> None:
     nodes[1].leave()
     nodes[2].leave()
-    assert not is_to_leave(tmp_path, 1, FIRST.head)
+    assert not is_to_hand_over(tmp_path, 1, FIRST.head)
     assert taken(nodes) == {3: [(0, 3), (1, 3)]}
     assert Views(tmp_path, 1).enlist(FIRST.number, 3)
-    assert is_to_leave(tmp_path, 1, FIRST.head)
+    assert is_to_hand_over(tmp_path, 1, FIRST.head)
 
 
 def test_a_node_that_leaves_keeps_a_replica_that_no_other_can_have_only_as_long_as_it_likes(
@@ -116,3 +116,47 @@ def test_a_node_that_leaves_keeps_a_replica_that_no_other_can_have_only_as_long_
         assert rank == 3 or Views(tmp_path, rank).enlist(FIRST.number, 3)
         assert Views(tmp_path, rank).promote(view.number)
     assert not any(node.is_needed() for node in nodes[1:])
+
+
+def test_a_node_that_comes_again_gets_back_what_it_had_one_place_after_the_other(
+    nodes: list[NodePlaces], tmp_path: Path
+) -> None:
+    views = [Views(tmp_path, rank) for rank in range(2)]
+    nodes[1].leave()
+    assert is_to_hand_over(tmp_path, 1, FIRST.head)
+    nodes[1].close()
+    assert views[0].dismiss(FIRST.number)
+    assert views[1].promote(FIRST.number)
+    left = [nodes[0], *nodes[2:]]
+    assert taken(left) == {2: [(0, 3)], 3: [(1, 2)]}
+    assert views[0].enlist(2, 3)
+    assert views[1].enlist(2, 2)
+    nodes[1] = NodePlaces(tmp_path, 1, NUM_NODES, NUM_NODES)
+    try:
+        assert not is_to_hand_over(tmp_path, 1, FIRST.replica), "it does not leave any more"
+        assert taken(nodes) == {1: [(0, 5), (1, 4)]}
+        assert nodes[1].is_home(1, 4)
+        assert not nodes[2].is_home(0, 3)
+        assert taken(nodes) == {}
+        assert not is_to_hand_over(tmp_path, 1, FIRST.replica), "its own process has not come"
+        assert views[1].enlist(3, 4)
+        assert taken(nodes) == {}
+        assert is_to_hand_over(tmp_path, 1, FIRST.replica)
+        assert views[1].promote(4)
+        assert taken(nodes) == {}, "the one before starts the next replica itself"
+        assert not is_to_hand_over(tmp_path, 1, 4)
+    finally:
+        nodes[1].close()
+
+
+def test_a_node_that_comes_again_at_once_starts_the_next_processes_in_its_places(
+    nodes: list[NodePlaces], tmp_path: Path
+) -> None:
+    nodes[1].close()
+    nodes[1] = NodePlaces(tmp_path, 1, NUM_NODES, NUM_NODES)
+    try:
+        assert taken(nodes) == {1: [(0, 3)]}, "of server 1 it has what serves, as long as views say so"
+        assert Views(tmp_path, 1).promote(FIRST.number)
+        assert taken(nodes) == {1: [(1, 2)]}
+    finally:
+        nodes[1].close()

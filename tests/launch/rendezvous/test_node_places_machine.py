@@ -1,4 +1,7 @@
-"""Nodes are lost, leave and take places over in every order: a process is started once, and servers are whole again."""
+"""Nodes are lost, leave, come again and take places over in every order: a process is started once.
+
+Servers are whole again, and those whose nodes are all there are where they were at the beginning.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from paceline.job.views import FIRST, NO_PROCESS, NUM_PLACES, View, Views
-from paceline.launch.rendezvous.node_places import NodePlaces, PlaceClaims, is_to_leave
+from paceline.launch.rendezvous.node_places import NodePlaces, PlaceClaims, is_to_hand_over
 
 NUM_NODES = 4
 ALL = range(NUM_NODES)  # nodes, and servers: one begins on each, and has its replica on the next
-ROUNDS = 12  # in which everything that is due happens
+ROUNDS = 16  # in which everything that is due happens
 
 
 class Places(RuleBasedStateMachine):
@@ -87,6 +90,13 @@ class Places(RuleBasedStateMachine):
             self.nodes[node].leave()
             self.leaving.add(node)
 
+    @rule(node=st.integers(1, NUM_NODES - 1))
+    def come_again(self, node: int) -> None:
+        if node not in self.alive:
+            self.nodes[node] = NodePlaces(self.folder, node, NUM_NODES, NUM_NODES)
+            self.alive.add(node)
+            self.leaving.discard(node)
+
     @rule(node=st.sampled_from(ALL))
     def take_over(self, node: int) -> None:
         if node in self.alive:
@@ -105,9 +115,9 @@ class Places(RuleBasedStateMachine):
     @rule(rank=st.sampled_from(ALL))
     def hand_over(self, rank: int) -> None:
         view = self.view(rank)
-        if rank not in self.lost and is_to_leave(self.folder, rank, view.head):
+        if rank not in self.lost and is_to_hand_over(self.folder, rank, view.head):
             assert self.views[rank].promote(view.number)
-            del self.running[rank, view.head]
+            self.begin(rank, view.head + NUM_PLACES, self.running.pop((rank, view.head)))
 
     @invariant()
     def the_two_processes_of_a_server_are_on_two_nodes(self) -> None:
@@ -131,6 +141,9 @@ class Places(RuleBasedStateMachine):
                 homes = {self.running[rank, view.head], self.running[rank, view.replica]}
                 assert len(homes) == NUM_PLACES
                 assert homes <= staying
+                if len(staying) == NUM_NODES:
+                    where = (self.running[rank, view.head], self.running[rank, view.replica])
+                    assert where == (rank, (rank + 1) % NUM_NODES), "what came again has what it had"
                 assert not any(self.nodes[node].is_needed() for node in self.alive & self.leaving if not self.lost)
         finally:
             for node in self.alive:

@@ -2,16 +2,19 @@
 
 import threading
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 
 from paceline.errors import PeerError
 from paceline.job.addresses import how_server_ended
 from paceline.job.folders import wait_for
+from paceline.job.spec import ClusterSpec
 from paceline.job.views import FIRST, Views
 from paceline.launch.rendezvous import sidecar
+from paceline.launch.rendezvous.liveness_lock import LivenessLock
 from paceline.launch.rendezvous.node_places import NodePlaces, PlaceClaims
-from paceline.launch.rendezvous.sidecar import SidecarServers
+from paceline.launch.rendezvous.sidecar import SidecarServers, WorkerWatch
 from paceline.launch.replicas import MAX_FAILURES
 
 PATIENCE_S = 60.0
@@ -149,3 +152,27 @@ def test_servers_that_end_with_their_worker_are_not_told_of(tmp_path: Path, monk
     servers = SidecarServers(tmp_path, range(1), "")
     servers.kill()
     assert how_server_ended(tmp_path, 0) == ""
+
+
+def test_the_end_of_each_life_of_a_worker_is_told_and_one_that_comes_again_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sidecar, "LOOK_S", 0.01)
+    spec = ClusterSpec(job="3f", num_workers=2, num_servers=1, transport="shm", run_dir=str(tmp_path))
+    told: SimpleQueue[tuple[int, int]] = SimpleQueue()
+    watch = WorkerWatch(spec, lambda worker, life, _: told.put((worker, life)))
+    first, other = (LivenessLock.acquire(tmp_path, "worker", rank, 2) for rank in range(2))
+    waiting = threading.Thread(target=watch.wait_all_ended)
+    waiting.start()
+    first.release()
+    assert told.get(timeout=PATIENCE_S) == (0, 0)
+    again = LivenessLock.acquire(tmp_path, "worker", 0, 2)
+    wait_for(lambda: watch._num_there == 2 or None, PATIENCE_S, lambda: "the worker that has come again is not seen")
+    other.release()
+    assert told.get(timeout=PATIENCE_S) == (1, 0)
+    assert waiting.is_alive()
+    again.release()
+    assert told.get(timeout=PATIENCE_S) == (0, 1)
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive()
+    assert told.empty()

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -21,12 +22,15 @@ from paceline.launch.rendezvous.liveness_lock import (
     LivenessLock,
     announcing_wait,
     missing_ranks,
+    newest_life,
     takes_part,
+    wait_all_ended,
     wait_end,
 )
 from paceline.launch.rendezvous.roster import Roster, declare_complete, wait_complete, wait_settled
 from paceline.launch.rendezvous.store import FolderRendezvous, Invitation, TorchRendezvous
 
+LOCKS = "paceline.launch.rendezvous.liveness_lock"
 HERE = Invitation("/run", Machine("host"))
 
 LEFT_OPEN = """
@@ -190,6 +194,76 @@ def test_without_numbers_the_first_takes_the_first_place(tmp_path: Path) -> None
         liveness_lock.release()
 
 
+def test_the_place_of_a_process_that_has_died_is_free_again_and_each_life_has_its_own_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lives = [LivenessLock.acquire(tmp_path, "worker", 1, 2)]
+    for life in range(1, 3):
+        assert newest_life(tmp_path, "worker", 1) == life - 1
+        lives[-1].release()
+        assert not takes_part(tmp_path, "worker", 1)
+        lives.append(LivenessLock.acquire(tmp_path, "worker", 1, 2))
+        assert takes_part(tmp_path, "worker", 1)
+        wait_end(tmp_path, "worker", 1, life - 1)  # which is over, whatever comes after it
+    assert [(lock.index, lock.life) for lock in lives] == [(1, 0), (1, 1), (1, 2)]
+    assert newest_life(tmp_path, "worker", 0) == -1
+    lives[-1].release()
+    told = "paceline: worker 1 takes the place of the process that was worker 1 before it\n"
+    assert capsys.readouterr().err == 2 * told
+
+
+def test_a_place_is_not_free_again_once_its_process_has_finished_or_if_it_was_a_server(tmp_path: Path) -> None:
+    finished, server = LivenessLock.acquire(tmp_path, "worker", 0, 1), LivenessLock.acquire(tmp_path, "server", 0, 1)
+    finished.note_finished()
+    finished.release()
+    server.release()
+    with pytest.raises(UsageError, match="worker 0 is there already"):
+        LivenessLock.acquire(tmp_path, "worker", 0, 1)
+    with pytest.raises(UsageError, match="server 0 is there already"):
+        LivenessLock.acquire(tmp_path, "server", 0, 1)
+
+
+def test_without_numbers_a_process_that_comes_again_takes_the_place_of_one_that_has_died(tmp_path: Path) -> None:
+    locks = [LivenessLock.acquire(tmp_path, "worker", None, 3) for _ in range(3)]
+    locks[1].release()
+    again = LivenessLock.acquire(tmp_path, "worker", None, 3)
+    assert (again.index, again.life) == (1, 1)
+    for lock in (locks[0], locks[2], again):
+        lock.release()
+
+
+def test_of_a_machine_that_may_be_gone_a_place_is_free_once_it_shows_nothing_of_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock of a machine without power stays held until the file server gives it up."""
+    monkeypatch.setattr(f"{LOCKS}.this_machine", lambda: Machine("lost"))
+    held = [LivenessLock.acquire(tmp_path, "worker", rank, 2) for rank in range(2)]
+    monkeypatch.undo()
+    held[1].start_heartbeat()
+    with pytest.raises(UsageError, match="worker 1 is there already"):
+        LivenessLock.acquire(tmp_path, "worker", 1, 2)
+    monkeypatch.setattr(f"{LOCKS}.SILENCE_S", 0.5)
+    again = LivenessLock.acquire(tmp_path, "worker", 0, 2)
+    assert (again.index, again.life) == (0, 1)
+    for lock in (*held, again):
+        lock.release()
+
+
+def test_those_that_wait_for_all_wait_for_one_that_comes_again(tmp_path: Path) -> None:
+    spec = ClusterSpec(job="3f", num_workers=2, num_servers=1, transport="shm", run_dir=str(tmp_path))
+    first, other = (LivenessLock.acquire(tmp_path, "worker", rank, 2) for rank in range(2))
+    first.release()
+    again = LivenessLock.acquire(tmp_path, "worker", 0, 2)
+    has_ended = threading.Event()
+    waiting = threading.Thread(target=lambda: (wait_all_ended(spec), has_ended.set()))
+    waiting.start()
+    other.release()
+    assert not has_ended.is_set()
+    again.release()
+    waiting.join()
+    assert has_ended.is_set()
+
+
 def test_one_that_waits_for_the_end_of_a_process_is_not_taken_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,7 +292,7 @@ class TimerAtOnce:
 def test_a_process_that_stays_names_those_that_are_there_and_says_nothing_once_all_have_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("paceline.launch.rendezvous.liveness_lock.threading.Timer", TimerAtOnce)
+    monkeypatch.setattr(f"{LOCKS}.threading.Timer", TimerAtOnce)
     spec = ClusterSpec(job="3f", num_workers=3, num_servers=1, transport="tcp", run_dir=str(tmp_path))
     locks = [LivenessLock.acquire(tmp_path, "worker", rank, 3) for rank in range(3)]
     for lock in locks[:2]:

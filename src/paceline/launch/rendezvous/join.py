@@ -301,6 +301,9 @@ class JoinedJob:
         Where its machine is about to be taken away, its servers move to others first, if these can have them.
         """
         with self.undo:
+            is_finished = politely and not self.was_preempted()
+            if is_finished:
+                self.liveness_lock.note_finished()
             self.liveness_lock.release()
             if not politely or not (self.is_founder or self.has_servers):
                 return
@@ -313,7 +316,7 @@ class JoinedJob:
 
     def _move_servers(self) -> bool:
         workers = [LifeWatch(Path(self.spec.run_dir), "worker", rank) for rank in range(self.spec.num_workers)]
-        have_moved = self.sidecars.leave(lambda: not any(worker.look() == "there" for worker in workers))
+        have_moved = self.sidecars.leave(lambda: not any(worker.is_taken() for worker in workers))
         if have_moved:
             tell(f"worker {self.place.rank} leaves, and servers of its machine have moved to others")
         return have_moved
@@ -375,7 +378,7 @@ def _work(started: BootstrapResult, liveness_lock: LivenessLock, undo: ExitStack
     wait_complete(spec, meanwhile, started.timeout_s)
     leave_after_crash()
     local_rank = liveness_lock.index if started.local_rank is None else started.local_rank
-    place = Place(run_dir / CLUSTER_NAME, liveness_lock.index, local_rank)
+    place = Place(run_dir / CLUSTER_NAME, liveness_lock.index, local_rank, liveness_lock.life)
     return JoinedJob(
         place, spec, liveness_lock, sidecars, assignment.is_founder, bool(assignment.sidecars), undo.pop_all()
     )

@@ -3,6 +3,8 @@
 The file says where its process is, and which paceline it runs. The kernel releases a lock when its process ends,
 however it ends, and wakes the processes that wait for it. In a folder that several machines see, locks are those of its
 file server: one of a machine that is gone stays until the file server gives it up.
+
+A launcher may start a process again in the place of one that has ended: then there is another file, of its next life.
 """
 
 import errno
@@ -12,8 +14,9 @@ import secrets
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Final, Literal, final
 
@@ -21,11 +24,11 @@ import msgspec
 
 from paceline.core.standstill import names
 from paceline.errors import UsageError
-from paceline.job.folders import names_in
+from paceline.job.folders import make_once, names_in
 from paceline.job.machines import Machine, this_machine
 from paceline.job.spec import ClusterSpec
 from paceline.launch.rendezvous.detect import Role
-from paceline.notices import tell
+from paceline.notices import NEWS, tell
 from paceline.stopwatch import Stopwatch
 from paceline.transport.frames import WIRE_VERSION
 from paceline.version import __version__
@@ -116,15 +119,22 @@ class SilenceTimer:
 Member = Role | Literal["node"]  # what takes part: a process of a role, or the node that another one stands for
 Presence = Literal["there", "ended", "silent"]
 SUFFIX: Final = ".life"
+FINISHED: Final = ".finished"
 POLL_INTERVAL_S: Final = 0.25
 
 
 @final
 class LivenessLock:
-    """The file that this process holds locked."""
+    """The file that this process holds locked.
 
-    def __init__(self, path: Path, descriptor: int, index: int) -> None:
+    Attributes:
+        index: the place of this process among those of its role.
+        life: how many processes were there before it.
+    """
+
+    def __init__(self, path: Path, descriptor: int, index: int, life: int) -> None:
         self.index: Final = index
+        self.life: Final = life
         self._path = path
         self._descriptor: int | None = descriptor
         self._heartbeat: Heartbeat | None = None
@@ -133,8 +143,12 @@ class LivenessLock:
     def acquire(run_dir: Path, role: Member, index: int | None, count: int) -> "LivenessLock":
         """Take part as process `index` of `count`, or as the lowest free one.
 
+        A place whose process has ended without having finished is free, unless it was that of a server, whose values
+        went with it. Blocks for up to a minute to see whether one on a machine that may be gone lives.
+
         Raises UsageError when another process has that index.
         """
+        places = range(count) if index is None else (index,)
         # Not the process's number: threads share it, and containers of one host name count processes alike.
         unfinished = run_dir / f".{role}.{secrets.token_hex(8)}"
         with ExitStack() as undo:
@@ -144,11 +158,11 @@ class LivenessLock:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)  # before others see the file: unlocked would mean dead
                 os.write(descriptor, msgspec.json.encode(ProcessInfo.own()))
                 os.fsync(descriptor)  # for other machines too, though the file stays open
-                for one in range(count) if index is None else (index,):
-                    path = run_dir / _name(role, one)
+                for one, life in chain(((one, 0) for one in places), _free_places(run_dir, role, places)):
+                    path = run_dir / _name(role, one, life)
                     if _link(unfinished, path):
                         undo.pop_all()
-                        return LivenessLock(path, descriptor, one)
+                        return LivenessLock(path, descriptor, one, life)
             finally:
                 unfinished.unlink()
         subject = f"all {count} {role}s are" if index is None else f"{role} {index} is"
@@ -156,6 +170,11 @@ class LivenessLock:
             f"{subject} there already: another process has taken this place, or this one joined before and has left. "
             "Start the job again, and join it once"
         )
+
+    def note_finished(self) -> None:
+        """Have no other process take this place, as what was to be done there is done."""
+        with suppress(FileNotFoundError):  # the job is over, and its folder is cleared
+            make_once(self._path.parent / f"{self._path.name.partition(SUFFIX)[0]}{FINISHED}", b"")
 
     def start_heartbeat(self) -> None:
         """Let other machines see from now on that this process lives."""
@@ -178,9 +197,39 @@ def missing_ranks(run_dir: Path, role: Role, count: int) -> list[int]:
     return [index for index in range(count) if _name(role, index) not in present]
 
 
-def process_info(run_dir: Path, role: Role, index: int) -> ProcessInfo:
+def newest_life(run_dir: Path, role: Member, index: int) -> int:
+    """Return the life of the latest process that has come in a place; -1 where none has."""
+    first, names = _name(role, index), names_in(run_dir)
+    later = (name.removeprefix(f"{first}-") for name in names if name.startswith(f"{first}-"))
+    return max(map(int, later), default=0 if first in names else -1)
+
+
+def _free_places(run_dir: Path, role: Member, places: Iterable[int]) -> Generator[tuple[int, int]]:
+    """Yield the places whose process has ended before it had finished, each with the life of the next one there."""
+    for index in places if role != "server" else ():
+        if f"{role}-{index}{FINISHED}" in names_in(run_dir):
+            continue
+        life = newest_life(run_dir, role, index)
+        if _has_ended(run_dir, role, index, life):
+            tell(f"{role} {index} takes the place of the process that was {role} {index} before it", NEWS)
+            yield index, life + 1
+
+
+def _has_ended(run_dir: Path, role: Member, index: int, life: int) -> bool:
+    """Return whether a process takes part no longer; blocks while one on another machine shows nothing of itself."""
+    watch, pause = LifeWatch(run_dir, role, index, SILENCE_S, life=life), threading.Event()
+    at = process_info(run_dir, role, index, life).machine
+    touched_ns = watch.touched_ns()
+    while (presence := watch.look()) == "there":
+        if at == this_machine() or watch.touched_ns() != touched_ns:
+            return False
+        pause.wait(POLL_INTERVAL_S)
+    return presence in ("ended", "silent")
+
+
+def process_info(run_dir: Path, role: Member, index: int, life: int = 0) -> ProcessInfo:
     """Return what a process that has come tells of itself; raises UsageError when that cannot be read."""
-    path = run_dir / _name(role, index)
+    path = run_dir / _name(role, index, life)
     try:
         return msgspec.json.decode(path.read_bytes(), type=ProcessInfo)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -189,10 +238,10 @@ def process_info(run_dir: Path, role: Role, index: int) -> ProcessInfo:
         ) from error
 
 
-def wait_end(run_dir: Path, role: Role, index: int) -> None:
+def wait_end(run_dir: Path, role: Role, index: int, life: int = 0) -> None:
     """Block until a process that has come takes part no longer, whether it left or died."""
     try:
-        descriptor = os.open(run_dir / _name(role, index), os.O_RDWR)
+        descriptor = os.open(run_dir / _name(role, index, life), os.O_RDWR)
     except FileNotFoundError:  # the job is over, and its folder is cleared
         return
     try:
@@ -205,8 +254,11 @@ def wait_end(run_dir: Path, role: Role, index: int) -> None:
 class LifeWatch:
     """Looks, now and then, whether one that may be on another machine takes part, and shows that it lives."""
 
-    def __init__(self, run_dir: Path, role: Member, index: int, silence_s: float = SILENCE_S) -> None:
-        self._path = run_dir / _name(role, index)
+    def __init__(self, run_dir: Path, role: Member, index: int, silence_s: float = SILENCE_S, *, life: int = 0) -> None:
+        self._run_dir: Final = run_dir
+        self._role: Final[Member] = role
+        self._index: Final = index
+        self._life = life
         self._silence_s = silence_s
         self._timer = SilenceTimer()
 
@@ -217,7 +269,7 @@ class LifeWatch:
         stopped. One that has never come has ended.
         """
         try:
-            descriptor = os.open(self._path, os.O_RDWR)
+            descriptor = os.open(self._run_dir / _name(self._role, self._index, self._life), os.O_RDWR)
         except FileNotFoundError:
             return "ended"
         try:
@@ -228,19 +280,35 @@ class LifeWatch:
         finally:
             os.close(descriptor)
 
+    def is_taken(self) -> bool:
+        """Return whether the latest process of this place is there; call it every few seconds."""
+        if self.look() == "there":
+            return True
+        newest = newest_life(self._run_dir, self._role, self._index)
+        if newest <= self._life:
+            return False
+        self._life = newest
+        return self.look() == "there"
 
-def wait_end_elsewhere(run_dir: Path, role: Role, index: int, silence_s: float = SILENCE_S) -> bool:
+    def touched_ns(self) -> int:
+        """Return when the process that was looked for has shown itself last, as its file says; 0 without a file."""
+        with suppress(FileNotFoundError):
+            return (self._run_dir / _name(self._role, self._index, self._life)).stat().st_mtime_ns
+        return 0
+
+
+def wait_end_elsewhere(run_dir: Path, role: Role, index: int, life: int = 0, silence_s: float = SILENCE_S) -> bool:
     """Block as `wait_end` does, for one that may be on another machine; returns False when it is silent."""
-    watch, pause = LifeWatch(run_dir, role, index, silence_s), threading.Event()
+    watch, pause = LifeWatch(run_dir, role, index, silence_s, life=life), threading.Event()
     while (presence := watch.look()) == "there":
         pause.wait(POLL_INTERVAL_S)  # to block could take longer: a client of NFS asks for a lock ever less often
     return presence == "ended"
 
 
 def takes_part(run_dir: Path, role: Role, index: int) -> bool:
-    """Return whether a process that has come still takes part; does not block."""
+    """Return whether the latest process that has come in a place still takes part; does not block."""
     try:
-        descriptor = os.open(run_dir / _name(role, index), os.O_RDWR)
+        descriptor = os.open(run_dir / _name(role, index, newest_life(run_dir, role, index)), os.O_RDWR)
     except FileNotFoundError:
         return False
     try:
@@ -261,8 +329,8 @@ def is_held(descriptor: int) -> bool:
     return False
 
 
-def _name(role: Member, index: int) -> str:
-    return f"{role}-{index}{SUFFIX}"
+def _name(role: Member, index: int, life: int = 0) -> str:
+    return f"{role}-{index}{SUFFIX}-{life}" if life > 0 else f"{role}-{index}{SUFFIX}"
 
 
 def _link(existing: Path, path: Path) -> bool:
@@ -273,18 +341,25 @@ def _link(existing: Path, path: Path) -> bool:
     return True
 
 
-def wait_worker_ended(spec: ClusterSpec, worker: int) -> bool:
+def wait_worker_ended(spec: ClusterSpec, worker: int, life: int = 0) -> bool:
     """Block until a worker takes part no longer; False when nothing was heard of it for so long that it must be so."""
     if spec.encrypted:
-        return wait_end_elsewhere(Path(spec.run_dir), "worker", worker)
-    wait_end(Path(spec.run_dir), "worker", worker)
+        return wait_end_elsewhere(Path(spec.run_dir), "worker", worker, life)
+    wait_end(Path(spec.run_dir), "worker", worker, life)
     return True
 
 
 def wait_all_ended(spec: ClusterSpec) -> None:
-    """Block until no worker takes part any longer."""
-    for worker in range(spec.num_workers):
-        wait_worker_ended(spec, worker)
+    """Block until no worker takes part any longer, those included that come again meanwhile."""
+    run_dir, num_ended = Path(spec.run_dir), [0] * spec.num_workers
+
+    def left() -> list[int]:
+        return [rank for rank, num in enumerate(num_ended) if newest_life(run_dir, "worker", rank) >= num]
+
+    while ranks := left():
+        for rank in ranks:
+            wait_worker_ended(spec, rank, num_ended[rank])
+            num_ended[rank] += 1
 
 
 @contextmanager

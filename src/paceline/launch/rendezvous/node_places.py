@@ -7,6 +7,9 @@ of several nodes that believe another gone one starts that process, and the one 
 
 A node that is about to leave says so by a file. Then the next node that stays takes its places as well: a replica there
 is made before the one here ends, and a process here that serves has its replica serve.
+
+The node that has started the first process in a place is the home of that place. A node that comes again gets back the
+places that it is the home of: it claims their next processes, and asks what serves elsewhere to hand over to those.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from paceline.launch.rendezvous.liveness_lock import LifeWatch, LivenessLock
 
 ROLE: Final = "node"
 LEAVING: Final = ".leaving"  # of the names of files by which nodes say that they are about to leave
+HANDOVER: Final = ".handover-"  # of the names of files by which a server is asked to have its replica serve, by view
 SILENCE_S: Final = 15.0  # as long as a cut is waited for; a node that was believed gone too early costs a process
 
 
@@ -50,6 +54,10 @@ class PlaceClaims:
         """Return the node that has claimed a process. Raises OSError where none has."""
         return int((self._run_dir / f"{self._prefix}{process}").read_text())
 
+    def home(self, place: int) -> int:
+        """Return the node that has claimed the first process in one of the two places. Raises OSError."""
+        return self.node_of(place)
+
     def newest(self, place: int) -> int:
         """Return the latest process that was claimed in one of the two places; the first one where none was."""
         names = (name for name in names_in(self._run_dir) if name.startswith(self._prefix))
@@ -73,28 +81,39 @@ class NodePlaces:
         self.node: Final = node
         self._run_dir = run_dir
         self._life = LivenessLock.acquire(run_dir, ROLE, node, num_nodes)
+        (run_dir / _leaving_name(node)).unlink(missing_ok=True)  # of an earlier life
         self._life.start_heartbeat()
+        self._claimed = set[tuple[int, int]]()  # in this life
         self._watches = [LifeWatch(run_dir, ROLE, other, SILENCE_S) for other in range(num_nodes)]
         self._claims = [PlaceClaims(run_dir, rank) for rank in range(num_servers)]
         self._views = [Views(run_dir, rank) for rank in range(num_servers)]
 
     def claim(self, rank: int, process: int) -> bool:
         """Return whether this node is to start a process of a server: it stays, and no other has. Raises OSError."""
-        return self.node not in leaving_nodes(self._run_dir) and self._claims[rank].claim(process, self.node)
+        if self.node in leaving_nodes(self._run_dir) or not self._claims[rank].claim(process, self.node):
+            return False
+        self._claimed.add((rank, process))
+        return True
+
+    def is_home(self, rank: int, process: int) -> bool:
+        """Return whether this node has started the first process in the place of this one. Raises OSError."""
+        return self._claims[rank].home(process % NUM_PLACES) == self.node
 
     def take_over(self) -> list[tuple[int, int]]:
         """Claim the places that have come to this node; return by server the processes to start. Raises OSError.
 
-        Call it every second or so.
+        Servers that are to serve here again are asked to hand over. Call it every second or so.
         """
         leaving = leaving_nodes(self._run_dir)
         staying = self._staying(leaving)
+        for rank in range(len(self._views)) if staying[self.node] else ():
+            self._ask_for_handover(rank, staying)
         due = [(rank, self._due(rank, staying, leaving)) for rank in range(len(self._views))]
         return [(rank, process) for rank, process in due if process is not None and self.claim(rank, process)]
 
     def _staying(self, leaving: set[int]) -> list[bool]:
         """Return for each node whether it lives, and is not about to leave."""
-        living = [watch.look() == "there" for watch in self._watches]
+        living = [watch.is_taken() for watch in self._watches]
         living[self.node] = True  # whatever a file server says of it
         return [lives and node not in leaving for node, lives in enumerate(living)]
 
@@ -103,16 +122,39 @@ class NodePlaces:
         view, claims = self._views[rank].newest(), self._claims[rank]
         if view is None:
             return None
-        latest = claims.newest((view.head + FIRST.replica) % NUM_PLACES)
-        if staying[claims.node_of(latest)]:  # it starts another process itself
+        place = (view.head + FIRST.replica) % NUM_PLACES
+        latest = claims.newest(place)
+        holder = claims.node_of(latest)
+        if holder == self.node and (rank, latest) not in self._claimed:  # its process went with an earlier life
+            return latest + NUM_PLACES
+        if self.node not in (holder, claims.node_of(view.head)) and claims.home(place) == self.node:
+            return latest + NUM_PLACES
+        if staying[holder]:  # it starts another process itself
             return None
         if view.replica != NO_PROCESS and claims.node_of(view.replica) not in leaving:  # it may serve yet
             return None
         return latest + NUM_PLACES if next_node(claims.node_of(view.head), staying) == self.node else None
 
+    def _ask_for_handover(self, rank: int, staying: list[bool]) -> None:
+        """Ask a process to have its replica serve where that brings a place home.
+
+        That is so where the replica is here and begun to serve here; and where the place of what serves elsewhere is of
+        this node, which can have it once it is that of a replica.
+        """
+        view, claims = self._views[rank].newest(), self._claims[rank]
+        if view is None or view.replica == NO_PROCESS:
+            return
+        head, replica = claims.node_of(view.head), claims.node_of(view.replica)
+        home, home_of_replica = (claims.home(process % NUM_PLACES) for process in (view.head, view.replica))
+        serves_again = view.replica % NUM_PLACES == FIRST.head and self.node == replica == home_of_replica
+        is_settled = replica == home_of_replica or not staying[home_of_replica]
+        comes_back = home == self.node != head and self.node != replica and is_settled
+        if serves_again or comes_back:
+            make_once(self._run_dir / _handover_name(rank, view.number), b"")
+
     def leave(self) -> None:
         """Have this node's places move to others, as it is about to leave. Raises OSError."""
-        make_once(self._run_dir / f"{ROLE}-{self.node}{LEAVING}", b"")
+        make_once(self._run_dir / _leaving_name(self.node), b"")
 
     def is_needed(self) -> bool:
         """Return whether a process of this node serves, or is a replica that another node can have. Raises OSError."""
@@ -138,15 +180,27 @@ def leaving_nodes(run_dir: Path) -> set[int]:
     return {int(name.removeprefix(f"{ROLE}-").removesuffix(LEAVING)) for name in found}
 
 
-def is_to_leave(run_dir: Path, rank: int, process: int) -> bool:
-    """Return whether the node of a process that serves is about to leave, and that of its replica is not.
+def is_to_hand_over(run_dir: Path, rank: int, process: int) -> bool:
+    """Return whether a process that serves is to have its replica serve.
 
-    Raises OSError.
+    It is where its node is about to leave, and that of its replica is not, or a node wants a place back. Raises
+    OSError.
     """
-    leaving, view, claims = leaving_nodes(run_dir), Views(run_dir, rank).newest(), PlaceClaims(run_dir, rank)
-    if not leaving or view is None or view.head != process or view.replica == NO_PROCESS:
+    view, claims = Views(run_dir, rank).newest(), PlaceClaims(run_dir, rank)
+    if view is None or view.head != process or view.replica == NO_PROCESS:
         return False
-    return claims.node_of(process) in leaving and claims.node_of(view.replica) not in leaving
+    if _handover_name(rank, view.number) in names_in(run_dir):
+        return True
+    leaving = leaving_nodes(run_dir)
+    return bool(leaving) and claims.node_of(process) in leaving and claims.node_of(view.replica) not in leaving
+
+
+def _leaving_name(node: int) -> str:
+    return f"{ROLE}-{node}{LEAVING}"
+
+
+def _handover_name(rank: int, view: int) -> str:
+    return f"{process_name(rank, 0)}{HANDOVER}{view}"
 
 
 def next_node(node: int, living: list[bool]) -> int | None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final, final
 
@@ -21,12 +22,12 @@ from paceline.job.views import FIRST, Views
 from paceline.launch.entry import run_program
 from paceline.launch.folder_watch import LOOK_S, looks
 from paceline.launch.policy import describe_exit
-from paceline.launch.rendezvous.liveness_lock import wait_worker_ended
+from paceline.launch.rendezvous.liveness_lock import newest_life, wait_worker_ended
 from paceline.launch.rendezvous.node_places import NodePlaces
 from paceline.launch.rendezvous.roster import wait_complete
 from paceline.launch.replicas import ServerPlace
 from paceline.launch.signals import ignore_preemption_signals
-from paceline.notices import tell
+from paceline.notices import NEWS, tell
 from paceline.server.node import ServerNode
 
 ENTRY: Final = "paceline.launch.rendezvous.sidecar"
@@ -72,7 +73,7 @@ class SidecarServers:
         return self._node is None or self._node.claim(rank, process)
 
     def _take_over(self, node: NodePlaces) -> None:
-        """Start replicas of servers whose nodes are gone."""
+        """Start replicas of servers whose nodes are gone, and of those whose places come back to this node."""
         problem = "this machine cannot see which servers to take over from others"
         for taken in looks(node.take_over, self._ending, problem, LOOK_S):
             for rank, process in taken:
@@ -81,7 +82,13 @@ class SidecarServers:
                 except OSError as error:
                     tell(f"server {rank} stays without a replica, as this machine cannot start a process: {error}")
                     continue
-                tell(f"a machine with a process of server {rank} is gone, or leaves; this one has another, its replica")
+                if node.is_home(rank, process):
+                    tell(f"this machine is back, and has a replica of server {rank} again", NEWS)
+                else:
+                    tell(
+                        f"a machine with a process of server {rank} is gone, or leaves; this one has another, its "
+                        "replica"
+                    )
                 self._begin_watch(f"paceline-server-{rank}", self._watch, (rank, process))
 
     def _start(self, rank: int, process: int) -> None:
@@ -203,18 +210,54 @@ def _follow_workers(spec: ClusterSpec, rank: int, node: ServerNode) -> None:
     except PeerError as error:
         tell(f"server {rank}: {error}")
         os._exit(EXIT_FAILURE)
-    workers = range(spec.num_workers)
-    watches = [threading.Thread(target=_watch, args=(spec, node, worker), daemon=True) for worker in workers]
-    for watch in watches:
-        watch.start()
-    for watch in watches:
-        watch.join()
+    WorkerWatch(spec, node.report_death).wait_all_ended()
     node.stop()
 
 
-def _watch(spec: ClusterSpec, node: ServerNode, worker: int) -> None:
-    if wait_worker_ended(spec, worker):  # else the server itself will have missed it, or it goes on
-        node.report_death(worker, 0, "its process ended")
+@final
+class WorkerWatch:
+    """Tells which workers have ended, and waits until none takes part; one that has died may come again."""
+
+    def __init__(self, spec: ClusterSpec, report_death: Callable[[int, int, str], None]) -> None:
+        """Of a job that is complete; `report_death` is called with a worker, its incarnation, and what has happened."""
+        self._spec = spec
+        self._report_death = report_death
+        self._lock = threading.Lock()  # of the number
+        self._num_there = spec.num_workers
+        self._all_have_ended = threading.Event()
+
+    def wait_all_ended(self) -> None:
+        """Block until no worker takes part."""
+        workers = range(self._spec.num_workers)
+        watches = [threading.Thread(target=self._follow, args=(worker,), daemon=True) for worker in workers]
+        for watch in watches:
+            watch.start()
+        self._all_have_ended.wait()
+        for watch in watches:
+            watch.join(_END_TIMEOUT_S)
+
+    def _follow(self, worker: int) -> None:
+        """Wait for the end of each life of a worker, until none of all workers is left."""
+        life = self._wait_ended(worker, 0)
+        problem = f"this server cannot see whether worker {worker} comes again"
+        newest = partial(newest_life, Path(self._spec.run_dir), "worker", worker)
+        for latest in looks(newest, self._all_have_ended, problem, LOOK_S):
+            if latest > life:
+                self._count(1)
+                life = self._wait_ended(worker, latest)
+
+    def _wait_ended(self, worker: int, life: int) -> int:
+        """Block until this life has ended, and return it."""
+        if wait_worker_ended(self._spec, worker, life):  # else the server itself will have missed it, or it goes on
+            self._report_death(worker, life, "its process ended")
+        self._count(-1)
+        return life
+
+    def _count(self, num_more: int) -> None:
+        with self._lock:
+            self._num_there += num_more
+            if not self._num_there:
+                self._all_have_ended.set()
 
 
 def _end_with_parent() -> None:
