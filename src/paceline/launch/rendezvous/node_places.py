@@ -84,6 +84,7 @@ class NodePlaces:
         (run_dir / _leaving_name(node)).unlink(missing_ok=True)  # of an earlier life
         self._life.start_heartbeat()
         self._claimed = set[tuple[int, int]]()  # in this life
+        self._brought_home = set[tuple[int, int]]()  # of these, by servers: those that brought a place back to its home
         self._watches = [LifeWatch(run_dir, ROLE, other, SILENCE_S) for other in range(num_nodes)]
         self._claims = [PlaceClaims(run_dir, rank) for rank in range(num_servers)]
         self._views = [Views(run_dir, rank) for rank in range(num_servers)]
@@ -109,7 +110,9 @@ class NodePlaces:
         for rank in range(len(self._views)) if staying[self.node] else ():
             self._ask_for_handover(rank, staying)
         due = [(rank, self._due(rank, staying, leaving)) for rank in range(len(self._views))]
-        return [(rank, process) for rank, process in due if process is not None and self.claim(rank, process)]
+        taken = [(rank, process) for rank, process in due if process is not None and self.claim(rank, process)]
+        self._brought_home |= {place for place in taken if self.is_home(*place)}
+        return taken
 
     def _staying(self, leaving: set[int]) -> list[bool]:
         """Return for each node whether it lives, and is not about to leave."""
@@ -138,17 +141,17 @@ class NodePlaces:
     def _ask_for_handover(self, rank: int, staying: list[bool]) -> None:
         """Ask a process to have its replica serve where that brings a place home.
 
-        That is so where the replica is here and begun to serve here; and where the place of what serves elsewhere is of
-        this node, which can have it once it is that of a replica.
+        That is so where the replica has brought a place home that serves from the start; and where the place of what
+        serves elsewhere is of this node, which can have it once it is that of a replica.
         """
         view, claims = self._views[rank].newest(), self._claims[rank]
         if view is None or view.replica == NO_PROCESS:
             return
+        serves_again = view.replica % NUM_PLACES == FIRST.head and (rank, view.replica) in self._brought_home
         head, replica = claims.node_of(view.head), claims.node_of(view.replica)
-        home, home_of_replica = (claims.home(process % NUM_PLACES) for process in (view.head, view.replica))
-        serves_again = view.replica % NUM_PLACES == FIRST.head and self.node == replica == home_of_replica
+        home_of_replica = claims.home(view.replica % NUM_PLACES)
         is_settled = replica == home_of_replica or not staying[home_of_replica]
-        comes_back = home == self.node != head and self.node != replica and is_settled
+        comes_back = self.is_home(rank, view.head) and self.node not in (head, replica) and is_settled
         if serves_again or comes_back:
             make_once(self._run_dir / _handover_name(rank, view.number), b"")
 
