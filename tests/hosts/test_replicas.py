@@ -188,17 +188,26 @@ def test_a_machine_that_is_taken_away_hands_its_servers_over_and_another_is_lost
     assert "server 0 has another replica" in errors
 
 
-@pytest.mark.parametrize("servers", [REPLICATED, pytest.param(f"{REPLICATED}+lag:2", marks=pytest.mark.campaign)])
-def test_a_machine_that_was_lost_comes_again_and_has_its_worker_and_its_servers(servers: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("servers", "how"),
+    [
+        (REPLICATED, signal.SIGKILL),
+        pytest.param(f"{REPLICATED}+lag:2", signal.SIGKILL, marks=pytest.mark.campaign),
+        pytest.param(REPLICATED, signal.SIGTERM, marks=pytest.mark.campaign),
+    ],
+)
+def test_a_machine_that_was_lost_comes_again_and_has_its_worker_and_its_servers(
+    servers: str, how: signal.Signals, tmp_path: Path
+) -> None:
     """What it has again is what counts: the process of the other machine that serves is killed after that."""
     tmp_path.chmod(0o700)
     first, second = STOPS
     with hosts(2) as network, ExitStack() as running:
         workers = [running.enter_context(worker_on(network, tmp_path, servers, host)) for host in range(2)]
         wait_at(workers, tmp_path, first)
-        network.signal(1, signal.SIGKILL)
-        workers[1].wait(PATIENCE_S)
+        network.signal(1, how)
         (tmp_path / f"go-{first}").touch()
+        workers[1].wait(PATIENCE_S)
         wait_for(workers[:1], (tmp_path / f"at-{second}-0").exists)
         workers[1] = running.enter_context(worker_on(network, tmp_path, servers, 1))
         wait_for(workers, (tmp_path / f"at-{second}-1").exists)
@@ -210,8 +219,9 @@ def test_a_machine_that_was_lost_comes_again_and_has_its_worker_and_its_servers(
     assert [worker.returncode for worker in workers] == [0, 0], told
     bits = {(tmp_path / f"bits-{rank}").read_text() for rank in range(2)}
     assert len(bits) == 1
+    num_clocks = first + (how == signal.SIGTERM)  # in its first life: one that is told to leave finishes a clock
     whole = sum(range(NUM_CLOCKS + 1))
-    assert bits.pop().endswith(rows_that_had((whole, whole - sum(range(first + 1, second + 1)))))
+    assert bits.pop().endswith(rows_that_had((whole, whole - sum(range(num_clocks + 1, second + 1)))))
     assert "worker 1 takes the place of the process that was worker 1 before it" in told[1][1]
     for rank in range(2):
         assert f"this machine is back, and has a replica of server {rank} again" in told[1][1]
