@@ -90,6 +90,7 @@ class SharedFate(Fate):
         super().__init__(file, num_deaths, seed)
         self.process, self.views = process, views
         self.alone = file.with_name(f"{file.name}.alone")  # is there while one copy is
+        self.outside = file.with_name(f"{file.name}.outside")  # a byte for each death of a process that was no copy
 
     @contextmanager
     def deciding(self) -> Iterator[None]:
@@ -104,15 +105,21 @@ class SharedFate(Fate):
             with self.deciding():
                 view = self.views.newest()
                 if view is not None and self.process not in (view.head, view.replica):
+                    with self.outside.open("ab") as file:
+                        file.write(b".")
                     self.die()
                 if not self.alone.exists():
                     self.alone.touch()
                     self.die()
 
-    def note_repaired(self, num_deaths: int) -> None:
-        """Let either of the two die from now on, unless the new one has since so many deaths."""
+    def num_lost(self) -> int:
+        """How many of the processes that have died were a copy."""
+        return len(self.deaths()) - (self.outside.stat().st_size if self.outside.exists() else 0)
+
+    def note_repaired(self, num_lost: int) -> None:
+        """Let either of the two die from now on, unless one has since so many were lost."""
         with self.deciding():
-            if len(self.deaths()) == num_deaths:
+            if self.num_lost() == num_lost:
                 self.alone.unlink(missing_ok=True)
 
 
@@ -181,10 +188,11 @@ def watch_repair(fate: SharedFate) -> None:
     repair = ReplicaLink.repair
 
     def wrapped(link: ReplicaLink, *args: Any) -> None:
-        was_there, num_deaths = link.is_there, len(fate.deaths())
+        with fate.deciding():
+            was_there, num_lost = link.is_there, fate.num_lost()
         repair(link, *args)
         if link.is_there and not was_there:
-            fate.note_repaired(num_deaths)
+            fate.note_repaired(num_lost)
 
     setattr(ReplicaLink, "repair", wrapped)  # noqa: B010 - it is final
 

@@ -9,11 +9,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from paceline.job.views import FIRST, NO_PROCESS, NUM_PLACES, View, Views
+from paceline.launch.rendezvous import node_places
 from paceline.launch.rendezvous.node_places import NodePlaces, PlaceClaims, is_to_hand_over
 
 NUM_NODES = 4
@@ -27,6 +29,8 @@ class Places(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.undo = ExitStack()
+        self.undo.callback(pytest.MonkeyPatch.undo, patch := pytest.MonkeyPatch())
+        patch.setattr(node_places, "SETTLED_S", 0.0)
         self.folder = Path(self.undo.enter_context(TemporaryDirectory()))
         self.nodes = [NodePlaces(self.folder, node, NUM_NODES, NUM_NODES) for node in ALL]
         self.views = [Views(self.folder, rank) for rank in ALL]

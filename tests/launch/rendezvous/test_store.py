@@ -217,10 +217,29 @@ def test_a_place_is_not_free_again_once_its_process_has_finished_or_if_it_was_a_
     finished.note_finished()
     finished.release()
     server.release()
-    with pytest.raises(UsageError, match="worker 0 is there already"):
+    with pytest.raises(UsageError, match="worker 0 has been there, and has come to the end of its script"):
         LivenessLock.acquire(tmp_path, "worker", 0, 1)
+    with pytest.raises(UsageError, match="all 1 workers are there already"):
+        LivenessLock.acquire(tmp_path, "worker", None, 1)
     with pytest.raises(UsageError, match="server 0 is there already"):
         LivenessLock.acquire(tmp_path, "server", 0, 1)
+
+
+def test_a_folder_in_which_nothing_can_be_written_ends_no_process_that_has_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = LivenessLock.acquire(tmp_path, "worker", 0, 1)
+
+    def fail(*_: object) -> bool:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(f"{LOCKS}.make_once", fail)
+    lock.note_finished()
+    lock.release()
+    assert capsys.readouterr().err == (
+        "paceline: the folder of the job cannot note that worker-0 has finished, and may come again: [Errno 28] No "
+        "space left on device\n"
+    )
 
 
 def test_without_numbers_a_process_that_comes_again_takes_the_place_of_one_that_has_died(tmp_path: Path) -> None:
@@ -242,8 +261,7 @@ def test_of_a_machine_that_may_be_gone_a_place_is_free_once_it_shows_nothing_of_
     held[1].start_heartbeat()
     with pytest.raises(UsageError, match="worker 1 is there already"):
         LivenessLock.acquire(tmp_path, "worker", 1, 2)
-    monkeypatch.setattr(f"{LOCKS}.SILENCE_S", 0.5)
-    again = LivenessLock.acquire(tmp_path, "worker", 0, 2)
+    again = LivenessLock.acquire(tmp_path, "worker", 0, 2, silence_s=0.5)
     assert (again.index, again.life) == (0, 1)
     for lock in (*held, again):
         lock.release()

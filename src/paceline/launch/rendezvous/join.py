@@ -211,6 +211,8 @@ def bootstrap_process(detected: Detected, asked: str | None, undo: ExitStack) ->
     )
     run_dir = Path(invitation.run_dir)
     liveness_lock = _take_part(run_dir, assignment, undo)
+    if liveness_lock is not None and detected.may_span:
+        liveness_lock.start_heartbeat()
     refusal = ProcessInfo(invitation.machine, invitation.version).refusal("the first process of the job")
     if refusal is not None:  # said after others can see why
         raise UsageError(refusal)
@@ -225,8 +227,6 @@ def bootstrap_process(detected: Detected, asked: str | None, undo: ExitStack) ->
                 run_dir, assignment, roster.machines, detected.master, servers.shares(roster.workers, roster.servers)
             )
     spec = wait_settled(run_dir, timeout_s)
-    if liveness_lock is not None and spec.encrypted:
-        liveness_lock.start_heartbeat()
     return BootstrapResult(
         assignment=assignment,
         spec=spec,

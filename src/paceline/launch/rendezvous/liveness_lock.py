@@ -132,19 +132,22 @@ class LivenessLock:
         life: how many processes were there before it.
     """
 
-    def __init__(self, path: Path, descriptor: int, index: int, life: int) -> None:
+    def __init__(self, path: Path, descriptor: int, index: int, life: int, finished: Path) -> None:
         self.index: Final = index
         self.life: Final = life
         self._path = path
+        self._finished = finished
         self._descriptor: int | None = descriptor
         self._heartbeat: Heartbeat | None = None
 
     @staticmethod
-    def acquire(run_dir: Path, role: Member, index: int | None, count: int) -> "LivenessLock":
+    def acquire(
+        run_dir: Path, role: Member, index: int | None, count: int, silence_s: float = SILENCE_S
+    ) -> "LivenessLock":
         """Take part as process `index` of `count`, or as the lowest free one.
 
         A place whose process has ended without having finished is free, unless it was that of a server, whose values
-        went with it. Blocks for up to a minute to see whether one on a machine that may be gone lives.
+        went with it. Blocks for up to `silence_s`, a minute, to see whether one on a machine that may be gone lives.
 
         Raises UsageError when another process has that index.
         """
@@ -158,23 +161,35 @@ class LivenessLock:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)  # before others see the file: unlocked would mean dead
                 os.write(descriptor, msgspec.json.encode(ProcessInfo.own()))
                 os.fsync(descriptor)  # for other machines too, though the file stays open
-                for one, life in chain(((one, 0) for one in places), _free_places(run_dir, role, places)):
+                for one, life in chain(((one, 0) for one in places), _free_places(run_dir, role, places, silence_s)):
                     path = run_dir / _name(role, one, life)
                     if _link(unfinished, path):
                         undo.pop_all()
-                        return LivenessLock(path, descriptor, one, life)
+                        if life and role == "worker":
+                            tell(f"worker {one} takes the place of the process that was worker {one} before it", NEWS)
+                        return LivenessLock(path, descriptor, one, life, _finished(run_dir, role, one))
             finally:
                 unfinished.unlink()
+        if index is not None and _finished(run_dir, role, index).exists():
+            raise UsageError(
+                f"{role} {index} has been there, and has come to the end of its script: it joins once. Start the job "
+                "again for another run"
+            )
         subject = f"all {count} {role}s are" if index is None else f"{role} {index} is"
         raise UsageError(
-            f"{subject} there already: another process has taken this place, or this one joined before and has left. "
-            "Start the job again, and join it once"
+            f"{subject} there already: another process has this place, or this one joined before and has left. End "
+            "that process and try again, or start the job again, with one process for each place"
         )
 
     def note_finished(self) -> None:
         """Have no other process take this place, as what was to be done there is done."""
-        with suppress(FileNotFoundError):  # the job is over, and its folder is cleared
-            make_once(self._path.parent / f"{self._path.name.partition(SUFFIX)[0]}{FINISHED}", b"")
+        try:
+            make_once(self._finished, b"")
+        except FileNotFoundError:  # the job is over, and its folder is cleared
+            pass
+        except OSError as error:
+            place = self._finished.stem
+            tell(f"the folder of the job cannot note that {place} has finished, and may come again: {error}")
 
     def start_heartbeat(self) -> None:
         """Let other machines see from now on that this process lives."""
@@ -204,27 +219,34 @@ def newest_life(run_dir: Path, role: Member, index: int) -> int:
     return max(map(int, later), default=0 if first in names else -1)
 
 
-def _free_places(run_dir: Path, role: Member, places: Iterable[int]) -> Generator[tuple[int, int]]:
+def _free_places(run_dir: Path, role: Member, places: Iterable[int], silence_s: float) -> Generator[tuple[int, int]]:
     """Yield the places whose process has ended before it had finished, each with the life of the next one there."""
     for index in places if role != "server" else ():
-        if f"{role}-{index}{FINISHED}" in names_in(run_dir):
-            continue
         life = newest_life(run_dir, role, index)
-        if _has_ended(run_dir, role, index, life):
-            tell(f"{role} {index} takes the place of the process that was {role} {index} before it", NEWS)
+        # In this order: a process says that it has finished before it ends.
+        if _has_ended(run_dir, role, index, life, silence_s) and not _finished(run_dir, role, index).exists():
             yield index, life + 1
 
 
-def _has_ended(run_dir: Path, role: Member, index: int, life: int) -> bool:
+def _has_ended(run_dir: Path, role: Member, index: int, life: int, silence_s: float) -> bool:
     """Return whether a process takes part no longer; blocks while one on another machine shows nothing of itself."""
-    watch, pause = LifeWatch(run_dir, role, index, SILENCE_S, life=life), threading.Event()
-    at = process_info(run_dir, role, index, life).machine
-    touched_ns = watch.touched_ns()
-    while (presence := watch.look()) == "there":
-        if at == this_machine() or watch.touched_ns() != touched_ns:
+    watch, pause = LifeWatch(run_dir, role, index, silence_s, life=life), threading.Event()
+    if watch.look() != "there":
+        return True
+    at, touched_ns = process_info(run_dir, role, index, life).machine, watch.touched_ns()
+    if at == this_machine():
+        return False
+    tell(f"{role} {index} is on {at}, or its machine is gone: that shows within {silence_s:g} s", NEWS)
+    while watch.look() == "there":
+        if watch.touched_ns() != touched_ns:
             return False
         pause.wait(POLL_INTERVAL_S)
-    return presence in ("ended", "silent")
+    return True
+
+
+def _finished(run_dir: Path, role: Member, index: int) -> Path:
+    """Return the file that says that a place is not to be taken any more."""
+    return run_dir / f"{role}-{index}{FINISHED}"
 
 
 def process_info(run_dir: Path, role: Member, index: int, life: int = 0) -> ProcessInfo:

@@ -21,10 +21,12 @@ from paceline.job.addresses import process_name
 from paceline.job.folders import make_once, names_in
 from paceline.job.views import FIRST, NO_PROCESS, NUM_PLACES, Views
 from paceline.launch.rendezvous.liveness_lock import LifeWatch, LivenessLock
+from paceline.stopwatch import Stopwatch
 
 ROLE: Final = "node"
 LEAVING: Final = ".leaving"  # of the names of files by which nodes say that they are about to leave
 HANDOVER: Final = ".handover-"  # of the names of files by which a server is asked to have its replica serve, by view
+SETTLED_S: Final = 30.0  # a node has lived that takes part for good
 SILENCE_S: Final = 15.0  # as long as a cut is waited for; a node that was believed gone too early costs a process
 
 
@@ -80,7 +82,8 @@ class NodePlaces:
         """Show other nodes from now on that this one lives; raises UsageError when another process has its number."""
         self.node: Final = node
         self._run_dir = run_dir
-        self._life = LivenessLock.acquire(run_dir, ROLE, node, num_nodes)
+        self._life = LivenessLock.acquire(run_dir, ROLE, node, num_nodes, SILENCE_S)
+        self._ran = Stopwatch()
         (run_dir / _leaving_name(node)).unlink(missing_ok=True)  # of an earlier life
         self._life.start_heartbeat()
         self._claimed = set[tuple[int, int]]()  # in this life
@@ -91,10 +94,10 @@ class NodePlaces:
 
     def claim(self, rank: int, process: int) -> bool:
         """Return whether this node is to start a process of a server: it stays, and no other has. Raises OSError."""
-        if self.node in leaving_nodes(self._run_dir) or not self._claims[rank].claim(process, self.node):
+        if self.node in leaving_nodes(self._run_dir):
             return False
-        self._claimed.add((rank, process))
-        return True
+        self._claimed.add((rank, process))  # before others can see it: what is not here was an earlier life's
+        return self._claims[rank].claim(process, self.node)
 
     def is_home(self, rank: int, process: int) -> bool:
         """Return whether this node has started the first process in the place of this one. Raises OSError."""
@@ -107,7 +110,9 @@ class NodePlaces:
         """
         leaving = leaving_nodes(self._run_dir)
         staying = self._staying(leaving)
-        for rank in range(len(self._views)) if staying[self.node] else ():
+        # Not before: while a server moves home, its one copy is here.
+        is_settled = staying[self.node] and self._ran.elapsed_s() >= SETTLED_S
+        for rank in range(len(self._views)) if is_settled else ():
             self._ask_for_handover(rank, staying)
         due = [(rank, self._due(rank, staying, leaving)) for rank in range(len(self._views))]
         taken = [(rank, process) for rank, process in due if process is not None and self.claim(rank, process)]
@@ -150,8 +155,8 @@ class NodePlaces:
         serves_again = view.replica % NUM_PLACES == FIRST.head and (rank, view.replica) in self._brought_home
         head, replica = claims.node_of(view.head), claims.node_of(view.replica)
         home_of_replica = claims.home(view.replica % NUM_PLACES)
-        is_settled = replica == home_of_replica or not staying[home_of_replica]
-        comes_back = self.is_home(rank, view.head) and self.node not in (head, replica) and is_settled
+        is_apart = self.node not in (head, replica) and (replica == home_of_replica or not staying[home_of_replica])
+        comes_back = self.is_home(rank, view.head) and is_apart
         if serves_again or comes_back:
             make_once(self._run_dir / _handover_name(rank, view.number), b"")
 

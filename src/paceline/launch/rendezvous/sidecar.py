@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Final, final
@@ -222,8 +223,9 @@ class WorkerWatch:
         """Of a job that is complete; `report_death` is called with a worker, its incarnation, and what has happened."""
         self._spec = spec
         self._report_death = report_death
-        self._lock = threading.Lock()  # of the number
-        self._num_there = spec.num_workers
+        self._newest = [partial(newest_life, Path(spec.run_dir), "worker", rank) for rank in range(spec.num_workers)]
+        self._lock = threading.Lock()  # of what follows
+        self._ended: dict[int, int] = {}  # the latest life of each worker that takes part no longer
         self._all_have_ended = threading.Event()
 
     def wait_all_ended(self) -> None:
@@ -238,26 +240,32 @@ class WorkerWatch:
 
     def _follow(self, worker: int) -> None:
         """Wait for the end of each life of a worker, until none of all workers is left."""
-        life = self._wait_ended(worker, 0)
+        life = self._wait_ended(worker, max(0, self._newest[worker]()))
         problem = f"this server cannot see whether worker {worker} comes again"
-        newest = partial(newest_life, Path(self._spec.run_dir), "worker", worker)
-        for latest in looks(newest, self._all_have_ended, problem, LOOK_S):
+        for latest in looks(self._newest[worker], self._all_have_ended, problem, LOOK_S):
             if latest > life:
-                self._count(1)
+                with self._lock:
+                    del self._ended[worker]
                 life = self._wait_ended(worker, latest)
+            else:
+                self._look_whether_all_have_ended()
 
     def _wait_ended(self, worker: int, life: int) -> int:
         """Block until this life has ended, and return it."""
         if wait_worker_ended(self._spec, worker, life):  # else the server itself will have missed it, or it goes on
             self._report_death(worker, life, "its process ended")
-        self._count(-1)
+        with self._lock:
+            self._ended[worker] = life
+        with suppress(OSError):  # then it is looked for again
+            self._look_whether_all_have_ended()
         return life
 
-    def _count(self, num_more: int) -> None:
+    def _look_whether_all_have_ended(self) -> None:
+        """Note that no worker is left, also none that has come again and was not seen yet. Raises OSError."""
         with self._lock:
-            self._num_there += num_more
-            if not self._num_there:
-                self._all_have_ended.set()
+            ended = dict(self._ended)
+        if len(ended) == len(self._newest) and all(self._newest[rank]() <= life for rank, life in ended.items()):
+            self._all_have_ended.set()
 
 
 def _end_with_parent() -> None:

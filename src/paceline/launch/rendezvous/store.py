@@ -153,8 +153,9 @@ class FolderRendezvous:
             timeout_s,
             lambda: (
                 f"the first process of the job has not told within {timeout_s:g} s where the job meets, in "
-                f"{self._path} on {socket.gethostname()}: is it there, does it call paceline.init(), and does it "
-                "see this folder? On several machines let PACELINE_RUN_DIR name one that all of them see"
+                f"{self._path} on {socket.gethostname()}: is it there, or has the job ended, does it call "
+                "paceline.init(), and does it see this folder? On several machines let PACELINE_RUN_DIR name one that "
+                "all of them see"
             ),
             INTERVAL_SHARED_S,
         )
