@@ -144,7 +144,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     _of(
         "a node takes the place of one that starts another process itself",
         PLACES,
-        "        if staying[claims.node_of(latest)]:",
+        "        if staying[holder]:",
         "        if False:",
         "launch/rendezvous/test_node_places",
     ),
@@ -173,8 +173,8 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     _of(
         "a node that leaves starts other processes",
         PLACES,
-        "return self.node not in leaving_nodes(self._run_dir) and ",
-        "return ",
+        "        if self.node in leaving_nodes(self._run_dir):",
+        "        if False:",
         "launch/rendezvous/test_node_places",
         "move_while",
     ),
