@@ -188,10 +188,13 @@ def test_a_machine_that_is_taken_away_hands_its_servers_over_and_another_is_lost
     assert "server 0 has another replica" in errors
 
 
-@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("servers", "how"),
-    [(REPLICATED, signal.SIGKILL), (f"{REPLICATED}+lag:2", signal.SIGKILL), (REPLICATED, signal.SIGTERM)],
+    [
+        (REPLICATED, signal.SIGKILL),
+        pytest.param(f"{REPLICATED}+lag:2", signal.SIGKILL, marks=pytest.mark.campaign),
+        pytest.param(REPLICATED, signal.SIGTERM, marks=pytest.mark.campaign),
+    ],
 )
 def test_a_machine_that_was_lost_comes_again_and_has_its_worker_and_its_servers(
     servers: str, how: signal.Signals, tmp_path: Path

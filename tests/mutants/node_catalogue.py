@@ -144,7 +144,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     _of(
         "a node takes the place of one that starts another process itself",
         PLACES,
-        "        if staying[holder]:",
+        "        if staying[holder] and holder != head:",
         "        if False:",
         "launch/rendezvous/test_node_places",
     ),
@@ -158,8 +158,8 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     _of(
         "each node that lives takes the place of one that is gone",
         PLACES,
-        "if next_node(claims.node_of(view.head), staying) == self.node else None",
-        "if self.node != claims.node_of(view.head) else None",
+        "if next_node(head, staying) == self.node else None",
+        "if True else None",
         "launch/rendezvous/test_node_places",
     ),
     _of(
@@ -177,6 +177,38 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "        if False:",
         "launch/rendezvous/test_node_places",
         "move_while",
+    ),
+    _of(
+        "a node that comes again takes what its earlier life had claimed for its own",
+        PLACES,
+        "        self._claimed.discard((rank, process))\n",
+        "",
+        "launch/rendezvous/test_node_places",
+        "again",
+    ),
+    _of(
+        "a server goes home to a node that has only just come",
+        PLACES,
+        "staying[self.node] and self._ran.elapsed_s() >= SETTLED_S",
+        "staying[self.node]",
+        "launch/rendezvous/test_node_places",
+        "again",
+    ),
+    _of(
+        "a server that is started late sees no worker that has come again",
+        "launch/rendezvous/sidecar.py",
+        "self._wait_ended(worker, max(0, self._newest[worker]()))",
+        "self._wait_ended(worker, 0)",
+        "launch/rendezvous/test_sidecar",
+        "comes_again",
+    ),
+    _of(
+        "all workers are taken for gone though one has come again unseen",
+        "launch/rendezvous/sidecar.py",
+        " and all(self._newest[rank]() <= life for rank, life in ended.items())",
+        "",
+        "launch/rendezvous/test_sidecar",
+        "comes_again",
     ),
     _of(
         "a server leaves for a node that leaves as well",

@@ -28,7 +28,7 @@ from paceline.job.spec import ClusterSpec, wait_spec, write_private
 from paceline.job.views import FIRST, Views
 from paceline.launch.entry import read_orders, report_unknown_order, run_program
 from paceline.launch.folder_watch import FolderWatch
-from paceline.launch.rendezvous.node_places import is_to_hand_over
+from paceline.launch.rendezvous.node_places import is_to_hand_over, on_other_nodes
 from paceline.notices import tell
 from paceline.observe.trace import Trace, trace_path
 from paceline.server.journal import LISTENER
@@ -107,7 +107,13 @@ class ReplicaNews:
 def look_for_news(spec: ClusterSpec, rank: int, views: Views, own: int) -> ReplicaNews:
     """Look into the folder for process `own` of a server; raises OSError."""
     hands_over = not spec.launcher_decides and is_to_hand_over(Path(spec.run_dir), rank, own)
-    return ReplicaNews(bool(views.candidates()), hands_over)
+    return ReplicaNews(bool(candidates(spec, rank, views, own)), hands_over)
+
+
+def candidates(spec: ClusterSpec, rank: int, views: Views, own: int) -> list[int]:
+    """Return the processes that may be the replica of process `own` of a server, the newest first; raises OSError."""
+    found = views.candidates()
+    return found if spec.launcher_decides else on_other_nodes(Path(spec.run_dir), rank, own, found)
 
 
 def replica_link(
@@ -125,7 +131,9 @@ def replica_link(
         view = views.newest() if news().has_come else None
         if view is None:
             return []
-        return [place(view.number + 1, views.published(one).read_text, one) for one in views.candidates()]
+        return [
+            place(view.number + 1, views.published(one).read_text, one) for one in candidates(spec, rank, views, own)
+        ]
 
     first = place(FIRST.number, partial(first_replica_address, spec, rank, views), FIRST.replica)
     lag = ReplicaLag(spec.replica_lag) if spec.replica_lag else None

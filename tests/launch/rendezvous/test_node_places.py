@@ -31,6 +31,14 @@ def taken(nodes: list[NodePlaces]) -> dict[int, list[tuple[int, int]]]:
     return {node.node: due for node in nodes if (due := node.take_over())}
 
 
+def again(folder: Path, node: int) -> NodePlaces:
+    """A node that comes again, and tries to start the processes that it began with, which are claimed."""
+    found = NodePlaces(folder, node, NUM_NODES, NUM_NODES)
+    assert not found.claim(node, FIRST.head)
+    assert not found.claim((node - 1) % NUM_NODES, FIRST.replica)
+    return found
+
+
 def test_the_next_node_that_lives_takes_the_places_of_one_that_is_gone(nodes: list[NodePlaces], tmp_path: Path) -> None:
     assert taken(nodes) == {}
     nodes[1].close()
@@ -131,7 +139,7 @@ def test_a_node_that_comes_again_gets_back_what_it_had_one_place_after_the_other
     assert taken(left) == {2: [(0, 3)], 3: [(1, 2)]}
     assert views[0].enlist(2, 3)
     assert views[1].enlist(2, 2)
-    nodes[1] = NodePlaces(tmp_path, 1, NUM_NODES, NUM_NODES)
+    nodes[1] = again(tmp_path, 1)
     try:
         assert not is_to_hand_over(tmp_path, 1, FIRST.replica), "it does not leave any more"
         assert taken(nodes) == {1: [(0, 5), (1, 4)]}
@@ -156,7 +164,7 @@ def test_a_node_that_comes_again_at_once_starts_the_next_processes_in_its_places
     nodes: list[NodePlaces], tmp_path: Path
 ) -> None:
     nodes[1].close()
-    nodes[1] = NodePlaces(tmp_path, 1, NUM_NODES, NUM_NODES)
+    nodes[1] = again(tmp_path, 1)
     try:
         assert taken(nodes) == {1: [(0, 3)]}, "of server 1 it has what serves, as long as views say so"
         assert Views(tmp_path, 1).promote(FIRST.number)

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from paceline.job.views import FIRST, NO_PROCESS, NUM_PLACES, View, Views
 from paceline.launch.rendezvous import node_places
-from paceline.launch.rendezvous.node_places import NodePlaces, PlaceClaims, is_to_hand_over
+from paceline.launch.rendezvous.node_places import NodePlaces, PlaceClaims, is_to_hand_over, on_other_nodes
 
 NUM_NODES = 4
 ALL = range(NUM_NODES)  # nodes, and servers: one begins on each, and has its replica on the next
@@ -100,6 +100,8 @@ class Places(RuleBasedStateMachine):
             self.nodes[node] = NodePlaces(self.folder, node, NUM_NODES, NUM_NODES)
             self.alive.add(node)
             self.leaving.discard(node)
+            self.begin(node, FIRST.head, node)  # which are claimed
+            self.begin((node - 1) % NUM_NODES, FIRST.replica, node)
 
     @rule(node=st.sampled_from(ALL))
     def take_over(self, node: int) -> None:
@@ -112,7 +114,8 @@ class Places(RuleBasedStateMachine):
         """The head gives all to the newest process that has come, which ends the replica before it."""
         view, place = self.view(rank), (self.view(rank).head + 1) % NUM_PLACES
         latest = self.claims[rank].newest(place)
-        if rank not in self.lost and latest != view.replica and (rank, latest) in self.running:
+        is_elsewhere = bool(on_other_nodes(self.folder, rank, view.head, [latest]))
+        if rank not in self.lost and is_elsewhere and latest != view.replica and (rank, latest) in self.running:
             assert self.views[rank].enlist(view.number, latest)
             self.running.pop((rank, view.replica), None)
 

@@ -301,8 +301,7 @@ class JoinedJob:
         Where its machine is about to be taken away, its servers move to others first, if these can have them.
         """
         with self.undo:
-            is_finished = politely and not self.was_preempted()
-            if is_finished:
+            if politely and not self.was_preempted():
                 self.liveness_lock.note_finished()
             self.liveness_lock.release()
             if not politely or not (self.is_founder or self.has_servers):

@@ -132,11 +132,11 @@ class LivenessLock:
         life: how many processes were there before it.
     """
 
-    def __init__(self, path: Path, descriptor: int, index: int, life: int, finished: Path) -> None:
+    def __init__(self, run_dir: Path, role: Member, index: int, life: int, descriptor: int) -> None:
         self.index: Final = index
         self.life: Final = life
-        self._path = path
-        self._finished = finished
+        self._path = run_dir / _name(role, index, life)
+        self._finished = _finished(run_dir, role, index)
         self._descriptor: int | None = descriptor
         self._heartbeat: Heartbeat | None = None
 
@@ -162,12 +162,11 @@ class LivenessLock:
                 os.write(descriptor, msgspec.json.encode(ProcessInfo.own()))
                 os.fsync(descriptor)  # for other machines too, though the file stays open
                 for one, life in chain(((one, 0) for one in places), _free_places(run_dir, role, places, silence_s)):
-                    path = run_dir / _name(role, one, life)
-                    if _link(unfinished, path):
+                    if _link(unfinished, run_dir / _name(role, one, life)):
                         undo.pop_all()
                         if life and role == "worker":
                             tell(f"worker {one} takes the place of the process that was worker {one} before it", NEWS)
-                        return LivenessLock(path, descriptor, one, life, _finished(run_dir, role, one))
+                        return LivenessLock(run_dir, role, one, life, descriptor)
             finally:
                 unfinished.unlink()
         if index is not None and _finished(run_dir, role, index).exists():

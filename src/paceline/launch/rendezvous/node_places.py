@@ -96,8 +96,11 @@ class NodePlaces:
         """Return whether this node is to start a process of a server: it stays, and no other has. Raises OSError."""
         if self.node in leaving_nodes(self._run_dir):
             return False
-        self._claimed.add((rank, process))  # before others can see it: what is not here was an earlier life's
-        return self._claims[rank].claim(process, self.node)
+        self._claimed.add((rank, process))  # before it can be seen: a claim of this node that is not here is of before
+        if self._claims[rank].claim(process, self.node):
+            return True
+        self._claimed.discard((rank, process))
+        return False
 
     def is_home(self, rank: int, process: int) -> bool:
         """Return whether this node has started the first process in the place of this one. Raises OSError."""
@@ -130,18 +133,20 @@ class NodePlaces:
         view, claims = self._views[rank].newest(), self._claims[rank]
         if view is None:
             return None
-        place = (view.head + FIRST.replica) % NUM_PLACES
+        place, head = (view.head + FIRST.replica) % NUM_PLACES, claims.node_of(view.head)
         latest = claims.newest(place)
         holder = claims.node_of(latest)
+        if head == self.node:  # the two processes of a server are on two nodes
+            return None
         if holder == self.node and (rank, latest) not in self._claimed:  # its process went with an earlier life
             return latest + NUM_PLACES
-        if self.node not in (holder, claims.node_of(view.head)) and claims.home(place) == self.node:
+        if holder != self.node and claims.home(place) == self.node:
             return latest + NUM_PLACES
-        if staying[holder]:  # it starts another process itself
+        if staying[holder] and holder != head:  # it starts another process itself
             return None
         if view.replica != NO_PROCESS and claims.node_of(view.replica) not in leaving:  # it may serve yet
             return None
-        return latest + NUM_PLACES if next_node(claims.node_of(view.head), staying) == self.node else None
+        return latest + NUM_PLACES if next_node(head, staying) == self.node else None
 
     def _ask_for_handover(self, rank: int, staying: list[bool]) -> None:
         """Ask a process to have its replica serve where that brings a place home.
@@ -201,6 +206,12 @@ def is_to_hand_over(run_dir: Path, rank: int, process: int) -> bool:
         return True
     leaving = leaving_nodes(run_dir)
     return bool(leaving) and claims.node_of(process) in leaving and claims.node_of(view.replica) not in leaving
+
+
+def on_other_nodes(run_dir: Path, rank: int, process: int, others: list[int]) -> list[int]:
+    """Return which of the other processes of a server are not on the node of this one. Raises OSError."""
+    claims = PlaceClaims(run_dir, rank)
+    return [other for other in others if claims.node_of(other) != claims.node_of(process)]
 
 
 def _leaving_name(node: int) -> str:
