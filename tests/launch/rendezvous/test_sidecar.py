@@ -162,7 +162,7 @@ def test_the_end_of_each_life_of_a_worker_is_told_and_one_that_comes_again_is_wa
     told: SimpleQueue[tuple[int, int]] = SimpleQueue()
     watch = WorkerWatch(spec, lambda worker, life, _: told.put((worker, life)))
     first, other = (LivenessLock.acquire(tmp_path, "worker", rank, 2) for rank in range(2))
-    waiting = threading.Thread(target=watch.wait_all_ended)
+    waiting = threading.Thread(target=watch.wait_all_ended, daemon=True)
     waiting.start()
     first.release()
     assert told.get(timeout=PATIENCE_S) == (0, 0)
@@ -172,7 +172,7 @@ def test_the_end_of_each_life_of_a_worker_is_told_and_one_that_comes_again_is_wa
     wait_for(lambda: 0 not in watch._ended or None, PATIENCE_S, lambda: "the worker that has come again is not seen")
     late: SimpleQueue[tuple[int, int]] = SimpleQueue()  # of a server that is started only now
     another = WorkerWatch(spec, lambda worker, life, _: late.put((worker, life)))
-    waiting_late = threading.Thread(target=another.wait_all_ended)
+    waiting_late = threading.Thread(target=another.wait_all_ended, daemon=True)
     waiting_late.start()
     assert late.get(timeout=PATIENCE_S) == (1, 0)
     assert waiting.is_alive()

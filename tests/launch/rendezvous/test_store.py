@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -267,19 +266,23 @@ def test_of_a_machine_that_may_be_gone_a_place_is_free_once_it_shows_nothing_of_
         lock.release()
 
 
-def test_those_that_wait_for_all_wait_for_one_that_comes_again(tmp_path: Path) -> None:
+def test_those_that_wait_for_all_wait_for_one_that_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ClusterSpec(job="3f", num_workers=2, num_servers=1, transport="shm", run_dir=str(tmp_path))
-    first, other = (LivenessLock.acquire(tmp_path, "worker", rank, 2) for rank in range(2))
-    first.release()
-    again = LivenessLock.acquire(tmp_path, "worker", 0, 2)
-    has_ended = threading.Event()
-    waiting = threading.Thread(target=lambda: (wait_all_ended(spec), has_ended.set()))
-    waiting.start()
-    other.release()
-    assert not has_ended.is_set()
-    again.release()
-    waiting.join()
-    assert has_ended.is_set()
+    locks = [LivenessLock.acquire(tmp_path, "worker", rank, 2) for rank in range(2)]
+    waited: list[tuple[int, int]] = []
+
+    def end(_: ClusterSpec, worker: int, life: int) -> bool:
+        waited.append((worker, life))
+        if (worker, life) == (1, 0):  # meanwhile the other one, which has ended, comes again
+            locks[0].release()
+            locks.append(LivenessLock.acquire(tmp_path, "worker", 0, 2))
+        return True
+
+    monkeypatch.setattr(f"{LOCKS}.wait_worker_ended", end)
+    wait_all_ended(spec)
+    assert waited == [(0, 0), (1, 0), (0, 1)]
+    for lock in locks:
+        lock.release()
 
 
 def test_one_that_waits_for_the_end_of_a_process_is_not_taken_for_it(
