@@ -10,10 +10,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
+
+from msgspec.structs import replace
 
 from paceline.job.addresses import CLUSTER_NAME, SPEC_NAME, AddressBook
 from paceline.job.environment import NUM_THREADS, Place

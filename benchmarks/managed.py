@@ -14,13 +14,14 @@ import json
 import signal
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import NoReturn
 
 from hosted_job import HostedJob, JobFailedError, hosted_spec
+from msgspec.structs import replace
 from shaped_network import CannotShapeError, Line, ShapedNetwork
 
 HERE = Path(__file__).resolve().parent

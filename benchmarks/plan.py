@@ -10,13 +10,14 @@ run and taken off, as it is from the plan. Memory that several processes map cou
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Final
 
 import torch
 from cyclopts import App, Parameter
 from measuring import machine, print_json, progress
 from memory import GIVE_BACK, MB, server_pid, watch
+from msgspec.structs import replace
 from plan_models import WORK, WithLoss, Work
 from plan_worker import ALONE, MICRO_BATCHES, SIZES
 from turns import BENCHMARKS, PlayFailed, Stage

@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 import torch
+from msgspec.structs import replace
 from tests.leaks import nothing_left_behind
 
 from paceline.api.join import join

@@ -7,11 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from safetensors.torch import save
 from tests.attacks.malformed import EXTREMES
 from tests.attacks.rogue import MOST, Rogue, bytes_of, dense, row_table

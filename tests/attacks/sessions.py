@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
+from msgspec.structs import replace
 from safetensors.torch import save
 from tests.attacks.malformed import ME
 from tests.attacks.rogue import MOST, bytes_of

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import save
 from tests.attacks.rogue import LAST, bytes_of, dense, rogue_in, row_table
 from tests.attacks.target import Target, target

@@ -6,13 +6,13 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from tests.jobs import start_and_join
 from tests.leaks import nothing_left_behind
 from torch.distributed import HashStore, Store

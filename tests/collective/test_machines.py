@@ -7,7 +7,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
 from functools import reduce
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from tests.collective.groups import TIMEOUT, far_access, run_group
 from tests.jobs import run_job, start_and_join
 from tests.leaks import nothing_left_behind

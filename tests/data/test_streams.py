@@ -5,13 +5,13 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from tests.data.test_sharding import Recorder
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 

@@ -183,6 +183,8 @@ def test_a_machine_that_is_taken_away_hands_its_servers_over_and_another_is_lost
 
     assert workers[1].returncode == EXIT_PREEMPTED, said
     assert "worker 1 leaves, and servers of its machine have moved to others" in said
+    assert "server 1 is handed over, to its replica on another machine" in said
+    assert "exit code 1" not in said
     assert workers[0].returncode == 0, errors
     assert (tmp_path / "bits-0").read_text().endswith(rows_of((NUM_CLOCKS, first + 1, second)))
     assert "server 0 has another replica" in errors

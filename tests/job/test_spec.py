@@ -1,10 +1,10 @@
 """The file that the processes of a job agree on."""
 
 import stat
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.job.addresses import AddressBook, data_addresses

@@ -7,10 +7,11 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from tests.launch.test_supervise import Machine, Member
 from tests.launch.test_supervise import launch as describe
 

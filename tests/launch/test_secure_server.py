@@ -9,10 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from paceline.core.messages import Sender
 from paceline.core.settings import WorkerSettings

@@ -221,8 +221,8 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     _of(
         "a server that is to leave does not tell its replica to serve",
         LINK,
-        "        self._send(Leaving())\n",
-        "        pass\n",
+        "            self._send(Leaving())\n",
+        "            pass\n",
         "nodes/test_replicas",
         "leaves",
     ),
@@ -366,8 +366,8 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     _of(
         "private fields are not in the state",
         "core/state.py",
-        "if field.name not in left_out)",
-        "if field.name not in left_out and field.name != '_answers')",
+        "if name not in left_out)",
+        "if name not in left_out and name != '_answers')",
         "core/test_state",
     ),
     _of(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from tests.nodes.cluster import Cluster, make_transport
 from tests.nodes.test_faults import NUM_CLOCKS, NUM_WORKERS, Ledger
 from tests.nodes.test_successors import (

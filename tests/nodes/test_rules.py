@@ -5,11 +5,11 @@ import os
 import re
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from tests.attacks.rogue import row_table
 from tests.data.service.feeders import until
 from tests.nodes.client import NUMEL, ONES, SENDER, WORKER, Client, as_body, client, member, push, serve_table

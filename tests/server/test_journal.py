@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from inspect import get_annotations
 from typing import get_args
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -199,7 +201,15 @@ def test_every_event_of_a_server_can_be_written_down() -> None:
 
 def shape_of(classes: Iterable[type]) -> list[str]:
     """The classes of what is written, their fields and what these hold."""
-    return sorted(f"{kind.__name__} {[(each.name, str(each.type)) for each in fields(kind)]}" for kind in classes)
+    return sorted(f"{kind.__name__} {fields_of(kind)}" for kind in classes)
+
+
+def fields_of(kind: type) -> list[tuple[str, str]]:
+    """The fields of a struct or dataclass, and what they hold as it is written."""
+    if not issubclass(kind, msgspec.Struct):
+        return [(each.name, str(each.type)) for each in fields(kind)]
+    hints = {name: hint for base in reversed(kind.__mro__) for name, hint in get_annotations(base).items()}
+    return [(name, str(hints[name])) for name in kind.__struct_fields__]
 
 
 def test_what_a_server_leaves_behind_has_a_format_of_its_own() -> None:

@@ -6,10 +6,10 @@ import gc
 import zlib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from tests.nodes.cluster import table
 
 from paceline.core.messages import Clock, Join, Push, PushId, Sender

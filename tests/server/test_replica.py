@@ -23,8 +23,18 @@ from paceline.server.recovery import Declarations
 from paceline.server.replay import Replay
 from paceline.server.replica import Follower
 from paceline.server.replica_link import ReplicaLink
-from paceline.server.replica_messages import ANSWERS, CODEC, Attached, Checked, Ended, Happened, Pushed, Received
-from paceline.server.replica_place import ReplicaPlace, Superseded
+from paceline.server.replica_messages import (
+    ANSWERS,
+    CODEC,
+    Attached,
+    Checked,
+    Ended,
+    Happened,
+    Leaving,
+    Pushed,
+    Received,
+)
+from paceline.server.replica_place import HandedOver, ReplicaPlace, Superseded
 from paceline.transport import MemoryTransport
 from paceline.transport.base import Connection, Listener
 from paceline.wire.messages import Hello, PushFrame, encode
@@ -124,6 +134,30 @@ def test_no_answer_leaves_a_head_whose_replica_serves(other: Other, listener: Li
         with pytest.raises(Superseded, match="the replica of server 0 serves in its place"):
             link.wait_received()
     assert other.told == []
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_a_head_that_is_to_hand_over_has_its_replica_serve(is_taken: bool, other: Other, listener: Listener) -> None:
+    link, connection = other.attached(listener)
+    link.hands_over = lambda: True
+    ended = Future[None]()
+
+    def look() -> None:
+        try:
+            ended.set_result(link.look())
+        except Superseded as error:
+            ended.set_exception(error)
+
+    threading.Thread(target=look, daemon=True).start()
+    assert CODEC.decode(connection.receive(timeout_s=PATIENCE_S).header) == Leaving()
+    other.votes.decided = "promoted" if is_taken else ""
+    connection.close()
+    if is_taken:
+        with pytest.raises(HandedOver, match=r"^server 0 is handed over, to its replica on another machine$"):
+            ended.result(PATIENCE_S)
+    else:
+        ended.result(PATIENCE_S)
+        assert other.votes.decided == "dismissed"
 
 
 def test_an_answer_that_rests_on_nothing_new_is_checked_as_well(other: Other, listener: Listener) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors import SafetensorError
 from safetensors.torch import save
 from tests.nodes.cluster import hosted_tables

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from paceline.core.messages import PushId
 from paceline.core.work_queue import Life, WorkAnswer, WorkRound

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from tests.core.test_state import FollowedWorld
 from tests.simulate.swarm import draw
 from tests.simulate.test_properties import FURTHER, scenarios

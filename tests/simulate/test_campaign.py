@@ -4,10 +4,10 @@ import hashlib
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from tests.simulate.campaign import run
 from tests.simulate.swarm import STALENESSES, draw
 

@@ -4,10 +4,10 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from paceline.core.consistency import Consistency, asynchronous, bsp, essp, ssp
 from paceline.errors import UsageError

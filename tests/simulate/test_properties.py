@@ -1,10 +1,9 @@
 """Any scenario that can be drawn keeps every rule: the checkers of the history are on all the time."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from tests.simulate.swarm import draw
 
 from paceline.core.consistency import Consistency, asynchronous, backup, bsp, essp, ssp

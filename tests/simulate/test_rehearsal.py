@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from paceline.core.consistency import Consistency, asynchronous, backup, bsp, essp, ssp
 from paceline.errors import ProtocolBug, UsageError

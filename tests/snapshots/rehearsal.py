@@ -12,13 +12,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from tests.nodes import test_successors as successors
 from tests.nodes.cluster import table
 from tests.snapshots.checks import (

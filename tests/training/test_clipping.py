@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from tests.jobs import run_job
 from tests.training.recipes import seeded
 from torch import Tensor, nn

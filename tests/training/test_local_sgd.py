@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from tests.jobs import run_job
 from tests.training.recipes import loss_of, mlp, parameters
 from torch import Tensor, nn

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from msgspec.structs import replace
 from tests.transport.carriers import CREDENTIALS, Pair, connect_pair
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, UsageError

@@ -6,12 +6,12 @@ import ssl
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from benchmarks.wire_certificates import Authority
+from msgspec.structs import replace
 from tests.transport.carriers import CREDENTIALS, connect_pair
 from tests.transport.wire import open_raw, raw_server, read_to_end
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 from unittest.mock import patch
 
 import torch
+from msgspec.structs import replace
 
 from paceline.errors import UsageError
 from paceline.transport.lasting_memory import LastingMemory, MemoryHolder

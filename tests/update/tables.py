@@ -1,9 +1,10 @@
 """Tables, gradients and the plain torch reference that the tests of this part share."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from paceline.core.partition import partition
@@ -23,7 +24,7 @@ FROZEN = 3
 
 
 def table(rule: RuleSpec | None = None, segments: Sequence[Segment] = (Segment("w", (4,)),)) -> TableSpec:
-    """A small valid table; change more of it with `dataclasses.replace`."""
+    """A small valid table; change more of it with `replace`."""
     return TableSpec("t", tuple(segments), "float32", rule or Add(), "bsp", "mean", "reject")
 
 

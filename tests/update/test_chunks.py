@@ -1,13 +1,13 @@
 """However an update is cut into servers, chunks and threads, it is bit for bit the plain optimizer on whole tensors."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from tests.update.tables import Plain, Push, start_values, with_rule
 
 from paceline.core.partition import Range

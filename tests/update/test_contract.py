@@ -1,9 +1,8 @@
 """Every rule of torch.optim, on cut tables: bit for bit what the plain optimizer does with the whole parameters."""
 
-from dataclasses import replace
-
 import pytest
 import torch
+from msgspec.structs import replace
 from tests.update.tables import SEGMENTS, Plain, apply, flat_values, pushes, shards_of, start_values, store, with_rule
 
 from paceline.training.state import gather_optimizer, split_optimizer

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from paceline.core.partition import Range
 from paceline.errors import ProtocolBug, UsageError

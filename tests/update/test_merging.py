@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 import torch
+from msgspec.structs import replace
 from tests.update.tables import SEGMENTS, apply, flat_values, pushes, shards_of, start_values, store, table
 
 from paceline.core.partition import Range

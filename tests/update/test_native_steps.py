@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ctypes import CDLL
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from paceline.core.partition import Range

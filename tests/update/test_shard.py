@@ -1,8 +1,8 @@
 import math
-from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace
 from tests.update.tables import table
 
 from paceline.core.partition import Range

@@ -1,7 +1,6 @@
-from dataclasses import replace
-
 import msgspec
 import pytest
+from msgspec.structs import replace
 from tests.update.tables import SEGMENTS, table
 
 from paceline.errors import PeerError, UsageError

@@ -10,12 +10,13 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PacelineError, PeerError
 from paceline.server.readers import Published, _Reading

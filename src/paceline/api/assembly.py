@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import atexit
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from paceline.api.session import Session
 from paceline.collective.collectives import Collectives
@@ -26,8 +27,7 @@ from paceline.worker.node import WorkerNode
 from paceline.worker.waits import WorkerOptions
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionConfig:
+class SessionConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a session is made from. The defaults are those of a worker without a launcher.
 
     Args:
@@ -62,7 +62,7 @@ class SessionConfig:
     consistency: Consistency | None = None
     scale: Scale | None = None
     divide_lr: bool = False
-    distribution: Distribution = field(default_factory=Distribution)
+    distribution: Distribution = msgspec.field(default_factory=Distribution)
     run_dir: Path | None = None
     trace_path: Path | None = None
     trace_bytes: int = 0

@@ -6,9 +6,11 @@ import os
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from paceline.api.assembly import SessionConfig, assemble_session, close_with_script
 from paceline.api.session import Session

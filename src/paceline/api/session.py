@@ -6,11 +6,12 @@ import atexit
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, get_args, overload
 from weakref import WeakSet
 
+from msgspec.structs import replace
 from torch import Tensor
 
 from paceline.api.frameworks import ADAPTERS, missing_adapter

@@ -12,9 +12,10 @@ import importlib.util
 import os
 import sys
 import threading
-from dataclasses import replace
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from paceline.api.join import join
 from paceline.api.script import bind

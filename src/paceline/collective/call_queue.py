@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Final, TypeVar
 
+import msgspec
+from msgspec.structs import replace
 from torch.distributed import ProcessGroup, Work
 
 from paceline.collective.failures import ADVICE, names
@@ -26,8 +28,7 @@ _CLOSE_TIMEOUT_S: Final = 5.0
 _SLACK_S: Final = 5.0  # for a call at its deadline to find which worker failed
 
 
-@dataclass(frozen=True, slots=True)
-class QueuedCall:
+class QueuedCall(msgspec.Struct, frozen=True):
     """A call that all workers have agreed on: its group, the signature of every worker, and its deadline.
 
     `deadline_s` is in seconds that this worker has run.

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import starmap
 from typing import Final, Protocol, final
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from paceline.collective.rounds import REFUSAL_BYTES, REFUSED, Call, Piece, Round, Rounds, no_piece, nothing

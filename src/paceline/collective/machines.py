@@ -6,9 +6,9 @@ So a tensor travels between two machines once, however many workers they have.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final, final
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -23,8 +23,7 @@ _LATER_S: Final = 2.0
 Act = Callable[[Deadline], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(msgspec.Struct, frozen=True):
     """Which worker of a group is on which machine.
 
     Args:

@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from hmac import compare_digest
 from pathlib import Path
@@ -18,6 +18,7 @@ from secrets import token_hex
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from paceline.collective.exchange import Exchange, RoundsExchange
 from paceline.collective.failures import names
@@ -37,8 +38,7 @@ _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _KEY_DIGITS: Final = 32
 
 
-@dataclass(frozen=True, slots=True)
-class FarAccess:
+class FarAccess(msgspec.Struct, frozen=True):
     """How workers on other machines reach this one.
 
     Args:
@@ -52,8 +52,7 @@ class FarAccess:
     hello: Hello
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
+class Told(msgspec.Struct, frozen=True):
     """What a worker tells the others of a group.
 
     Attributes:
@@ -68,7 +67,7 @@ class Told:
     near: str = ""
     far: str = ""
     key: str = ""
-    hello: Hello = field(default_factory=partial(Hello, "worker", 0, 0, 0))
+    hello: Hello = msgspec.field(default_factory=partial(Hello, "worker", 0, 0, 0))
 
     @staticmethod
     def read(text: str) -> Told:

@@ -8,9 +8,10 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol, final
+
+import msgspec
 
 from paceline.collective.failures import names
 from paceline.errors import DeadlineExceeded, PeerError
@@ -38,8 +39,7 @@ _MESSAGE_BYTES: Final = 256  # that a message takes beside its body
 Message = tuple[bytes, memoryview]
 
 
-@dataclass(frozen=True, slots=True)
-class _GaveUp:
+class _GaveUp(msgspec.Struct, frozen=True):
     """Why a worker ends a group, and the workers that it could not go on without."""
 
     culprits: tuple[int, ...]

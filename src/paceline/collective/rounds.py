@@ -11,11 +11,11 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import repeat
 from os import sched_yield
 from typing import Final, Protocol, final
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -51,8 +51,7 @@ DTYPES: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(msgspec.Struct, frozen=True):
     """What a round belongs to, the same on all workers.
 
     Args:
@@ -89,8 +88,7 @@ Take = Callable[[Sequence[Tensor]], object]
 Piece = Callable[[int, int], tuple[int, int]]
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
+class Round(msgspec.Struct, frozen=True):
     """One round of a call.
 
     Args:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Final, Literal
 
+import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from paceline.errors import UsageError
@@ -34,8 +35,7 @@ _MAX_DIMS: Final = 12
 NUM_WORDS: Final = 10 + _MAX_DIMS
 
 
-@dataclass(frozen=True, slots=True)
-class CallSignature:
+class CallSignature(msgspec.Struct, frozen=True):
     """One call of one worker.
 
     Args:

@@ -11,10 +11,13 @@ lack. Their sum is weighed by CLOCK_COSTS, and the bound goes where it is smalle
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
-from paceline.core.messages import Pull, value_class
+import msgspec
+from msgspec.structs import replace
+
+from paceline.core.messages import Pull
 
 CLOCK_COSTS: Final = 0.01  # a clock of mean staleness costs as much as waiting for this share of the time
 LEAST_GAIN: Final = 0.01
@@ -26,8 +29,7 @@ _SLACK: Final = 2  # clocks after a move in which workers still use up, or lose,
 _PAUSE_AFTER_RISE: Final = 4
 
 
-@value_class
-class Costs:
+class Costs(msgspec.Struct, frozen=True):
     """What reads of a table cost in a window: the share of their time in which workers waited, and mean staleness."""
 
     waiting: float

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, cast, get_args
 
+import msgspec
+
 from paceline.core.calls import checked, shown
 from paceline.errors import UsageError
 
@@ -208,8 +210,7 @@ def adaptive(lowest: int = 0, highest: int = 8) -> Consistency:
     return Consistency(bound=highest, lowest=lowest)
 
 
-@dataclass(frozen=True, slots=True)
-class NamedPoint:
+class NamedPoint(msgspec.Struct, frozen=True):
     """A point of the axes that has a name.
 
     Args:

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 
-from paceline.core.messages import BetweenServers, Delivered, Fetched, FromServer, FromWorker, PushId, value_class
+import msgspec
+from msgspec.structs import replace
+
+from paceline.core.messages import BetweenServers, Delivered, Fetched, FromServer, FromWorker, PushId
 
 # -- of a server -----------------------------------------------------------------------------------------------------
 
 
-@value_class
-class Hold:
+class Hold(msgspec.Struct, frozen=True):
     """Keep the tensor of this push until an `Apply` or `Discard` names it."""
 
     table: str
     id: PushId
 
 
-@value_class
-class Measure:
+class Measure(msgspec.Struct, frozen=True):
     """Pass `Measured` with the norm of the gradient that these pushes of this clock make together here."""
 
     table: str
@@ -27,8 +27,7 @@ class Measure:
     clock: int
 
 
-@value_class
-class Apply:
+class Apply(msgspec.Struct, frozen=True):
     """Update the table with these pushes in this order, as one update; then forget their tensors.
 
     `norm`: of the combined gradient over all servers, where several of them clip it.
@@ -45,16 +44,14 @@ class Apply:
         return replace(self, ids=tuple(push_id for push_id in self.ids if push_id not in pushes))
 
 
-@value_class
-class Discard:
+class Discard(msgspec.Struct, frozen=True):
     """Forget the tensor of this push; it is never applied."""
 
     table: str
     id: PushId
 
 
-@value_class
-class Reply:
+class Reply(msgspec.Struct, frozen=True):
     """Send a message to one life of a worker; dropped if it is not connected."""
 
     worker: int
@@ -62,8 +59,7 @@ class Reply:
     message: FromServer
 
 
-@value_class
-class Serve:
+class Serve(msgspec.Struct, frozen=True):
     """Send a message together with the table's current values."""
 
     worker: int
@@ -77,24 +73,21 @@ class Serve:
         return replace(self, message=replace(self.message, includes=includes))
 
 
-@value_class
-class Tell:
+class Tell(msgspec.Struct, frozen=True):
     """Send a message to another server."""
 
     server: int
     message: BetweenServers
 
 
-@value_class
-class Advanced:
+class Advanced(msgspec.Struct, frozen=True):
     """For the record: every clock of `table` below `clock` is complete here."""
 
     table: str
     clock: int
 
 
-@value_class
-class BoundMoved:
+class BoundMoved(msgspec.Struct, frozen=True):
     """For the record: the adaptive bound of `table` is `bound` here from now on, for pulls that come.
 
     `waiting` is the share of their time in which workers waited for values, and `staleness` how many clocks these
@@ -108,8 +101,7 @@ class BoundMoved:
     staleness: float
 
 
-@value_class
-class MembershipChanged:
+class MembershipChanged(msgspec.Struct, frozen=True):
     """For the record: a worker's life began or ended; `change` is "joined", "left" or "died"."""
 
     worker: int
@@ -128,8 +120,7 @@ ServerEffect = Hold | Measure | Apply | Discard | Reply | Serve | Tell | Advance
 # -- of a worker -----------------------------------------------------------------------------------------------------
 
 
-@value_class
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """Send a message to a server; a `Push` carries its tensor, unless it is `bare`: the server has the tensor."""
 
     server: int
@@ -137,8 +128,7 @@ class Send:
     bare: bool = False
 
 
-@value_class
-class Install:
+class Install(msgspec.Struct, frozen=True):
     """Cache the values that came with the current message: the answer to `request`, or with -1 a delivery.
 
     They contain every update of the clocks below `clock`, and own pushes below `settled` and those in `includes`.
@@ -152,16 +142,14 @@ class Install:
     includes: tuple[int, ...]
 
 
-@value_class
-class Forget:
+class Forget(msgspec.Struct, frozen=True):
     """Drop what is cached of a table from this server: deliveries of newer values may have been lost."""
 
     server: int
     table: str
 
 
-@value_class
-class Release:
+class Release(msgspec.Struct, frozen=True):
     """The server's final answer to a push has arrived: its part of the tensor may be reused.
 
     A worker that keeps pushes keeps a copy of one that is applied, until `Drop`.
@@ -173,8 +161,7 @@ class Release:
     refused: str = ""
 
 
-@value_class
-class Drop:
+class Drop(msgspec.Struct, frozen=True):
     """The server's replica has this push, which is applied: its part need not be kept any more."""
 
     server: int
@@ -182,15 +169,13 @@ class Drop:
     id: PushId
 
 
-@value_class
-class JoinDone:
+class JoinDone(msgspec.Struct, frozen=True):
     """The worker takes part, at this clock."""
 
     clock: int
 
 
-@value_class
-class ReadDone:
+class ReadDone(msgspec.Struct, frozen=True):
     """A read is complete: the cached copy is fresh enough; `clock` is the oldest clock among its parts."""
 
     request: int
@@ -199,13 +184,11 @@ class ReadDone:
     source: str
 
 
-@value_class
-class LeaveDone:
+class LeaveDone(msgspec.Struct, frozen=True):
     """Every server knows that this worker has left."""
 
 
-@value_class
-class Fail:
+class Fail(msgspec.Struct, frozen=True):
     """The worker cannot continue; the reason is for the user."""
 
     reason: str

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from paceline.core.consistency import Consistency
-from paceline.core.messages import Push, PushId, value_class
+from paceline.core.messages import Push, PushId
 
 # -- to a server -----------------------------------------------------------------------------------------------------
 
 
-@value_class
-class Declared:
+class Declared(msgspec.Struct, frozen=True):
     """A table exists from now on; declaring it again with the same consistency changes nothing.
 
     `keyed`: it is a table of rows, and a pull asks for some of them.
@@ -20,23 +21,20 @@ class Declared:
     keyed: bool = False
 
 
-@value_class
-class InvalidPush:
+class InvalidPush(msgspec.Struct, frozen=True):
     """This push arrived with a tensor that must not be applied (a value that is not finite, for example)."""
 
     push: Push
     reason: str
 
 
-@value_class
-class ClippedPush:
+class ClippedPush(msgspec.Struct, frozen=True):
     """This push arrived, and its update is to be clipped by its norm over all servers."""
 
     push: Push
 
 
-@value_class
-class Measured:
+class Measured(msgspec.Struct, frozen=True):
     """The gradients that a `Measure` names have this norm, combined as for their update."""
 
     table: str
@@ -44,8 +42,7 @@ class Measured:
     norm: float
 
 
-@value_class
-class Unapplied:
+class Unapplied(msgspec.Struct, frozen=True):
     """An `Apply` of these pushes failed: the update was not made, and never will be."""
 
     table: str
@@ -53,8 +50,7 @@ class Unapplied:
     reason: str
 
 
-@value_class
-class NotFinite:
+class NotFinite(msgspec.Struct, frozen=True):
     """A push of an `Apply` has values that are not finite: the update is made without it."""
 
     table: str
@@ -62,16 +58,14 @@ class NotFinite:
     reason: str
 
 
-@value_class
-class Disconnected:
+class Disconnected(msgspec.Struct, frozen=True):
     """The connection to that life of that worker ended; it may come back within its lease."""
 
     worker: int
     incarnation: int
 
 
-@value_class
-class Died:
+class Died(msgspec.Struct, frozen=True):
     """A reliable source (the worker's parent process) reports that this life of the worker has ended."""
 
     worker: int
@@ -79,25 +73,21 @@ class Died:
     reason: str
 
 
-@value_class
-class Changed:
+class Changed(msgspec.Struct, frozen=True):
     """The values of this table have changed by other means than a push."""
 
     table: str
 
 
-@value_class
-class Timeout:
+class Timeout(msgspec.Struct, frozen=True):
     """`next_deadline()` has passed."""
 
 
-@value_class
-class Woke:
+class Woke(msgspec.Struct, frozen=True):
     """The server process was suspended and could hear no worker: leases that ended meanwhile start again."""
 
 
-@value_class
-class Resumed:
+class Resumed(msgspec.Struct, frozen=True):
     """Another process goes on in this server's place: all connections are gone, and messages on them may be lost."""
 
 
@@ -120,23 +110,20 @@ ServerHappening = (
 # -- to a worker -----------------------------------------------------------------------------------------------------
 
 
-@value_class
-class Arrived:
+class Arrived(msgspec.Struct, frozen=True):
     """A server's message."""
 
     server: int
     message: object
 
 
-@value_class
-class Connected:
+class Connected(msgspec.Struct, frozen=True):
     """The connection to this server was made again; its unanswered messages are repeated at once."""
 
     server: int
 
 
-@value_class
-class Opened:
+class Opened(msgspec.Struct, frozen=True):
     """The user has opened a table; `servers` hold parts of it. `keyed`: it is a row table."""
 
     table: str
@@ -145,13 +132,11 @@ class Opened:
     keyed: bool = False
 
 
-@value_class
-class WantJoin:
+class WantJoin(msgspec.Struct, frozen=True):
     """The user wants to take part."""
 
 
-@value_class
-class WantPush:
+class WantPush(msgspec.Struct, frozen=True):
     """The user pushes an update of this table, to all servers that hold a part or only to `servers`.
 
     `may_wait`: until the clock ends, to travel with its tick. `ends_clock`: the user will finish the clock at once, and
@@ -164,13 +149,11 @@ class WantPush:
     ends_clock: bool = False
 
 
-@value_class
-class WantClock:
+class WantClock(msgspec.Struct, frozen=True):
     """The user has finished the current clock."""
 
 
-@value_class
-class WantRead:
+class WantRead(msgspec.Struct, frozen=True):
     """The user wants values.
 
     `refresh` pulls from the servers even when the cached copy is fresh enough. `exact` requires all updates of all
@@ -184,8 +167,7 @@ class WantRead:
     more: bool = False
 
 
-@value_class
-class WantRows:
+class WantRows(msgspec.Struct, frozen=True):
     """The user wants rows that contain every update below `needs`.
 
     `fetch` are the servers to pull from, `deliver` those whose deliveries bring the rows. No server is in both.
@@ -197,6 +179,5 @@ class WantRows:
     deliver: tuple[int, ...] = ()
 
 
-@value_class
-class WantLeave:
+class WantLeave(msgspec.Struct, frozen=True):
     """The user has finished."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import isfinite
 from typing import Literal
+
+import msgspec
 
 from paceline.errors import UsageError
 
@@ -18,8 +19,7 @@ Cut = Literal["anywhere", "between_tensors"]
 ALIGNMENT = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
+class Range(msgspec.Struct, frozen=True):
     """Elements `[start, stop)` of a flat table, owned by one server; empty when the table is too small for it."""
 
     server: int
@@ -93,8 +93,7 @@ def check_shares(shares: Sequence[float], num_servers: int) -> tuple[float, ...]
     return tuple(shares)
 
 
-@dataclass(frozen=True, slots=True)
-class Effort:
+class Effort(msgspec.Struct, frozen=True):
     """The bytes that a server has moved, in and out, and how many seconds it was busy with that."""
 
     size_bytes: float

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 if TYPE_CHECKING:
     from paceline.core.messages import Sender
@@ -12,8 +13,7 @@ WAIT_TIMEOUT_S: Final = 600.0  # the default for a worker's waits
 LEASE_S: Final = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class ServerSettings:
+class ServerSettings(msgspec.Struct, frozen=True):
     """Settings of a server core.
 
     Args:
@@ -39,8 +39,7 @@ class ServerSettings:
     clock: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSettings:
+class WorkerSettings(msgspec.Struct, frozen=True):
     """Settings of a worker core.
 
     Args:

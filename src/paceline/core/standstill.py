@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 _MOST_NAMES = 8
 _PLURAL = {"waits": "wait", "is": "are", "has": "have"}
 
 
-@dataclass(frozen=True, slots=True)
-class Waiter:
+class Waiter(msgspec.Struct, frozen=True):
     """A wait of a worker: its description and the workers that it waits for.
 
     `says` begins with a verb ("waits for a batch") and may have a place for their names: "waits for clock 3 of {}".

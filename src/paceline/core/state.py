@@ -1,6 +1,7 @@
 """The state of a core as plain values, and back: a process that restores it is the same server from there on.
 
-A state is a tree of dataclasses, containers, numbers and texts. Every field counts, so that none can be forgotten.
+A state is a tree of values (msgspec structs), dataclasses, containers, numbers and texts. Every field counts, so that
+none can be forgotten.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Final, Generic, TypeVar, cast, final, get_args, get_type_hints
+
+import msgspec
 
 from paceline.errors import ProtocolBug
 
@@ -30,7 +33,7 @@ class StateCodec(Generic[T]):
     the first occurrence, so that it is one object again.
 
     Args:
-        root: a dataclass. The classes of what its fields hold are found by their annotations.
+        root: a dataclass or struct. The classes of what its fields hold are found by their annotations.
         leaves_out: fields of the root that are no state.
 
     Example:
@@ -70,21 +73,24 @@ class StateCodec(Generic[T]):
             setattr(target, name, getattr(state, name))
 
     def _find(self, hint: object) -> None:
-        """Note the dataclasses that an annotation names, and those that these name."""
+        """Note the classes with fields that an annotation names, and those that these name."""
         for part in get_args(hint):
             self._find(part)
-        if not (isinstance(hint, type) and is_dataclass(hint)) or hint in self._names:
-            return
-        if self._classes.setdefault(hint.__name__, hint) is not hint:
-            raise ProtocolBug(f"two classes of a state are called {hint.__name__}: give one another name")
-        left_out = self._left_out if hint is self._root else frozenset[str]()
-        self._names[hint] = tuple(field.name for field in fields(hint) if field.name not in left_out)
-        hints = get_type_hints(hint)
-        for name in self._names[hint]:
+        if isinstance(hint, type) and hint not in self._names and (names := _field_names(hint)) is not None:
+            self._note(hint, names)
+
+    def _note(self, kind: type, names: tuple[str, ...]) -> None:
+        """Note a class with these fields, those that they name, and those that inherit from it."""
+        if self._classes.setdefault(kind.__name__, kind) is not kind:
+            raise ProtocolBug(f"two classes of a state are called {kind.__name__}: give one another name")
+        left_out = self._left_out if kind is self._root else frozenset[str]()
+        self._names[kind] = tuple(name for name in names if name not in left_out)
+        hints = get_type_hints(kind)
+        for name in self._names[kind]:
             self._find(hints[name])
         # By name: a dataclass with slots is a copy of the class that it was written as, which lives on beside it.
-        for kind in {kind.__name__: kind for kind in hint.__subclasses__()}.values():
-            self._find(kind)
+        for inheriting in {each.__name__: each for each in kind.__subclasses__()}.values():
+            self._find(inheriting)
 
     def _dump(self, value: object, known: dict[int, int]) -> Plain:
         """Return a value as plain ones; `known`: by the identity of each object so far, its number."""
@@ -115,11 +121,7 @@ class StateCodec(Generic[T]):
         if name == _AGAIN:
             return known[cast("int", plain[1])]
         if isinstance(name, str) and name in self._classes:
-            kind = self._classes[name]
-            known.append(state := object.__new__(kind))
-            for field, part in zip(self._names[kind], plain[1:], strict=True):
-                object.__setattr__(state, field, self._load(part, known))
-            return state
+            return self._load_object(self._classes[name], plain[1:], known)
         parts = [self._load(part, known) for part in plain[1:]]
         if name == _BYTES and isinstance(parts[0], bytes):
             return memoryview(parts[0])
@@ -128,3 +130,22 @@ class StateCodec(Generic[T]):
         if name in _MAPS:
             return _MAPS[name](dict(zip(parts[::2], parts[1::2], strict=True)))  # a Counter would count the pairs
         raise ProtocolBug(f"the state of a {self._root.__name__} has a part of unknown kind {name!r}")
+
+    def _load_object(self, kind: type, parts: list[Plain], known: list[object]) -> object:
+        """Return the object whose fields these values describe, and note it in the place of its first occurrence."""
+        number, names = len(known), self._names[kind]
+        if issubclass(kind, msgspec.Struct):  # a value, of which no part can be the whole
+            known.append(None)
+            known[number] = kind(**{name: self._load(part, known) for name, part in zip(names, parts, strict=True)})
+        else:
+            known.append(state := object.__new__(kind))
+            for name, part in zip(names, parts, strict=True):
+                object.__setattr__(state, name, self._load(part, known))
+        return known[number]
+
+
+def _field_names(kind: type) -> tuple[str, ...] | None:
+    """Return the fields of a struct or dataclass; None of another class."""
+    if issubclass(kind, msgspec.Struct):
+        return kind.__struct_fields__
+    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else None

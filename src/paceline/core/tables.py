@@ -12,15 +12,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import hypot
 from typing import final
+
+import msgspec
+from msgspec.structs import replace
 
 from paceline.core.adaptive import AdaptiveBound
 from paceline.core.consistency import Consistency
 from paceline.core.exactly_once import DedupWindow
 from paceline.core.membership import Clocks
-from paceline.core.messages import Delivered, Fetched, Pull, PushId, value_class
+from paceline.core.messages import Delivered, Fetched, Pull, PushId
 
 _WITHOUT, _CLOSED = "was completed without worker", "is closed, the table stands at"
 
@@ -51,8 +54,7 @@ def is_late(reason: str) -> bool:
     return _WITHOUT in reason or _CLOSED in reason
 
 
-@value_class
-class CommitDecision:
+class CommitDecision(msgspec.Struct, frozen=True):
     """The decision that completes a clock: the (worker, incarnation) of each contributor.
 
     `withdrawn` excludes pushes that some server refused, as (worker, incarnation, sequence number). An update that

@@ -16,16 +16,18 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
+
+import msgspec
+from msgspec.structs import replace
 
 Life = tuple[int, int]  # (rank, incarnation) of a worker
 # The answer without a piece: nothing is left of this round; the epoch is over; begin with another round.
 Word = Literal["rest", "over", "elsewhere"]
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class WorkRound:
+class WorkRound(msgspec.Struct, frozen=True, order=True):
     """The work that all workers share at a time; `number` counts within an epoch."""
 
     epoch: int
@@ -35,8 +37,7 @@ class WorkRound:
 _BEGINNING = WorkRound(-1, -1)  # before the first
 
 
-@dataclass(frozen=True, slots=True)
-class WorkPiece:
+class WorkPiece(msgspec.Struct, frozen=True):
     """A piece of a round: the home of its share, and its index there."""
 
     round: WorkRound
@@ -44,8 +45,7 @@ class WorkPiece:
     index: int
 
 
-@dataclass(frozen=True, slots=True)
-class WorkAnswer:
+class WorkAnswer(msgspec.Struct, frozen=True):
     """The answer to a claim: a piece of a round, or a word about the round.
 
     `num_left`: how many pieces were free at that time. `again`: a former holder of this piece has ended without
@@ -60,14 +60,12 @@ class WorkAnswer:
     again: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Lease:
+class _Lease(msgspec.Struct, frozen=True):
     piece: WorkPiece
     taken_in: WorkRound  # the round of its holder at the time
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Stand:
+class _Stand(msgspec.Struct, frozen=True, order=True):
     round: WorkRound
     clock: int  # of its holder when it reached the round
 

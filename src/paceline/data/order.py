@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast, overload
 
+import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from paceline.core.calls import shown
@@ -20,8 +22,7 @@ Terms = Mapping[str, int]
 _HINT = "Give it what state_dict() of the same source returned, or start without a state."
 
 
-@dataclass(frozen=True, slots=True)
-class EpochOrder:
+class EpochOrder(msgspec.Struct, frozen=True):
     """Parameters that determine, with the seed, the global sequence of batches of every epoch.
 
     In clock c, W workers have the batches c*W to c*W + W - 1; that of worker r is c*W + r.
@@ -47,7 +48,7 @@ class EpochOrder:
     def batches(self, seed: int, epoch: int) -> Batches:
         """Return the batches of an epoch. A shuffled epoch takes 8 bytes of memory a sample, others none."""
         shuffled = shuffle(self.num_samples, seed, epoch) if self.shuffled else None
-        return replace(self.unshuffled(), shuffled=shuffled)
+        return Batches(self.num_samples, self.batch_size, range(self.num_batches), shuffled)
 
     def unshuffled(self) -> Batches:
         """Return the batches of an epoch in ascending order; every epoch has as many, of the same sizes."""
@@ -107,8 +108,7 @@ class Batches(Sequence[list[int]]):
         return range(first, min(first + self.batch_size, self.num_samples))
 
 
-@dataclass(frozen=True, slots=True)
-class EpochRounds:
+class EpochRounds(msgspec.Struct, frozen=True):
     """The rounds of an epoch, or of the rest of one: the batches of all workers for one clock, each cut into slices.
 
     Indices are made on access.
@@ -178,8 +178,7 @@ def num_slices(batches: Batches, slices: int) -> int:
     return (len(batches) - 1) * slices + min(slices, batches.size(-1)) if batches else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(msgspec.Struct, frozen=True):
     """How far the workers have read an epoch together.
 
     Args:

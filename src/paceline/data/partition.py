@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Literal, TypeVar, cast, get_args
+
+import msgspec
+from msgspec.structs import replace
 
 from paceline.core.calls import shown
 from paceline.data.order import MAX_SEED, shuffle
@@ -57,8 +59,7 @@ def _report_nothing(*_: object) -> None:
     """Do nothing, in a process that has no session."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sharding:
+class Sharding(msgspec.Struct, frozen=True):
     """The share of one worker in the data, and what reading it calls.
 
     Sent to another process, such as one of a `DataLoader` that is no copy of this one, it is the share alone.
@@ -117,8 +118,7 @@ class Sharding:
             self.tell(f"{self.size - num} of {self.size} workers get nothing: there are {num} {of}.")
 
 
-@dataclass(frozen=True, slots=True)
-class DataCut:
+class DataCut(msgspec.Struct, frozen=True):
     """How data are cut into the shards of workers.
 
     Args:

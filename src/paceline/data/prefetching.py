@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -62,8 +62,7 @@ def prefetch(batches: Iterable[Batch], ids_of: Mapping[Prefetches, Callable[[Bat
     return _Ahead(batches, ids_of)
 
 
-@dataclass(frozen=True, slots=True)
-class _Ahead(Generic[Batch]):
+class _Ahead(msgspec.Struct, Generic[Batch], frozen=True):
     """Batches whose embedding rows are requested one batch ahead."""
 
     batches: Iterable[Batch]

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
+import msgspec
 import torch
 from torch.utils.data import DataLoader
 
@@ -121,8 +122,7 @@ class Slicing:
             optimizer.drop_slices()
 
 
-@dataclass(frozen=True, slots=True)
-class SliceQueue:
+class SliceQueue(msgspec.Struct, frozen=True):
     """Work queue on a server, by name, with the parameters that all workers have to agree on."""
 
     calls: Rpc

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final
 
+import msgspec
 import torch
 
 from paceline.data.order import Batches, EpochOrder, EpochRounds, PositionTracker, num_slices, terms_of
@@ -137,8 +138,7 @@ class SlicedBatches:
 _FIXED: Final = "Or give paceline.feed leases=False: then every worker has a fixed share."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FeedPlan:
+class FeedPlan(msgspec.Struct, frozen=True, kw_only=True):
     """How a source is cut into batches, and how these are assigned to workers.
 
     Args:

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal, final
+
+from msgspec.structs import replace
 
 from paceline.job.folders import names_in
 from paceline.job.spec import ClusterSpec

@@ -3,9 +3,11 @@
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from paceline.core.settings import WAIT_TIMEOUT_S
 from paceline.errors import UsageError
@@ -36,8 +38,7 @@ IMPORT_PATH: Final = "PYTHONPATH"
 LOOK_FOR_CUDA_ONLY: Final = "PYTORCH_NVML_BASED_CUDA_CHECK"  # torch's: count devices without opening them
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     """Where this worker stands in a launched job.
 
     `incarnation` starts at 0 and grows by one each time the worker's process is started again.

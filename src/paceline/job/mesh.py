@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class MeshPosition:
+class MeshPosition(msgspec.Struct, frozen=True):
     """The place of a worker: which stage of the pipeline, which replica of the model, which rank of its layers."""
 
     stage: int
@@ -14,8 +13,7 @@ class MeshPosition:
     tensor: int
 
 
-@dataclass(frozen=True, slots=True)
-class MeshShape:
+class MeshShape(msgspec.Struct, frozen=True):
     """Workers by stage, replica and tensor rank. Tensor ranks are neighbours, then come replicas, then stages.
 
     Args:

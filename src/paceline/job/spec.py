@@ -9,7 +9,6 @@ import secrets
 import stat
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -25,8 +24,7 @@ TOKEN_BYTES: Final = 32
 REPLICATED_LEASE_S: Final = 15.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterSpec:
+class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One job: its size, how its processes reach each other, and how long they wait for each other.
 
     `num_at_start` workers begin, where that is not 0, and the others of `num_workers` may come and go while it runs.

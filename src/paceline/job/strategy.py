@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from paceline.core.consistency import FORMS, Consistency, is_named
 from paceline.errors import UsageError
@@ -27,8 +29,7 @@ _NAMES: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Distribution:
+class Distribution(msgspec.Struct, frozen=True):
     """How the workers of a job share the work.
 
     Args:

@@ -9,9 +9,10 @@ that asks has decided. The launcher gives all of them what counts, as files of t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
+
+import msgspec
 
 from paceline.errors import DeadlineExceeded
 from paceline.job.addresses import address_path, how_server_ended, process_name
@@ -23,8 +24,7 @@ NUM_PLACES: Final = 2  # of a server, whose processes come in them by turns: one
 DECISION_TIMEOUT_S: Final = 30.0  # for the launcher's answer, which takes a fraction of a second
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(msgspec.Struct, frozen=True):
     """The `number` of a view, and by their numbers the process that serves (`head`) and the one that has its replica.
 
     >>> View(1, head=0, replica=1).promoted()

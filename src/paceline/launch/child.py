@@ -6,8 +6,10 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import IO, Final, Literal, Protocol, final
+
+import msgspec
+from msgspec.structs import replace
 
 from paceline.job.environment import Place, memory_variable
 from paceline.launch.guard import MARK, Guard, kill_group, kill_marked
@@ -16,8 +18,7 @@ from paceline.launch.output import Pipe
 NUM_LAST_LINES: Final = 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """How to start one process. A worker has a place in the job; a server gets its rank on its command line.
 
     The fork server is not part of the job: it helps to start the others.

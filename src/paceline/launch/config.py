@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Final
@@ -27,8 +26,7 @@ _FORMATS: Final[Mapping[str, ModuleType]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class RunConfig:
+class RunConfig(msgspec.Struct, frozen=True):
     """What such a file holds: options without their dashes, as `workers` or `on-crash`, and what the script gets."""
 
     options: Mapping[str, Choice]

@@ -10,9 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Final, TextIO, final
+
+from msgspec.structs import replace
 
 from paceline.errors import PacelineError, UsageError
 from paceline.job.addresses import SPEC_NAME, AddressBook

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Final, final
+
+from msgspec.structs import replace
 
 from paceline.errors import DeadlineExceeded, PacelineError, UsageError
 from paceline.job.addresses import SPEC_NAME

@@ -3,9 +3,10 @@
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
+
+import msgspec
 
 from paceline.core.partition import check_shares
 from paceline.errors import UsageError
@@ -29,8 +30,7 @@ START_TIMEOUT_S: Final = 180.0
 MOST_THREADS: Final = 1024  # of a server; each has memory of its own
 
 
-@dataclass(frozen=True, slots=True)
-class Programs:
+class Programs(msgspec.Struct, frozen=True):
     """How the processes of a job are started; the launcher appends what each is told.
 
     `server` and `data_server` are followed by the spec's path and a rank, `worker` and `threads` by the script and its
@@ -48,8 +48,7 @@ class Programs:
 DEFAULT_PROGRAMS: Final = Programs()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalRun:
+class LocalRun(msgspec.Struct, frozen=True, kw_only=True):
     """What to run on this machine, and how.
 
     `run_dir` must be new or empty and is made private to this user; None takes a temporary one that is removed at the
@@ -71,7 +70,7 @@ class LocalRun:
     trace: TraceLevel = "steps"
     run_dir: Path | None = None
     copy_to: Path | None = None
-    policy: Policy = field(default_factory=Policy)
+    policy: Policy = msgspec.field(default_factory=Policy)
     start_timeout_s: float = START_TIMEOUT_S  # until all servers say where they listen
     timeout_s: float | None = None  # of a wait of a worker; None takes PACELINE_TIMEOUT_S, else the default
     progress: bool = False
@@ -84,10 +83,10 @@ class LocalRun:
     debug: int | None = None  # the worker that has the terminal, for a debugger
     defaults: tuple[tuple[str, str], ...] = ()  # variables of all processes, where the user has not set them
     publish_every: int = 0  # clocks, after which the models are published; 0 for never
-    snapshots: SnapshotOptions = field(default_factory=SnapshotOptions)
-    record: RecordOptions = field(default_factory=RecordOptions)
-    export: ExportOptions = field(default_factory=ExportOptions)
-    joining: ListenOptions = field(default_factory=ListenOptions)
+    snapshots: SnapshotOptions = msgspec.field(default_factory=SnapshotOptions)
+    record: RecordOptions = msgspec.field(default_factory=RecordOptions)
+    export: ExportOptions = msgspec.field(default_factory=ExportOptions)
+    joining: ListenOptions = msgspec.field(default_factory=ListenOptions)
     num_data_servers: int = 0  # that `paceline.feed` gets its batches from; without any, workers read them themselves
 
     @property

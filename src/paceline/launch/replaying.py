@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 import torch
 from safetensors.torch import load_file
 
@@ -61,8 +62,7 @@ class ValueNotFinite:
         return ""
 
 
-@dataclass(frozen=True, slots=True)
-class StaleRead:
+class StaleRead(msgspec.Struct, frozen=True):
     """A worker was given values that were more than so many clocks behind it."""
 
     most: int
@@ -81,8 +81,7 @@ class StaleRead:
         return ""
 
 
-@dataclass(frozen=True, slots=True)
-class ClockReached:
+class ClockReached(msgspec.Struct, frozen=True):
     """Every clock of a table below this one is complete."""
 
     clock: int

@@ -9,10 +9,11 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from paceline.core.consistency import Consistency
 from paceline.core.server import LEAD
@@ -91,8 +92,7 @@ def record_file(spec: ClusterSpec, rank: int) -> RecordFile | None:
     return RecordFile(path, spec.record_bytes, tell) if spec.record_bytes else None
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaNews:
+class ReplicaNews(msgspec.Struct, frozen=True):
     """What the folder of a job says to a process that serves.
 
     Attributes:

@@ -1,10 +1,11 @@
 """What a job that is started keeps of itself, and goes on from: by options, or by variables under other launchers."""
 
 import secrets
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Final
+
+from msgspec.structs import replace
 
 from paceline.errors import CheckpointError, UsageError
 from paceline.job.environment import asked_snapshots

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final, Self, final
+
+from msgspec.structs import replace
 
 from paceline.launch.child import Launch
 from paceline.server.journal import COLD, COLD_BYTES, JOURNAL, START_BYTES, counts

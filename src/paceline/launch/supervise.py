@@ -10,9 +10,10 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, final
+
+import msgspec
 
 from paceline.errors import PeerError
 from paceline.job.addresses import record_server_ended
@@ -277,8 +278,7 @@ class Exits:
         return time.strftime(CLOCK, time.localtime(self._now()))
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
+class Ending(msgspec.Struct, frozen=True):
     """Why the run ends before its workers are done, and the exit code that says so."""
 
     code: int
@@ -290,8 +290,7 @@ class Ending:
     told: str = ""  # the line that has said it already, where there is one
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SupervisionConfig:
+class SupervisionConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a run is held to."""
 
     policy: Policy

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
+import msgspec
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from paceline.collective.collectives import Collectives
@@ -14,8 +16,7 @@ from paceline.job.strategy import ALL_REDUCE, Distribution
 from paceline.model_parallel.mesh import Mesh
 
 
-@dataclass(frozen=True, slots=True)
-class ModelPart:
+class ModelPart(msgspec.Struct, frozen=True):
     """Part of a model that several workers hold together, on one of them.
 
     Example:

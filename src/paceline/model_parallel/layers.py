@@ -6,10 +6,10 @@ import time
 from bisect import bisect_right
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_checkable
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -42,8 +42,7 @@ class Resettable(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class ModelLayer:
+class ModelLayer(msgspec.Struct, frozen=True):
     """One layer, by the name it has in its model."""
 
     name: str
@@ -142,8 +141,7 @@ def _by_stage(layers: Sequence[ModelLayer], ends: Sequence[int]) -> Iterator[tup
     return ((bisect_right(ends, index), layer) for index, layer in enumerate(layers))
 
 
-@dataclass(frozen=True, slots=True)
-class SharedBuffer:
+class SharedBuffer(msgspec.Struct, frozen=True):
     """A buffer of this stage that another stage has, too."""
 
     owner: nn.Module

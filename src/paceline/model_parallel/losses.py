@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -40,8 +40,7 @@ _OPTIONS: Final = ("reduction", "ignore_index", "weight", "pos_weight", "label_s
 _REDUCTIONS: Final = ("mean", "sum")
 
 
-@dataclass(frozen=True, slots=True)
-class Joining:
+class Joining(msgspec.Struct, frozen=True):
     """How the loss of a batch follows from the losses of its micro-batches.
 
     Args:

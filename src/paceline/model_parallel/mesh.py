@@ -8,7 +8,7 @@ import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Final
@@ -16,6 +16,7 @@ from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 

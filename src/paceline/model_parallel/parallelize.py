@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import WeakMethod
 
+import msgspec
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from paceline.collective.collectives import Collectives
@@ -239,8 +240,7 @@ def _whole_state(module: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
     return whole_state(module, mesh.axis("tensor"))
 
 
-@dataclass(frozen=True, slots=True)
-class ParallelizeOptions:
+class ParallelizeOptions(msgspec.Struct, frozen=True):
     """Arguments of `paceline.parallelize`, which documents them; None leaves one to the launcher."""
 
     pipeline: int | None = None

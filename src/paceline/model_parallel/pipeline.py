@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

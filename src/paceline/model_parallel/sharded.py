@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -28,8 +28,7 @@ Guard = Callable[[], AbstractContextManager[None]]
 _REUSED_BYTES: Final = 32 << 20  # up to here glibc may keep what is freed; beyond, it gives memory back to the system
 
 
-@dataclass(frozen=True, slots=True)
-class SliceCall:
+class SliceCall(msgspec.Struct, frozen=True):
     """A collective call of the ranks during forward or backward.
 
     Args:
@@ -46,7 +45,7 @@ class SliceCall:
         return torch.frombuffer(fresh_buffer(size_bytes), dtype=dtype).view(*size)
 
 
-class GatherSlices(SliceCall):
+class GatherSlices(SliceCall, frozen=True):
     """All-gather of slices."""
 
     def __call__(
@@ -58,8 +57,7 @@ class GatherSlices(SliceCall):
             dist.all_gather(list(output_tensor.chunk(group.size())), input_tensor, group=group)
 
 
-@dataclass(frozen=True, slots=True)
-class ScatterSums(SliceCall):
+class ScatterSums(SliceCall, frozen=True):
     """Reduce-scatter of gradients: each rank gets its slice of the sum.
 
     Gloo's own is an all-reduce, which sends 2 (n-1)/n times the gradients. So over Gloo each rank sends every other

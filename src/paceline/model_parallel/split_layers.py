@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -32,8 +33,7 @@ _DROPOUTS: Final[tuple[Callable[..., Tensor], ...]] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RankShare:
+class RankShare(msgspec.Struct, frozen=True):
     """Position of this rank in a 1-D mesh of ranks that split layers, with their sums and gathers."""
 
     mesh: DeviceMesh
@@ -68,8 +68,7 @@ class RankShare:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class LayerCut:
+class LayerCut(msgspec.Struct, frozen=True):
     """How a parameter is divided: evenly along a dimension.
 
     Args:

@@ -6,9 +6,10 @@ import os
 import shutil
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,8 +19,7 @@ NUM_NAMED: Final = 2  # files and folders, which a line of a terminal has room f
 _MOST_LOOKED_AT: Final = 20_000  # files, so that a look ends soon
 
 
-@dataclass(frozen=True, slots=True)
-class DiskUse:
+class DiskUse(msgspec.Struct, frozen=True):
     """The disk that a folder is on, and what is in the folder.
 
     Args:

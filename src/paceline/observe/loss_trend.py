@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Final, Literal
 
+import msgspec
+
 from paceline.observe.averages import mean
 from paceline.observe.trace import Reported, Step
 
@@ -42,8 +44,7 @@ _ADVICE: Final[Mapping[Trend, tuple[str, str, str]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class LossVerdict:
+class LossVerdict(msgspec.Struct, frozen=True):
     """How the loss goes.
 
     Args:

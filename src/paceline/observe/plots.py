@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from io import BytesIO
 from textwrap import wrap
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from paceline.errors import UsageError
 
@@ -33,8 +34,7 @@ PALENESS = 0.35
 BASELINE_ROOM = 1.6
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
+class Subject(msgspec.Struct, frozen=True):
     """A run to draw: its numbers, its label, and its colour, the same in every picture."""
 
     label: str  # for texts; `drawn` for pictures
@@ -267,8 +267,7 @@ MAX_LINES = 12
 MAX_TITLE = 80  # characters
 
 
-@dataclass(frozen=True, slots=True)
-class Chart:
+class Chart(msgspec.Struct, frozen=True):
     """One idea: its name, a sentence for newcomers, the runs that have it, and how to draw them.
 
     `draw` gets one pair of axes, or one for every run when `small_multiples` is set.

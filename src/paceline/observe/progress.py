@@ -8,8 +8,10 @@ import signal
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
+
+from msgspec.structs import replace
 
 from paceline.errors import UsageError
 from paceline.notices import tell

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from paceline.errors import UsageError
 from paceline.observe.plots import Subject, charts_of, colours, draw_alone, draw_sheet
@@ -54,8 +55,7 @@ td { white-space: nowrap; }
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Panel:
+class Panel(msgspec.Struct, frozen=True):
     """A picture with its name and a sentence on how to read it."""
 
     title: str
@@ -63,8 +63,7 @@ class Panel:
     png: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class PageColumn:
+class PageColumn(msgspec.Struct, frozen=True):
     """A column of the table of numbers: its heading, its meaning, and its text for a run."""
 
     heading: str
@@ -239,8 +238,7 @@ def _count(number: int | None) -> str:
     return "–" if number is None else f"{number:,}"
 
 
-@dataclass(frozen=True, slots=True)
-class LabelledRun:
+class LabelledRun(msgspec.Struct, frozen=True):
     """A run with its label in the report, such as `ssp(3)`, and a remark."""
 
     label: str

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
+import msgspec
+
 from paceline.observe.trace import Sampled, Trace
 from paceline.observe.verdict import ProcessState
 
@@ -31,8 +33,7 @@ _RESENT_AT: Final = 100
 _PROCESS: Final = Path("/proc/self")
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True):
     """Resources that a process has used since its start.
 
     Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, BinaryIO, Final, TypeVar
 
@@ -70,8 +69,7 @@ _R = TypeVar(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(msgspec.Struct, frozen=True):
     """The records of all processes of a run, by kind, each kind sorted by time."""
 
     reads: tuple[ReadRecord, ...] = ()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from paceline.notices import printable
 from paceline.observe.loss_trend import UNKNOWN
@@ -34,8 +35,7 @@ _SERVER_HEADING: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerRow:
+class WorkerRow(msgspec.Struct, frozen=True):
     """One worker as displayed. `clock` is the number of finished clocks, `lead` is counted from the slowest that runs.
 
     `num_refused` is the number of its pushes and steps that were not applied. `state` is empty while it computes. A
@@ -54,8 +54,7 @@ class WorkerRow:
     counts_samples: bool = True  # or its script has none that are counted
 
 
-@dataclass(frozen=True, slots=True)
-class ServerRow:
+class ServerRow(msgspec.Struct, frozen=True):
     """One server as displayed; None is not known yet.
 
     Args:
@@ -83,8 +82,7 @@ class ServerRow:
     num_lives: int
 
 
-@dataclass(frozen=True, slots=True)
-class RunPicture:
+class RunPicture(msgspec.Struct, frozen=True):
     """A run at a moment.
 
     Args:
@@ -102,9 +100,11 @@ class RunPicture:
     elapsed_s: float
     verdict: RunVerdict = HEALTHY
     workers: Sequence[WorkerRow] = ()
-    times: Mapping[int, WorkerTime] = field(default_factory=dict[int, "WorkerTime"])
-    staleness: Mapping[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
-    processes: Mapping[tuple[str, int], ProcessState] = field(default_factory=dict[tuple[str, int], "ProcessState"])
+    times: Mapping[int, WorkerTime] = msgspec.field(default_factory=dict[int, "WorkerTime"])
+    staleness: Mapping[int, tuple[int, int]] = msgspec.field(default_factory=dict[int, tuple[int, int]])
+    processes: Mapping[tuple[str, int], ProcessState] = msgspec.field(
+        default_factory=dict[tuple[str, int], "ProcessState"]
+    )
     servers: Sequence[ServerRow] = ()
     events: Sequence[str] = ()
     loss: LossVerdict = UNKNOWN

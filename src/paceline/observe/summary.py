@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from heapq import merge
 from operator import attrgetter
 from statistics import fmean, median
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from paceline.observe.averages import mean
 from paceline.observe.trace import NO_SERVER, MembershipRecord, MinClock, ReadRecord, RowRead, Step
@@ -22,8 +23,7 @@ CURVE_POINTS = 36
 SLOW_RATIO = 1.5
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSummary:
+class WorkerSummary(msgspec.Struct, frozen=True):
     """Finished clocks, samples and time of one worker; `wait_s` is its time of waiting for others.
 
     `comm_s` is the time of its training loop in push, clock and pull, with the waiting.
@@ -48,16 +48,14 @@ class WorkerSummary:
         return self.comm_s / ((self.wait_s + self.busy_s) or 1.0)
 
 
-@dataclass(frozen=True, slots=True)
-class CurvePoint:
+class CurvePoint(msgspec.Struct, frozen=True):
     """The mean loss of some consecutive steps, at their mean time (since the first step began) or clock."""
 
     at: float
     loss: float
 
 
-@dataclass(frozen=True, slots=True)
-class RunSummary:
+class RunSummary(msgspec.Struct, frozen=True):
     """Summary of a run; None where the run has no such record, as a single process reads no tables."""
 
     seconds: float

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Final, Literal
+
+import msgspec
 
 from paceline.observe.window import Window, increase, latest_life, worker_times
 
@@ -51,8 +52,7 @@ _ASLEEP: Final = 0.5
 _LEAST_PUSHES_REFUSED: Final = 3
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessState:
+class ProcessState(msgspec.Struct, frozen=True):
     """What the kernel says of a process of a run, on this machine.
 
     Args:
@@ -64,8 +64,7 @@ class ProcessState:
     rss_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Surroundings:
+class Surroundings(msgspec.Struct, frozen=True):
     """What the records do not say.
 
     Args:
@@ -78,15 +77,16 @@ class Surroundings:
     """
 
     now: float = 0.0
-    ends: Mapping[int, str] = field(default_factory=dict[int, str])
-    processes: Mapping[tuple[str, int], ProcessState] = field(default_factory=dict[tuple[str, int], ProcessState])
+    ends: Mapping[int, str] = msgspec.field(default_factory=dict[int, str])
+    processes: Mapping[tuple[str, int], ProcessState] = msgspec.field(
+        default_factory=dict[tuple[str, int], ProcessState]
+    )
     records_end: bool = False
     disk: DiskUse | None = None
     has_ended: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class RunVerdict:
+class RunVerdict(msgspec.Struct, frozen=True):
     """What holds up a run most.
 
     Args:

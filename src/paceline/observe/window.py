@@ -9,6 +9,8 @@ from itertools import chain, pairwise
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
+import msgspec
+
 from paceline.observe.trace import (
     NO_SERVER,
     AppliedRecord,
@@ -136,8 +138,7 @@ class Window:
         return max((first.t - first.step_s for first in firsts), default=0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerTime:
+class WorkerTime(msgspec.Struct, frozen=True):
     """Mean seconds of a step of one worker, over the latest steps.
 
     Args:

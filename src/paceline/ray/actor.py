@@ -14,7 +14,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from io import BufferedReader
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -22,6 +21,7 @@ from threading import Condition
 from typing import Final, final
 
 import msgspec
+from msgspec.structs import replace
 
 from paceline.job.addresses import CLUSTER_NAME, SPEC_NAME, address_path
 from paceline.job.credentials.holders import KEYS_NAME, Holder

@@ -6,10 +6,11 @@ import os
 import select
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, final
+
+from msgspec.structs import replace
 
 from paceline.errors import DeadlineExceeded, PacelineError, UsageError
 from paceline.job.addresses import CLUSTER_NAME

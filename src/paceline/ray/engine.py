@@ -8,9 +8,10 @@ import socket
 import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from paceline.errors import PeerError, UsageError
 from paceline.job.environment import ray_authenticates, set_missing
@@ -33,8 +34,7 @@ OWN_CLUSTER: Final[Mapping[str, str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Cluster:
+class Cluster(msgspec.Struct, frozen=True):
     """A Ray cluster that this process is connected to.
 
     `is_own`: it was started for this run, and no more will come of anything than it has.

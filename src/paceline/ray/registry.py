@@ -6,11 +6,11 @@ import math
 import signal
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 import msgspec
+from msgspec.structs import replace
 
 from paceline.errors import PeerError
 from paceline.job.addresses import (

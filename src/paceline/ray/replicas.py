@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, final
+
+from msgspec.structs import replace
 
 from paceline.job.views import FIRST, NUM_PLACES, Views
 from paceline.launch.replicas import ServerPlace

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
+import msgspec
+
 from paceline.errors import UsageError
 from paceline.job.credentials.holders import Holder, TokenFiles, tls_settings
 from paceline.job.folders import check_private
@@ -27,8 +29,7 @@ DEFAULT_NAMESPACE: Final = "default"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-@dataclass(frozen=True, slots=True)
-class ServerCredentials:
+class ServerCredentials(msgspec.Struct, frozen=True):
     """Credentials of one side."""
 
     secret: Secret
@@ -175,8 +176,7 @@ def find_holder(keys: Path, rank: int | None, role: ClientRole = "worker") -> Ho
     return Holder.parse(names[0])
 
 
-@dataclass(frozen=True, slots=True)
-class ServeUrl:
+class ServeUrl(msgspec.Struct, frozen=True):
     """The address of a namespace: of the server, or of several of which one serves it.
 
     >>> ServeUrl.parse("paceline://node-3:7700/mnist")

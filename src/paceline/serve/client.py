@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Final, final
+
+import msgspec
 
 from paceline.errors import (
     AuthenticationFailed,
@@ -149,8 +150,7 @@ class NamespaceTransport:
             self._addresses = tuple(dict.fromkeys((*self._find(), *self._learned)))
 
 
-@dataclass(frozen=True, slots=True)
-class ServeEntry:
+class ServeEntry(msgspec.Struct, frozen=True):
     """An admitted client: the transport to its namespace, and its rank there."""
 
     transport: NamespaceTransport

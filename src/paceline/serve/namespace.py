@@ -11,9 +11,10 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar, final
+
+import msgspec
 
 from paceline.core.messages import Sender, WorkerRefused
 from paceline.core.settings import ServerSettings
@@ -180,8 +181,7 @@ class HandoffQueue:
             connection.close()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamespaceConfig:
+class NamespaceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of all namespaces of a server.
 
     Args:
@@ -197,7 +197,7 @@ class NamespaceConfig:
     tell: Callable[[str], None]
     snapshot_every_s: float = 0.0
     lease_s: float = LEASE_S
-    allowed_paths: frozenset[str] | None = field(default=frozenset())
+    allowed_paths: frozenset[str] | None = frozenset()
     or_previous: bool = False
     memory: LastingMemory | None = None
     metrics: dict[str, RunMetrics] | None = None

@@ -15,9 +15,10 @@ import secrets
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
+
+import msgspec
 
 from paceline.errors import AuthenticationFailed, PacelineError, PeerError, UsageError
 from paceline.job.folders import make_private, names_in
@@ -165,8 +166,7 @@ class PeerTransport:
         return self._transport.connect(address, encode(frame), timeout_s=timeout_s)
 
 
-@dataclass(frozen=True, slots=True)
-class Companion:
+class Companion(msgspec.Struct, frozen=True):
     """Another server that lives."""
 
     number: int

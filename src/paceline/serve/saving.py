@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,8 +37,7 @@ Read = Callable[[], memoryview]
 AskServer = Callable[[Read], memoryview]  # has the thread of the server read, and blocks until it has
 
 
-@dataclass(frozen=True, slots=True)
-class TableVersions:
+class TableVersions(msgspec.Struct, frozen=True):
     """The versions of a server's tables: equal versions mean equal values."""
 
     clock: int
@@ -61,8 +59,7 @@ def clock_of(held: ServerState) -> int:
     return max((held.core.clock_of(name) for name in held.core.tables), default=held.core.settings.clock)
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
+class _Cut(msgspec.Struct, frozen=True):
     """A cut of one table; see `PieceReader`."""
 
     cut: TableCut
@@ -80,8 +77,7 @@ class _Cut:
             raise UsageError(describe_error(error)) from error
 
 
-@dataclass(frozen=True, slots=True)
-class NamespaceCut:
+class NamespaceCut(msgspec.Struct, frozen=True):
     """All tables of a namespace as they were between two events, until they are written."""
 
     settings: ServerSettings
@@ -151,8 +147,7 @@ def _cut_table(table: ServedTable, clock: int, ask: AskServer, since: str, opene
     return CutOfTable(spec, encoded, [head_of(table, made, clock)], _Cut(made, ask))
 
 
-@dataclass(frozen=True, slots=True)
-class _Saved:
+class _Saved(msgspec.Struct, frozen=True):
     """A table of a snapshot; see `SavedTable`."""
 
     snapshot: Snapshot

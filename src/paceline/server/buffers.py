@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from paceline.errors import PeerError
 from paceline.server.served_table import ServedTable
 from paceline.transport.base import Connection
@@ -114,8 +116,7 @@ class ReceiveBuffers:
         self.pool.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class BodyLimits:
+class BodyLimits(msgspec.Struct, frozen=True):
     """Checks the size of a body, and allocates memory for it where the transport copies.
 
     Called by reader threads while the server's thread adds tables, so each call looks a table up once.

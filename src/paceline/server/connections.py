@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 
-from paceline.core.messages import Clock, Delivered, Fetched, Held, Ticked, value_class
+import msgspec
+
+from paceline.core.messages import Clock, Delivered, Fetched, Held, Ticked
 from paceline.core.work_queue import Life
 from paceline.errors import DeadlineExceeded, PeerError
 from paceline.observe.resources import SAMPLE_INTERVAL_S, ProcessSamples, ResourceUsage
@@ -50,8 +52,7 @@ _POLL_S = 0.5  # between two looks at all connections: whether a peer is silent
 _NO_MEMORY = "this machine has no memory for a frame"
 
 
-@value_class
-class Incoming:
+class Incoming(msgspec.Struct, frozen=True):
     """A frame for the server's thread, or the end of a connection (frame is None)."""
 
     connection: Connection
@@ -72,20 +73,17 @@ def said_by(item: object, num_servers: int) -> tuple[Life, object] | None:
     return (hello.rank, hello.incarnation), message
 
 
-@dataclass(frozen=True, slots=True)
-class Expel:
+class Expel(msgspec.Struct, frozen=True):
     """Close connections whose certificate has one of these holders or serial numbers: an item of the queue."""
 
     names: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(msgspec.Struct, frozen=True):
     """End the server's loop: an item of the queue."""
 
 
-@dataclass(frozen=True, slots=True)
-class _OnlySmall:
+class _OnlySmall(msgspec.Struct, frozen=True):
     """A reader thread has ended, as bodies are small again: an item of the queue, after the frames that it has read."""
 
     connection: Connection

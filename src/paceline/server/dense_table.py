@@ -5,20 +5,22 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from pathlib import Path
 from typing import ClassVar, NoReturn
 
+import msgspec
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load, save, save_file
 from torch import Tensor
 
 from paceline.core.consistency import Consistency
 from paceline.core.effects import Measure
 from paceline.core.events import Measured
-from paceline.core.messages import Delivered, Fetched, PushId, value_class
+from paceline.core.messages import Delivered, Fetched, PushId
 from paceline.core.partition import Range, holders
 from paceline.core.work_queue import Life
 from paceline.errors import PeerError, ProtocolBug, UsageError
@@ -70,8 +72,7 @@ _NOTHING = torch.empty(0)
 _COPIED = 2 * 3  # of a rule that updates whole tensors there are two copies, of values and mostly two states
 
 
-@value_class
-class _WaitingPush:
+class _WaitingPush(msgspec.Struct, frozen=True):
     """A received push that is neither applied nor discarded, and the memory that it came in."""
 
     contribution: Contribution

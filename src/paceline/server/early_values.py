@@ -8,10 +8,12 @@ byte for byte, those that the update makes in the end: a worker that dies in the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from paceline.core.messages import Push, PushId
@@ -106,8 +108,7 @@ class Assemblies:
         self.pool.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class EarlyBody:
+class EarlyBody(msgspec.Struct, frozen=True):
     """Values to send to some members; they do not change any more."""
 
     message: EarlyValues

@@ -10,9 +10,10 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, TypeVar, final
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -56,13 +57,12 @@ class HasNoRows(UsageError):
     """Rows are asked for of a table that has a shape, or where there are no tables."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Server:
+class _Server(msgspec.Struct, frozen=True):
     """What serves the tables at present: `do` has its thread make a call, between two messages."""
 
     do: Callable[[Callable[[ServerState], None]], None]
     tables: ServedTables
-    followed: set[str] = field(default_factory=set[str])  # tables that may have logs; for the server's thread
+    followed: set[str] = msgspec.field(default_factory=set[str])  # tables that may have logs; for the server's thread
 
 
 @dataclass(slots=True)

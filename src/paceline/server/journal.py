@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+import msgspec
+
 from paceline.core import events, messages
 from paceline.core.server import ServerEvent
 from paceline.core.work_queue import Life
@@ -52,8 +54,7 @@ class JournalFull(PacelineError):
     """An entry is too large for the memory of a journal."""
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True):
     """A request of a worker that changes what is kept beside the core; `request` is its message as on the wire."""
 
     worker: int
@@ -66,8 +67,7 @@ class Asked:
         return self.worker, self.incarnation
 
 
-@dataclass(frozen=True, slots=True)
-class Began:
+class Began(msgspec.Struct, frozen=True):
     """What changes a table otherwise than by a push, which another process could not finish: a snapshot follows it."""
 
     table: str
@@ -131,8 +131,7 @@ def decode_written(content: bytes) -> Written:
     return _CODEC.decode(content)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True):
     """What was written down, and when it happened (monotonic seconds of this machine)."""
 
     written: Written

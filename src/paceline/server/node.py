@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
+
+from msgspec.structs import replace
 
 from paceline.core.consistency import Consistency
 from paceline.core.effects import (

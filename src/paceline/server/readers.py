@@ -10,8 +10,10 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from typing import Final, NoReturn, final
+
+import msgspec
+from msgspec.structs import replace
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
 from paceline.server.feeds import HasNoRows, RowFeeds, RowReading, RowsRequest
@@ -53,12 +55,11 @@ class _NotComing(UsageError):
     """Bytes of a version that a relay fetches have not come to it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
+class Published(msgspec.Struct, frozen=True):
     """What readers of one server may read: the versions that were published, and the rows of its tables."""
 
-    versions: PublishedVersions = field(default_factory=PublishedVersions)
-    feeds: RowFeeds = field(default_factory=RowFeeds)
+    versions: PublishedVersions = msgspec.field(default_factory=PublishedVersions)
+    feeds: RowFeeds = msgspec.field(default_factory=RowFeeds)
 
 
 @final

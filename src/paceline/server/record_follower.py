@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
+import msgspec
+
 from paceline.errors import PeerError
 from paceline.server.journal import Written, decode_written
 from paceline.server.record import UnreadableRecord, read_frames
@@ -19,8 +21,7 @@ if TYPE_CHECKING:
     from paceline.server.tables import ServedTables
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(msgspec.Struct, frozen=True):
     """A replay between two events: the number of those so far, the latest one, and the server as it is now.
 
     Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, cast, final
 
 import msgspec
@@ -17,8 +16,7 @@ from paceline.observe.trace import Trace
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class ServerRecords:
+class ServerRecords(msgspec.Struct, frozen=True):
     """Writes records of the server of this rank."""
 
     trace: Trace

@@ -79,8 +79,7 @@ class Declarations:
 _DECLARATIONS: Final = StateCodec(Declarations)
 
 
-@dataclass(frozen=True, slots=True)
-class ServerParts:
+class ServerParts(msgspec.Struct, frozen=True):
     """What of a server changes with what it is told, its tables aside."""
 
     core: ServerCore
@@ -156,8 +155,7 @@ class Recovery:
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class JournalReplay:
+class JournalReplay(msgspec.Struct, frozen=True):
     """Makes a server what the process before it was. Used by the server's thread, before it listens.
 
     Args:

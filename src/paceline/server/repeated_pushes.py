@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Final, final
+
+import msgspec
 
 from paceline.core.events import Died
 from paceline.core.messages import Join, PushId
@@ -21,8 +22,7 @@ _LOOK_S: Final = 0.5  # between two looks at the time, while workers come back
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class RepeatedPushes:
+class RepeatedPushes(msgspec.Struct, frozen=True):
     """Takes in what workers repeat, on the thread of a server that is in the place of another process.
 
     Args:

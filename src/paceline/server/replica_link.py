@@ -36,7 +36,7 @@ from paceline.server.replica_messages import (
     Restored,
     Told,
 )
-from paceline.server.replica_place import ReplicaPlace, Superseded
+from paceline.server.replica_place import HandedOver, ReplicaPlace, Superseded
 from paceline.server.tables import ServedTables
 from paceline.stopwatch import Stopwatch
 from paceline.transport.base import EMPTY, Connection
@@ -107,7 +107,7 @@ class ReplicaLink:
         It looks once a second, and does not wait, unless this process is to hand over.
 
         Raises:
-            Superseded: the replica serves in the place of this process.
+            Superseded: the replica serves in the place of this process; `HandedOver` where it was asked to.
         """
         if not self.is_connected or time.monotonic() < self._look_s:
             return
@@ -118,10 +118,14 @@ class ReplicaLink:
         self._hear_all()
 
     def _hand_over(self) -> None:
-        """Have the replica serve; raises Superseded once it does, and goes on where it is gone."""
+        """Have the replica serve; raises HandedOver once it does, and goes on where it is gone."""
         self.wait_received()  # first: the rest of a frame may be on its way
-        self._send(Leaving())
-        self.wait_received()  # which does not come: the replica closes the connection once it serves
+        assert self.place is not None
+        try:
+            self._send(Leaving())
+            self.wait_received()  # which does not come: the replica closes the connection once it serves
+        except Superseded as error:
+            raise HandedOver(f"{self.place.served} is handed over, to its replica on another machine") from error
 
     def take_replicated(self) -> dict[Life, list[int]]:
         """Return by worker the pushes that the replica has received since the last call; all, where there is none.

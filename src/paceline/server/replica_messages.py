@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from paceline.update.rules import Hyper
 from paceline.wire.messages import MessageCodec
@@ -13,15 +14,13 @@ FOLDER: Final = "paceline-replica-"  # where a table is, for as long as it takes
 ANSWER_TIMEOUT_S: Final = 30.0  # the connection itself says sooner that a machine is gone
 
 
-@dataclass(frozen=True, slots=True)
-class Attached:
+class Attached(msgspec.Struct, frozen=True):
     """I serve, in this view; beside this is the state of my core and of what is kept beside it."""
 
     view: int
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
+class Restored(msgspec.Struct, frozen=True):
     """Beside this are values and state of a table, as `ServedTable.save` writes them at this clock and version."""
 
     table: str
@@ -30,66 +29,56 @@ class Restored:
     hyper: tuple[Hyper, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Pushed:
+class Pushed(msgspec.Struct, frozen=True):
     """The tensor beside this came with this push (a frame's header) and waits for its event."""
 
     push: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Looked:
+class Looked(msgspec.Struct, frozen=True):
     """A worker has said this of rows that it reads (a frame's header), which counts as their use; ids are beside it."""
 
     frame: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Happened:
+class Happened(msgspec.Struct, frozen=True):
     """This was written down at this time; the body of a request is beside it."""
 
     now: float
     written: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Idled:
+class Idled(msgspec.Struct, frozen=True):
     """I have looked for requests about tables without pushes whose clock has come."""
 
 
-@dataclass(frozen=True, slots=True)
-class Checked:
+class Checked(msgspec.Struct, frozen=True):
     """I am about to give an answer that rests on nothing new: it leaves if you still follow me."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True):
     """I end as I was told to, or go on without you: serve no longer."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Leaving:
+class Leaving(msgspec.Struct, frozen=True):
     """You have been told all, and I say nothing more to any worker: serve in my place."""
 
 
-@dataclass(frozen=True, slots=True)
-class Noted:
+class Noted(msgspec.Struct, frozen=True):
     """What is kept of the server beside its node is this from now on, in the encoding of what keeps it."""
 
     content: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Proved:
+class Proved(msgspec.Struct, frozen=True):
     """My tables have these digests at the end; in a record only."""
 
     digests: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(msgspec.Struct, frozen=True):
     """I have so many of your frames, and do what they say."""
 
     num_frames: int

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from paceline.errors import PacelineError
 from paceline.transport.base import Transport
@@ -12,6 +13,10 @@ from paceline.transport.base import Transport
 
 class Superseded(PacelineError):
     """Another process serves in the place of this one, or none is to."""
+
+
+class HandedOver(Superseded):
+    """The replica serves in the place of this process, as it was asked to."""
 
 
 class Promotion(Protocol):
@@ -30,8 +35,7 @@ class Promotion(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaPlace:
+class ReplicaPlace(msgspec.Struct, frozen=True):
     """What it takes to reach the replica of a server, and to go on without it.
 
     Args:

@@ -6,8 +6,10 @@ And reports of long waits: server 0 finds which workers hold up the others, and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, TypeVar
+
+from msgspec.structs import replace
 
 from paceline.core.events import Declared
 from paceline.core.server import ServerCore

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, NoReturn
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load, save
 from torch import Tensor
 

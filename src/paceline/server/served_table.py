@@ -17,13 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
+import msgspec
 from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.core.consistency import Consistency
 from paceline.core.effects import Measure
 from paceline.core.events import ClippedPush, InvalidPush, Measured
-from paceline.core.messages import Delivered, Fetched, Push, PushId, value_class
+from paceline.core.messages import Delivered, Fetched, Push, PushId
 from paceline.core.partition import Range
 from paceline.core.settings import ServerSettings
 from paceline.core.work_queue import Life
@@ -127,8 +128,7 @@ class TableHost:
         return f"server {self.settings.server}"
 
 
-@dataclass(frozen=True, slots=True)
-class Acceptance:
+class Acceptance(msgspec.Struct, frozen=True):
     """What became of a push or a pull that has arrived; with both fields empty it is accepted.
 
     `problem`: why it is refused. `wanted`: a request for its ids, which are not known here. `clips`: it is accepted,
@@ -150,8 +150,7 @@ ACCEPTED = Acceptance()
 TO_CLIP = Acceptance(clips=True)
 
 
-@value_class
-class PartToPublish:
+class PartToPublish(msgspec.Struct, frozen=True):
     """The values of a server's range of a table as they are at one moment, from element `start` on: `size_bytes`.
 
     Any thread may read the `cut`, once, into memory that the `transport` carries.
@@ -163,8 +162,7 @@ class PartToPublish:
     transport: Transport
 
 
-@value_class
-class ServedValues:
+class ServedValues(msgspec.Struct, frozen=True):
     """The body of an answer or a delivery.
 
     `lent` is the body if it is memory that will change; None: it does not change, or a transport maps it.
@@ -188,8 +186,7 @@ class SavedTable(Protocol):
         ...
 
 
-@value_class
-class SavedFile:
+class SavedFile(msgspec.Struct, frozen=True):
     """A file that `ServedTable.save` wrote; see `SavedTable`."""
 
     path: Path

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
+
+import msgspec
 
 from paceline.core.events import Declared
 from paceline.errors import PeerError, UsageError
@@ -93,8 +94,7 @@ class ServedTables(dict[str, ServedTable]):
         self.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class ServerState:
+class ServerState(msgspec.Struct, frozen=True):
     """The core and the tables of a server, for calls that run on its thread."""
 
     core: ServerCore
@@ -104,8 +104,7 @@ class ServerState:
     declare: Callable[[TableSpec | RowTableSpec], Declared]  # a table, as a worker would
 
 
-@dataclass(frozen=True, slots=True)
-class ServerCall:
+class ServerCall(msgspec.Struct, frozen=True):
     """A call to run on the server's thread, between two messages."""
 
     call: Callable[[ServerState], None]

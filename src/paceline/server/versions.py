@@ -6,11 +6,12 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, final
 
 import torch
+from msgspec.structs import replace
 
 from paceline.errors import UsageError
 from paceline.notices import tell

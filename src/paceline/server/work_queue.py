@@ -24,16 +24,14 @@ MAX_OPEN_ROUNDS = 1 << 12  # rounds of one queue with unassigned pieces
 MAX_EPOCHS = 64  # epochs of one queue that are agreed on and not known to be over
 
 
-@dataclass(frozen=True, slots=True)
-class WorkQueueEntry:
+class WorkQueueEntry(msgspec.Struct, frozen=True):
     """The answer to a claim, and the number of batches before the first round of its epoch."""
 
     answer: WorkAnswer
     start: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Agreement:
+class _Agreement(msgspec.Struct, frozen=True):
     """The settings of an epoch that all its workers share, and the rank that sent them first."""
 
     terms: tuple[int, ...]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec.structs import replace
 
 from paceline.core.effects import (
     Drop,
@@ -43,8 +46,7 @@ _WAITS = 0.75  # the same, with the end of its clock at least
 _TWICE = 0.5  # probability that a worker reads a table of rows twice at the same time
 
 
-@dataclass(frozen=True, slots=True)
-class _RowRead:
+class _RowRead(msgspec.Struct, frozen=True):
     """A read of some rows of a table; `number` tells those apart that are under way at the same time."""
 
     table: str
@@ -53,8 +55,7 @@ class _RowRead:
     needs: int = 0  # the clock below which they must contain every update
 
 
-@dataclass(frozen=True, slots=True)
-class Unsubscription:
+class Unsubscription(msgspec.Struct, frozen=True):
     """A worker has dropped these rows of a table; `request` is the number of its next read."""
 
     table: str

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 from cyclopts import Parameter
 from msgspec import json as as_json  # which has null for what is not finite
+from msgspec.structs import replace
 
 from paceline.core.consistency import Consistency, bsp
 from paceline.core.settings import LEASE_S
@@ -359,8 +361,7 @@ def _columns(table: Table, columns: Sequence[_Column], reference: Outcome, outco
     return table
 
 
-@dataclass(frozen=True, slots=True)
-class _Column:
+class _Column(msgspec.Struct, frozen=True):
     """A column of the table: its heading, its text for an outcome beside bsp's, and whether the scenario has such."""
 
     heading: str

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from paceline.core.messages import value_class
+import msgspec
 
 
-@value_class
-class ReadValues:
+class ReadValues(msgspec.Struct, frozen=True):
     """A worker at `clock` has values that are complete up to `value_clock`."""
 
     t: float
@@ -17,8 +16,7 @@ class ReadValues:
     source: str
 
 
-@value_class
-class FinishedClock:
+class FinishedClock(msgspec.Struct, frozen=True):
     """A worker finished a clock, `step_s` after the one before; it waited for values and for a batch in this time."""
 
     t: float
@@ -30,8 +28,7 @@ class FinishedClock:
     load_s: float
 
 
-@value_class
-class ReachedClock:
+class ReachedClock(msgspec.Struct, frozen=True):
     """On this server every clock below `clock` is complete."""
 
     t: float
@@ -39,8 +36,7 @@ class ReachedClock:
     clock: int
 
 
-@value_class
-class Updated:
+class Updated(msgspec.Struct, frozen=True):
     """A server applied the pushes of these workers as one update, in `took_s` until `t`."""
 
     t: float
@@ -50,8 +46,7 @@ class Updated:
     took_s: float
 
 
-@value_class
-class ChangedMember:
+class ChangedMember(msgspec.Struct, frozen=True):
     """A server saw a worker join, leave or die."""
 
     t: float
@@ -61,8 +56,7 @@ class ChangedMember:
     change: str
 
 
-@value_class
-class MovedBound:
+class MovedBound(msgspec.Struct, frozen=True):
     """A server moved the adaptive bound, as `BoundMoved` of its core says."""
 
     t: float
@@ -73,8 +67,7 @@ class MovedBound:
     staleness: float
 
 
-@value_class
-class RefusedPush:
+class RefusedPush(msgspec.Struct, frozen=True):
     """A worker heard that a push of its came too late, and was not applied."""
 
     t: float

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from paceline.core.consistency import Consistency
 from paceline.core.events import Died, Disconnected
 from paceline.core.messages import Join, Pull, PushId
@@ -78,8 +80,7 @@ class SeenShard:
         self.newest_clock.append(max(clock, self.newest_clock[-1] if self.newest_clock else -1))
 
 
-@dataclass(frozen=True, slots=True)
-class SeenPart:
+class SeenPart(msgspec.Struct, frozen=True):
     """Values of one server or row as read, and what the reader was told about them."""
 
     length: int  # number of updates in them
@@ -88,8 +89,7 @@ class SeenPart:
     added: frozenset[int] = frozenset()  # of own pushes that the reader has added
 
 
-@dataclass(frozen=True, slots=True)
-class SeenRead:
+class SeenRead(msgspec.Struct, frozen=True):
     """One finished read, with its part of every server; of a row table, with every requested row."""
 
     time: float

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+
+import msgspec
 
 from paceline.core.consistency import Consistency
 from paceline.simulate.happenings import Happening
@@ -14,8 +15,7 @@ from paceline.simulate.rehearsal import Rehearsal, RehearsedWorker
 from paceline.simulate.scenario import Scenario
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerOutcome:
+class WorkerOutcome(msgspec.Struct, frozen=True):
     """All lives of one rank: finished clocks, and seconds of computation, of waiting for values and for batches.
 
     `num_refused` of the clocks do not count: their pushes came after their clock was closed.
@@ -35,8 +35,7 @@ class WorkerOutcome:
         return (self.num_clocks - self.num_refused) / spent_s if spent_s else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class ServerOutcome:
+class ServerOutcome(msgspec.Struct, frozen=True):
     """One server: the seconds in which its thread worked, and the bytes of its line."""
 
     rank: int
@@ -45,8 +44,7 @@ class ServerOutcome:
     sent_bytes: float
 
 
-@dataclass(frozen=True, slots=True)
-class LineUse:
+class LineUse(msgspec.Struct, frozen=True):
     """Share of the rehearsal's time in which the busiest line of its kind sent and received, and bytes of all lines."""
 
     sending: float = 0.0
@@ -55,8 +53,7 @@ class LineUse:
     received_bytes: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     """Results of one simulation. A clock counts for throughput once all servers have applied its update.
 
     Where workers come or go, all clocks count over all of the time.

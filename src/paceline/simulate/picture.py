@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from paceline.observe.plots import (
     GRID,
@@ -78,8 +79,7 @@ def _summary(outcome: Outcome) -> RunSummary:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Charts:
+class _Charts(msgspec.Struct, frozen=True):
     """The charts that only a rehearsal has."""
 
     scenario: Scenario

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from math import inf
 from random import Random
 from typing import Final, Literal
+
+import msgspec
 
 from paceline.core.consistency import Consistency, bsp
 from paceline.errors import UsageError
@@ -14,8 +15,7 @@ StragglerKind = Literal["none", "transient", "persistent"]
 _MOST_FACTOR: Final = 1e9
 
 
-@dataclass(frozen=True, slots=True)
-class Stragglers:
+class Stragglers(msgspec.Struct, frozen=True):
     """Which workers are slow, how often and by how much.
 
     Args:
@@ -62,8 +62,7 @@ class Stragglers:
         return self.factor if self.kind == "transient" and rng.random() < self.share else 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Network:
+class Network(msgspec.Struct, frozen=True):
     """Faults of the network. Probabilities are per message.
 
     Args:
@@ -88,8 +87,7 @@ class Network:
         return not (self.reorder or self.drop)
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedLines:
+class SimulatedLines(msgspec.Struct, frozen=True):
     """Lines of a rehearsal: each worker, server and data server has one of its own, which sends and receives at once.
 
     Args:
@@ -109,8 +107,7 @@ class SimulatedLines:
     early: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class DataServers:
+class DataServers(msgspec.Struct, frozen=True):
     """Data servers of a rehearsal, which make batches for workers, one after another; worker w asks server w mod n.
 
     Args:
@@ -126,8 +123,7 @@ class DataServers:
     ahead: int = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Faults:
+class Faults(msgspec.Struct, frozen=True):
     """Faults of workers and servers.
 
     A rehearsal has deaths, restarts, joins and leaves; a world under checkers has all but the leaves.
@@ -155,8 +151,7 @@ class Faults:
     restart_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Scenario:
+class Scenario(msgspec.Struct, frozen=True):
     """One simulation, deterministic for a given seed. Times are virtual seconds.
 
     `others`: policies of further tables. Each server declares them at random times, and each worker opens those that it
@@ -173,7 +168,7 @@ class Scenario:
     `rate`: the learning rate of the mean gradient of a clock.
     """
 
-    consistency: Consistency = field(default_factory=bsp)
+    consistency: Consistency = msgspec.field(default_factory=bsp)
     others: tuple[Consistency, ...] = ()
     rows: tuple[Consistency, ...] = ()
     num_pushes: int = 1
@@ -182,9 +177,9 @@ class Scenario:
     num_clocks: int = 50
     compute_s: tuple[float, float] = (0.009, 0.011)
     apply_s: float = 0.0  # seconds of an update; in a rehearsal, of each push in it
-    stragglers: Stragglers = field(default_factory=Stragglers)
-    network: Network = field(default_factory=Network)
-    fate: Faults = field(default_factory=Faults)
+    stragglers: Stragglers = msgspec.field(default_factory=Stragglers)
+    network: Network = msgspec.field(default_factory=Network)
+    fate: Faults = msgspec.field(default_factory=Faults)
     # Probability that a read with fresh cached values goes to the servers.
     refresh: float = 1.0
     lease_s: float = 0.05
@@ -193,8 +188,8 @@ class Scenario:
     # Probability that a worker drops a cached row when it begins a read.
     evicted: float = 0.1
     seed: int = 0
-    lines: SimulatedLines = field(default_factory=SimulatedLines)
-    data: DataServers = field(default_factory=DataServers)
+    lines: SimulatedLines = msgspec.field(default_factory=SimulatedLines)
+    data: DataServers = msgspec.field(default_factory=DataServers)
     recorded: tuple[tuple[float, ...], ...] = ()
     starts: tuple[float, ...] = ()
     handle_s: float = 0.0

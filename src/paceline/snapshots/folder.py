@@ -19,7 +19,6 @@ import shutil
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -135,8 +134,7 @@ class SnapshotManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(entry.size_bytes for entry in self.files)
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(msgspec.Struct, frozen=True):
     """A whole snapshot on disk."""
 
     folder: Path

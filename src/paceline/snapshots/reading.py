@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Final
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from paceline.core.partition import Range

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, final, runtime_checkable
 
@@ -44,8 +43,7 @@ _MOST_LATER: Final = 5  # later clocks that are asked for
 Positions = Sequence[Mapping[str, int]]
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotPlan:
+class SnapshotPlan(msgspec.Struct, frozen=True):
     """Where a job keeps its snapshots, and how often it makes one.
 
     Args:
@@ -297,8 +295,7 @@ def _packed(state: object) -> bytes:
         ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class ResumedFrom:
+class ResumedFrom(msgspec.Struct, frozen=True):
     """The snapshot that this job goes on from.
 
     Args:

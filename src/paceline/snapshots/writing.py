@@ -46,8 +46,7 @@ class PieceReader(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class CutOfTable:
+class CutOfTable(msgspec.Struct, frozen=True):
     """A table that is cut: its declaration, what its servers have said, and what reads their parts."""
 
     spec: TableSpec | RowTableSpec
@@ -326,8 +325,7 @@ def _places(spec: TableSpec, span: Range, start: int, stop: int) -> Iterator[Pla
         yield piece.offset, piece.offset + piece.numel, piece.segment
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(msgspec.Struct, frozen=True):
     """The values, or a state, of a table on their way into a file: of the segments that have it."""
 
     name: str

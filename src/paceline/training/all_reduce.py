@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
 from typing import Any, Final
 from weakref import WeakMethod
 
+import msgspec
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from paceline.core.calls import checked, shown
@@ -37,8 +38,7 @@ from paceline.update.summing import num_nonfinite
 _MOST_MB: Final = 1e6
 
 
-@dataclass(frozen=True, slots=True)
-class AllReduce:
+class AllReduce(msgspec.Struct, frozen=True):
     """All-reduce strategy: workers combine gradients while backward runs; see `paceline.strategies.all_reduce`.
 
     Args:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import TypeAlias
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 from torch.nn.parameter import is_lazy
 

@@ -6,10 +6,10 @@ import json
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Final, Literal, TypeAlias, get_args
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -33,8 +33,7 @@ _PRESENT: Final = "has gradient"
 COMPARED_EVERY: Final = 100  # steps: the values of all replicas, to the bit; in the first one too
 
 
-@dataclass(frozen=True, slots=True)
-class AgreedHyperparameters:
+class AgreedHyperparameters(msgspec.Struct, frozen=True):
     """The hyperparameters of an optimizer as they are now: what schedulers change, and what all workers step with.
 
     With them travels which parameters have a gradient: one of zeros is a step too, of momentum and decay.

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Final, TypeVar, cast
 from weakref import WeakMethod
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -53,8 +54,7 @@ T = TypeVar("T")
 _IGNORED: Final = "_ddp_params_and_buffers_to_ignore"  # torch's attribute for tensors that it leaves alone
 
 
-@dataclass(frozen=True, slots=True)
-class DDPSettings:
+class DDPSettings(msgspec.Struct, frozen=True):
     """Settings of gradient combination; see `paceline.distributed` and `paceline.strategies.all_reduce`."""
 
     name: str

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from weakref import WeakMethod
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -125,8 +126,7 @@ def refusal_of(named: Mapping[str, Tensor]) -> str:
 _POLICY: Final = asynchronous()
 
 
-@dataclass(frozen=True, slots=True)
-class Downpour:
+class Downpour(msgspec.Struct, frozen=True):
     """Downpour SGD strategy; see `paceline.strategies.downpour`.
 
     Args:

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -20,8 +21,7 @@ from paceline.worker.validation import brief
 MAX_ASKED = 8  # pending requests ahead; further ones are ignored, and their forward waits for the rows
 
 
-@dataclass(frozen=True, slots=True)
-class CollectedGradients:
+class CollectedGradients(msgspec.Struct, frozen=True):
     """Rows that a lookup returns to a model.
 
     Args:

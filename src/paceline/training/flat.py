@@ -13,6 +13,7 @@ from functools import reduce
 from itertools import accumulate, pairwise
 from weakref import WeakMethod, ref
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
@@ -366,8 +367,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an eleme
 _STRETCH = 4096  # elements
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GradientVersion:
+class GradientVersion(msgspec.Struct, frozen=True, eq=False):
     """Gradient and its torch version, which counts changes in place."""
 
     gradient: Tensor | None
@@ -379,8 +379,7 @@ class GradientVersion:
         return GradientVersion(gradient, -1 if gradient is None else version_of(gradient))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Copy:
+class _Copy(msgspec.Struct, frozen=True, eq=False):
     """Copy of a gradient from its device, complete at `done`; holds the gradient so that its address is not reused."""
 
     gradient: Tensor

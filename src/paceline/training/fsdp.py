@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import torch
 from torch import nn
 
@@ -71,8 +71,7 @@ def _unfit(between: object) -> UsageError:
 _NOT_ON_SLICES: Final = ("Rprop",)  # it writes to elements by a mask
 
 
-@dataclass(frozen=True, slots=True)
-class FullySharded:
+class FullySharded(msgspec.Struct, frozen=True):
     """Strategy in which each worker keeps a slice of the model; see `paceline.strategies.fsdp`."""
 
     workers: int | None = None

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 from weakref import WeakMethod
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -44,8 +44,7 @@ from paceline.training.strategy import Settings, TrainingJob, require_fresh
 from paceline.update.summing import num_nonfinite
 
 
-@dataclass(frozen=True, slots=True)
-class ShardGroup:
+class ShardGroup(msgspec.Struct, frozen=True):
     """The workers that keep slices of one model, and those with whose gradients backward combines their own.
 
     Args:

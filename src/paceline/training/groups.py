@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
+import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
@@ -27,8 +28,7 @@ _MAX_SHOWN: Final = 160  # characters of one value in messages
 _SHOWN: Final = 5  # names in a message
 
 
-@dataclass(frozen=True, slots=True)
-class Groups:
+class Groups(msgspec.Struct, frozen=True):
     """Strategy that distributes each parameter by the first pattern that matches its name.
 
     Args:
@@ -111,8 +111,7 @@ class Groups:
         return shares
 
 
-@dataclass(frozen=True, slots=True)
-class GroupShare:
+class GroupShare(msgspec.Struct, frozen=True):
     """The parameters of one strategy, by their indices in the optimizer, in order."""
 
     patterns: str
@@ -132,8 +131,7 @@ class GroupShare:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class GroupPart:
+class GroupPart(msgspec.Struct, frozen=True):
     """The optimizer of one strategy's parameters.
 
     Args:

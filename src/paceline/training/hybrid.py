@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 from weakref import WeakMethod
 
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load, save
 from torch import Tensor, nn
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -36,8 +37,7 @@ from paceline.worker.pushes import PendingPush
 from paceline.worker.table import PendingRead, Table
 
 
-@dataclass(frozen=True, slots=True)
-class ExchangeRounds:
+class ExchangeRounds(msgspec.Struct, frozen=True):
     """Rounds of inner steps with an exchange each; see `paceline.strategies.diloco`.
 
     Raises:
@@ -538,8 +538,7 @@ _OUTER_LR = 0.7
 _CAUTIOUS_LR = 0.07  # where momentum acts on each stale push
 
 
-@dataclass(frozen=True, slots=True)
-class LocalSGD:
+class LocalSGD(msgspec.Struct, frozen=True):
     """Strategy in which every worker steps its own model and servers merge them; see `paceline.strategies.diloco`."""
 
     rounds: ExchangeRounds

@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, cast
 from weakref import WeakMethod
 
+import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -185,8 +187,7 @@ class Bucket:
         return {index - self.first: state[index] for index in indices if index in state}
 
 
-@dataclass(frozen=True, slots=True)
-class _Sent:
+class _Sent(msgspec.Struct, frozen=True):
     """Push that was sent, and the values that it was made from."""
 
     pushed: PendingPush
@@ -651,8 +652,7 @@ class DistributedOptimizer(Distributed):
                 bucket.wait_for_values()
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterServer:
+class ParameterServer(msgspec.Struct, frozen=True):
     """Parameter-server strategy: servers hold the parameters and apply the updates, under any consistency.
 
     Args:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -28,8 +29,7 @@ PUBLISHED_AS: Final = "policy"  # where no name is given
 KEPT: Final = 3  # versions, where no number is given
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
+class _Plan(msgspec.Struct, frozen=True):
     """Where the tensors of a model are: in tables, in the rest, or on no server (`absent`, by name)."""
 
     tensors: tuple[PublishedTensor, ...]

@@ -6,11 +6,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar, cast
 
+import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -102,8 +104,7 @@ _OVERFLOW: Final = "a GradScaler has found gradients that are not finite: its sc
 _USUAL_OVERFLOWS: Final = 10
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(msgspec.Struct, frozen=True):
     """Settings of a distributed optimizer; see `paceline.distributed`."""
 
     consistency: Consistency
@@ -238,8 +239,7 @@ def open_flat(
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class HeldTensor:
+class HeldTensor(msgspec.Struct, frozen=True, eq=False):
     """A parameter or a buffer whose values servers hold: the elements of a table from `start` on."""
 
     name: str

@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol, final, runtime_checkable
 
+import msgspec
+
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.transport.buffer_pool import Buffer
 
@@ -44,8 +46,7 @@ class Frame(NamedTuple):
             self.buffer.release()
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True):
     """Limits on what a peer may make us do: sizes in bytes per frame, counts per listener or connection."""
 
     # The declaration of a table names each of its parameters: this holds some ten thousand of them.
@@ -98,8 +99,7 @@ class Credentials:
 ANY: Final = "any"  # as a holder: any process of a job; as a job: every job
 
 
-@dataclass(frozen=True, slots=True)
-class PeerIdentity:
+class PeerIdentity(msgspec.Struct, frozen=True):
     """The identity in a peer's certificate: its holder ("worker-3", "any") and its serial number in hexadecimal.
 
     Without TLS there is none, and both are empty.

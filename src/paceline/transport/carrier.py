@@ -1,14 +1,14 @@
 """What a transport declares so that jobs can use it between their processes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from paceline.transport.base import Secret, Transport
 from paceline.transport.tls import TlsSettings
 
 
-@dataclass(frozen=True, slots=True)
-class JobSettings:
+class JobSettings(msgspec.Struct, frozen=True):
     """What a carrier may need to know about its job. `secret` and `tls` raise UsageError when a file is not there.
 
     Args:
@@ -26,8 +26,7 @@ class JobSettings:
     notice: Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Carrier:
+class Carrier(msgspec.Struct, frozen=True):
     """How the processes of a job use one transport.
 
     Args:

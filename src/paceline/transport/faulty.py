@@ -5,8 +5,10 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Final, final
+
+import msgspec
+from msgspec.structs import replace
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
 from paceline.transport.base import EMPTY, Connection, Frame, LeavesMachine, Listener, Place, Transport
@@ -25,8 +27,7 @@ def every_frame(header: bytes) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FaultPlan:
+class FaultPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The probability of each fault for a sent frame, and the frames (by header) that may have faults.
 
     `delay_s` is the range of delays; its upper end also bounds how long a frame is held back to be overtaken.
@@ -49,8 +50,7 @@ class FaultPlan:
             raise UsageError(f"delay_s is {self.delay_s}, expected (shortest, longest) in seconds")
 
 
-@dataclass(frozen=True, slots=True)
-class FaultCounts:
+class FaultCounts(msgspec.Struct, frozen=True):
     """The number of frames with each fault. A frame with several is counted for each that took effect."""
 
     dropped: int = 0
@@ -60,8 +60,7 @@ class FaultCounts:
     cut: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class FrameFate:
+class FrameFate(msgspec.Struct, frozen=True):
     """The faults of one frame. A cut overrides a drop, and a drop overrides all others."""
 
     cut: bool = False
@@ -151,8 +150,7 @@ class FaultTally:
             return FaultCounts(**self._counter)
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
+class _Held(msgspec.Struct, frozen=True):
     """A frame that waits until `due_s` on the monotonic clock; its body is a copy of its own."""
 
     due_s: float

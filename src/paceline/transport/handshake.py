@@ -20,8 +20,9 @@ import socket
 import struct
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Final, Protocol, final
+
+import msgspec
 
 from paceline.errors import AuthenticationFailed, PeerError, Refused, UsageError
 from paceline.transport.base import MAX_IDENTITY_BYTES, NO_IDENTITY, NotServed, PeerIdentity, Secret
@@ -42,8 +43,7 @@ _LOCAL_ANSWER: Final = struct.Struct("<4sH?")  # magic, wire version, whether th
 _PEER_CREDENTIALS: Final = struct.Struct("3i")  # process, user, group
 
 
-@dataclass(frozen=True, slots=True)
-class HandshakeResult:
+class HandshakeResult(msgspec.Struct, frozen=True):
     """The result of a handshake: the channel to use from now on, the client's identity, and the peer's certificate."""
 
     channel: Channel

@@ -4,8 +4,9 @@ import mmap
 import os
 import weakref
 from collections import deque
-from dataclasses import dataclass
 from typing import Final, Protocol, final
+
+import msgspec
 
 from paceline.errors import PeerError
 from paceline.transport.base import Limits
@@ -13,8 +14,7 @@ from paceline.transport.frames import Kind, Prefix
 from paceline.transport.segments import MemoryRegion, Segments, map_segment
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True):
     """Where a body lies in shared memory; `descriptor` is set when the peer has yet to be given it."""
 
     region: MemoryRegion

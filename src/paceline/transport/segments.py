@@ -20,10 +20,11 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from errno import EFBIG, EMFILE, ENOSYS
 from itertools import count
 from typing import Final, final
+
+import msgspec
 
 from paceline.errors import PeerError
 from paceline.transport.buffers import check_size, fresh_buffer
@@ -147,8 +148,7 @@ def _has_own(pagemap: int, first: int, num_pages: int) -> bool:
     return len(known) < num_pages or bool(known.translate(None, delete=_NOT_OWN))
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryRegion:
+class MemoryRegion(msgspec.Struct, frozen=True):
     """One buffer in the address space, alive as long as a view of it exists.
 
     In shared memory, `descriptor` is that of the file behind it, open as long as the region is alive.

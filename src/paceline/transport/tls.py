@@ -10,9 +10,11 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, cast, final
+
+import msgspec
+from msgspec.structs import replace
 
 from paceline.errors import CertificateRefused, PeerError, ProtocolBug, UsageError
 from paceline.transport.base import PeerIdentity
@@ -195,8 +197,7 @@ _WELCOME: Final = b"\x01"
 _OUT_OF_DATE: Final = (9, 10)  # OpenSSL's codes for a certificate that is not valid yet, or no longer
 
 
-@dataclass(frozen=True, slots=True)
-class TlsSettings:
+class TlsSettings(msgspec.Struct, frozen=True):
     """Files in PEM format: this process's certificate and its unencrypted key, and the certificate of the authority.
 
     `revoked` names what is refused all the same: a holder or the serial number of a certificate a line; the file may
@@ -211,8 +212,7 @@ class TlsSettings:
     revoked: Path | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Own:
+class _Own(msgspec.Struct, frozen=True):
     """The contents of our own TLS files; `digest` is that of our certificate."""
 
     serving: ssl.SSLContext

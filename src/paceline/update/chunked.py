@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, final
 
+import msgspec
 import torch
+from msgspec.structs import replace
 from torch.nn.functional import pad
 
 from paceline.errors import UsageError
@@ -54,8 +56,7 @@ class Age(NamedTuple):
     fresh: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(msgspec.Struct, frozen=True):
     """Elements of a piece that one kernel call steps.
 
     Args:
@@ -71,8 +72,7 @@ class Slice:
     filling: tuple[int, int] = _WHOLE
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateCall:
+class UpdateCall(msgspec.Struct, frozen=True):
     """One call of a kernel: slices of one group and age, on views that are made once.
 
     Args:
@@ -107,8 +107,7 @@ class UpdateCall:
             own[0].copy_(filled[0][self.filling[0] :][: own[0].numel()])
 
 
-@dataclass(frozen=True, slots=True)
-class NativeCall:
+class NativeCall(msgspec.Struct, frozen=True):
     """Calls of the C library for slices of one group and age.
 
     Args:
@@ -124,8 +123,7 @@ class NativeCall:
     places: tuple[StepMemory, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True):
     """Neighbouring elements that one thread updates.
 
     Args:
@@ -324,8 +322,7 @@ _HALF = (torch.bfloat16, torch.float16)
 PlanKey: TypeAlias = tuple[tuple[frozenset[int], ...], list[tuple[str, ...]], bool, bool]
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
+class _Plan(msgspec.Struct, frozen=True):
     """Chunks of an update; the next update takes them again if `key` is equal and no state in them is fresh.
 
     Args:

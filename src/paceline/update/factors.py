@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -23,8 +23,7 @@ _SLACK: Final = 4.0
 _BLOCK: Final = 64  # numbers of a row that are added in the gradient's own precision
 
 
-@dataclass(frozen=True, slots=True)
-class Factors:
+class Factors(msgspec.Struct, frozen=True):
     """The factors of the gradient of a matrix (M, N) over K samples, of its dtype and on the CPU.
 
     Args:
@@ -74,8 +73,7 @@ def _signs(num: int, dtype: torch.dtype) -> Tensor:
     return torch.randint(0, 2, (num,), generator=torch.Generator().manual_seed(num)).mul_(2).sub_(1).to(dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class MatrixPart:
+class MatrixPart(msgspec.Struct, frozen=True):
     """The part of a matrix that lies in the range of a server.
 
     Args:

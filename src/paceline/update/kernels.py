@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, final
 
+import msgspec
 import torch
 
 from paceline.torch_private import FUSED_ADAGRAD, FUSED_ADAM, FUSED_ADAMW, FUSED_SGD
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 Numbers: TypeAlias = Mapping[str, Any]  # hyperparameters of one group
 
 
-@dataclass(frozen=True, slots=True)
-class Operands:
+class Operands(msgspec.Struct, frozen=True):
     """Operands of one step: flat tensors of one chunk, one group and one age.
 
     Args:

@@ -14,7 +14,6 @@ import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from mmap import PAGESIZE
 from typing import TYPE_CHECKING, Final, final
 
@@ -187,8 +186,7 @@ class Record:
         return _HEAD_BYTES + 2 * self._layout.size + area * self._room
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkMemory:
+class ChunkMemory(msgspec.Struct, frozen=True):
     """What one chunk of an update changes.
 
     Args:
@@ -379,8 +377,7 @@ def _address(memory: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-@dataclass(frozen=True, slots=True)
-class ShardSettings:
+class ShardSettings(msgspec.Struct, frozen=True):
     """What a shard knows besides numbers and tensors.
 
     Args:

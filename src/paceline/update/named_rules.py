@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from paceline.core.calls import checked
 from paceline.errors import UsageError

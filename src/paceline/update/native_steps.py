@@ -9,16 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import CDLL, c_float, c_int, c_int64, c_uint32, c_void_p
-from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, Final, final
 
+import msgspec
 import torch
 from torch import Tensor
 
-from paceline.core.messages import value_class
 from paceline.errors import ProtocolBug
 from paceline.notices import tell
 from paceline.update.kernels import AdamKernel, Kernel, Numbers, Operands, SGDKernel
@@ -55,8 +54,7 @@ _ADAM_TRIALS: Final = (  # name, betas, amsgrad, weight decay, maximize
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class StepMemory:
+class StepMemory(msgspec.Struct, frozen=True, eq=False):
     """Memory that a native step changes: neighbouring elements of a range.
 
     Args:
@@ -71,7 +69,7 @@ class StepMemory:
     length: int
     values: int
     state: tuple[int | None, ...]
-    tensors: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)
+    tensors: tuple[Tensor, ...] = ()
 
     @classmethod
     def of(cls, start: int, values: Tensor, state: Sequence[Tensor | None]) -> StepMemory:
@@ -93,8 +91,7 @@ class StepMemory:
 
 
 @final
-@value_class
-class Undo:
+class Undo(msgspec.Struct, frozen=True):
     """Where steps of a chunk keep what their elements look like before they change, for a successor of this process.
 
     Args:
@@ -114,8 +111,7 @@ NO_UNDO: Final = Undo()
 
 
 @final
-@value_class
-class Addends:
+class Addends(msgspec.Struct, frozen=True, eq=False):
     """The gradients of one update, each of the whole range.
 
     Args:
@@ -130,7 +126,7 @@ class Addends:
     length: int
     weights: tuple[float, ...]
     divisor: float
-    tensors: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)
+    tensors: tuple[Tensor, ...] = ()
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], weights: Sequence[float], divisor: float) -> Addends | None:

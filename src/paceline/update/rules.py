@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias, runtime_checkable
+
+import msgspec
 
 from paceline.errors import UsageError
 
@@ -17,8 +18,7 @@ Hyper: TypeAlias = dict[str, Number | tuple[Number, ...]]
 Granularity: TypeAlias = Literal["element", "tensor"]
 
 
-@dataclass(frozen=True, slots=True)
-class Quorum:
+class Quorum(msgspec.Struct, frozen=True):
     """When pushes that a server keeps become one update.
 
     Args:
@@ -35,8 +35,7 @@ class Quorum:
 _SHOWN: Final = 100  # characters of hyperparameters in a message
 
 
-@dataclass(frozen=True, slots=True)
-class RuleSpec:
+class RuleSpec(msgspec.Struct, frozen=True):
     """An update rule as data: never code, so a server runs only what it already has.
 
     Args:

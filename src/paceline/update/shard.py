@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
 
 import torch
+from msgspec.structs import replace
 
 from paceline.errors import ProtocolBug, UsageError
 from paceline.update.chunked import Chunked

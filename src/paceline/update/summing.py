@@ -10,9 +10,9 @@ from itertools import groupby
 from math import isfinite
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import torch
 
-from paceline.core.messages import value_class
 from paceline.update.rules import Hyper
 from paceline.update.table import NonFinite, Scale, SegmentPiece
 
@@ -80,8 +80,7 @@ def stretches(length: int, size: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + size, length)) for start in range(0, length, size))
 
 
-@value_class
-class Contribution:
+class Contribution(msgspec.Struct, frozen=True):
     """The part of one push that a shard gets.
 
     Args:

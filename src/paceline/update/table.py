@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate, islice, zip_longest
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import msgspec
+from msgspec.structs import replace
 
 from paceline.core.consistency import Consistency
 from paceline.errors import PeerError, UsageError
@@ -31,8 +31,7 @@ MAX_CONSISTENCY = 100  # characters of its name
 MAX_QUORUM = 1 << 16  # pushes that become one update
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(msgspec.Struct, frozen=True):
     """One parameter: its name, its shape (`()` for a scalar) and its hyperparameter group."""
 
     name: str
@@ -45,8 +44,7 @@ class Segment:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class TableSpec:
+class TableSpec(msgspec.Struct, frozen=True):
     """Parameters that share an update rule and a consistency, laid out flat in the order of `segments`.
 
     Args:
@@ -244,8 +242,7 @@ def _group_differences(ours: tuple[Hyper, ...], theirs: tuple[Hyper, ...]) -> It
             yield from _field(f"{key} of group {index}", our.get(key, "not given"), their.get(key, "not given"))
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentPiece:
+class SegmentPiece(msgspec.Struct, frozen=True):
     """The part of one segment that lies in a range.
 
     Args:
@@ -282,8 +279,7 @@ class SegmentPiece:
         return segment.reshape(-1)[self.start : self.stop].view(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class ShardLayout:
+class ShardLayout(msgspec.Struct, frozen=True):
     """How the bytes of a cut of a dense shard are to be read; see `update.cuts`.
 
     Args:

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Final, final
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -26,8 +27,7 @@ _MANY_WAIT_S: Final = 0.05  # for a change on each of several servers, as the fi
 _NO_IDS: Final = torch.empty(0, dtype=torch.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class RowChanges:
+class RowChanges(msgspec.Struct, frozen=True):
     """What one update has changed on one server, or some of the rows with which a feed begins.
 
     Attributes:

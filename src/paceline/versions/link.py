@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, TypeVar, final
 
 import msgspec
+from msgspec.structs import replace
 from torch import Tensor
 
 from paceline.errors import PeerError, Refused, UsageError
@@ -81,8 +82,7 @@ class DamagedVersion(PeerError):
     """Bytes of a version do not have its digest, however often they are asked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class LeasedPart:
+class LeasedPart(msgspec.Struct, frozen=True):
     """One server's part of a version, kept for this reader.
 
     `digests`: those of all chunks, in the order of parts; empty, as the digest in the head, where bytes are mapped.
@@ -121,8 +121,7 @@ class PartMemory:
                 self.memories[index] = fresh_buffer(part.size_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Base:
+class Base(msgspec.Struct, frozen=True):
     """A version that this reader has, from which another is told: one server's part of it.
 
     `word_bytes`: by table, of one element.

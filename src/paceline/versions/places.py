@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal, cast
+
+import msgspec
 
 from paceline.core.calls import is_path
 from paceline.errors import UsageError
@@ -22,8 +23,7 @@ from paceline.worker.node import WorkerNode
 ReaderRole = Literal["reader", "relay"]
 
 
-@dataclass(frozen=True, slots=True)
-class PublishingServers:
+class PublishingServers(msgspec.Struct, frozen=True):
     """The servers of one life of a job: how to reach them, and as which reader.
 
     `share_address`: there is one address, which says how many servers it stands for, and to which each connection
@@ -44,8 +44,7 @@ class PublishingServers:
 FindServers = Callable[[], PublishingServers]  # raises UsageError or PeerError where there are none now
 
 
-@dataclass(frozen=True, slots=True)
-class VersionPlaces:
+class VersionPlaces(msgspec.Struct, frozen=True):
     """Where a subscription reads: the first place that works, and the next one where that is lost.
 
     Args:

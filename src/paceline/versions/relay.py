@@ -9,6 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, final
 
+import msgspec
+
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
 from paceline.notices import NEWS, tell
 from paceline.serve.messages import decode_enter_frame
@@ -29,8 +31,7 @@ _CLOSING_TIMEOUT_S: Final = 5.0
 _NO_ROWS: Final = "a relay hands on versions and no rows: follow rows at the servers of the job themselves"
 
 
-@dataclass(frozen=True, slots=True)
-class RelaySettings:
+class RelaySettings(msgspec.Struct, frozen=True):
     """What a relay hands on, and how much of it stays in memory.
 
     Args:

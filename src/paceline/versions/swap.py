@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from inspect import currentframe
 from operator import index
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, final
 
+import msgspec
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -31,8 +31,7 @@ _LOOK_S: Final = 0.1  # between two looks at whether these have ended
 _CLOSING_TIMEOUT_S: Final = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Offer:
+class _Offer(msgspec.Struct, frozen=True):
     """A version for the module: each of its tensors with new values."""
 
     number: int

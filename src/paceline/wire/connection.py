@@ -9,9 +9,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol, final
+
+from msgspec.structs import replace
 
 from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, UsageError
 from paceline.stopwatch import Stopwatch

@@ -14,7 +14,7 @@ from typing import Final, Generic, Literal, TypeAlias, TypeVar, final
 import msgspec
 
 from paceline.core import messages
-from paceline.core.messages import PushId, Sender, value_class
+from paceline.core.messages import PushId, Sender
 from paceline.core.worker import MAX_TOGETHER
 from paceline.errors import AuthenticationFailed, PeerError, UsageError
 from paceline.transport.base import EMPTY, Connection
@@ -68,8 +68,7 @@ class MessageCodec(Generic[Message]):
             raise PeerError(f"a malformed {self.kinds[header[0]].__name__} message: {error}") from error
 
 
-@value_class
-class Hello:
+class Hello(msgspec.Struct, frozen=True):
     """The introduction of a connecting process: its role ("worker" or "server"), rank and life.
 
     `connection` counts the connections that this life has made to the listener before, so that an older one that
@@ -83,8 +82,7 @@ class Hello:
     connection: int = 0
 
 
-@value_class
-class PushFrame:
+class PushFrame(msgspec.Struct, frozen=True):
     """A push of a dense table. `count` is the number of samples, `absent` the segments without a gradient.
 
     `hyper`: the hyperparameters to use. `screened`: the worker has checked the gradient for NaN and infinity, as the
@@ -102,8 +100,7 @@ class PushFrame:
     expected: float = 0.0
 
 
-@value_class
-class PullFrame:
+class PullFrame(msgspec.Struct, frozen=True):
     """A pull, with the last request of this table whose values from this server the worker has copied.
 
     The server reuses the memory in which values travel: what it sent for `taken` may be overwritten.
@@ -113,8 +110,7 @@ class PullFrame:
     taken: int
 
 
-@value_class
-class Keys:
+class Keys(msgspec.Struct, frozen=True):
     """The ids of a frame about rows: how many, and whether the body begins with them (`sent`).
 
     `digest` identifies the list where the server caches lists of ids; else it is empty.
@@ -125,8 +121,7 @@ class Keys:
     sent: bool
 
 
-@value_class
-class RowPushFrame:
+class RowPushFrame(msgspec.Struct, frozen=True):
     """A push of rows, which follow the ids in the body. `count`, `hyper` and `expected`: as in a `PushFrame`."""
 
     push: messages.Push
@@ -136,8 +131,7 @@ class RowPushFrame:
     expected: float = 0.0
 
 
-@value_class
-class StepFrame:
+class StepFrame(msgspec.Struct, frozen=True):
     """A step: pushes, the tick that ends their clock, and pulls of dense tables.
 
     `ends`: the clock below which all are finished, -1 without a tick. `sizes`: the bytes of each push in the body, each
@@ -232,16 +226,14 @@ def joined(bodies: Sequence[memoryview]) -> memoryview:
     return whole
 
 
-@value_class
-class RowPullFrame:
+class RowPullFrame(msgspec.Struct, frozen=True):
     """A pull of rows; the answer has them in the order of the ids."""
 
     pull: messages.Pull
     keys: Keys
 
 
-@value_class
-class KeysWanted:
+class KeysWanted(msgspec.Struct, frozen=True):
     """From a server: I do not have the ids that this push (or, if `seq` is -1, this pull) refers to; send them."""
 
     table: str
@@ -249,8 +241,7 @@ class KeysWanted:
     request: int
 
 
-@value_class
-class Unsubscribe:
+class Unsubscribe(msgspec.Struct, frozen=True):
     """From a worker: I no longer cache these rows (their ids are the body), so do not send me their changes.
 
     Ignored if a read with the number `request` or a later one has arrived before, as that may have requested them.
@@ -261,8 +252,7 @@ class Unsubscribe:
     request: int
 
 
-@value_class
-class RowsUsed:
+class RowsUsed(msgspec.Struct, frozen=True):
     """From a worker: in this clock I have read these rows (their ids are the body) from my cache.
 
     It is sent before every copy of the tick that ends the clock; the server ignores repetitions.
@@ -273,8 +263,7 @@ class RowsUsed:
     clock: int
 
 
-@value_class
-class PushPiece:
+class PushPiece(msgspec.Struct, frozen=True):
     """A piece of a push of a dense table that is sent in several, in order; its body begins `at` this byte of the push.
 
     Its sender reads the table in the next clock, and takes `EarlyValues`. With the last piece the push has arrived.
@@ -284,8 +273,7 @@ class PushPiece:
     at: int
 
 
-@value_class
-class EarlyValues:
+class EarlyValues(msgspec.Struct, frozen=True):
     """From a server: values of a dense table after `clock`, if no worker that pushes in it is lost; from byte `at` on.
 
     They count if a `FetchedRest` says so.
@@ -296,24 +284,21 @@ class EarlyValues:
     at: int
 
 
-@value_class
-class FetchedRest:
+class FetchedRest(msgspec.Struct, frozen=True):
     """The values that a pull asked for: `num_early` bytes of them are those that came as `EarlyValues` before."""
 
     fetched: messages.Fetched
     num_early: int
 
 
-@value_class
-class FactoredMatrix:
+class FactoredMatrix(msgspec.Struct, frozen=True):
     """A matrix whose gradient comes as factors: its index among the parameters of the table, and the samples."""
 
     index: int
     num_samples: int
 
 
-@value_class
-class FactoredPush:
+class FactoredPush(msgspec.Struct, frozen=True):
     """A push of a dense table with factors in the place of some gradients; `update.factors.pack` makes its body.
 
     `matrices`: by index, in ascending order. `checksum`: the CRC-32 of the body; None where memory is not checked.

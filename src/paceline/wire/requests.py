@@ -8,8 +8,9 @@ limits, by message. Paceline's own workers split their requests to stay within t
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from paceline.errors import UsageError
 from paceline.update.rows.spec import RowTableSpec
@@ -20,8 +21,7 @@ COUNT_BYTES = 8  # the number of changed values or rows, before the tensors that
 NEXT_SLOT = "next_slot"  # the key, beside the rows of a piece, of the slot where the next piece begins
 
 
-@dataclass(frozen=True, slots=True)
-class Declare:
+class Declare(msgspec.Struct, frozen=True):
     """Here is the declaration of a table: create it if it does not exist, else reply how yours differs.
 
     `live`: send me its values as the memory in which you keep them, instead of copies, where the transport can.
@@ -32,8 +32,7 @@ class Declare:
     live: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class DeclareRows:
+class DeclareRows(msgspec.Struct, frozen=True):
     """Here is the declaration of a row table: create it if it does not exist, else reply how yours differs."""
 
     number: int
@@ -43,16 +42,14 @@ class DeclareRows:
 NAMED: Final = "named tensor "  # before the names of tensors, so that these are apart from the names of tables
 
 
-@dataclass(frozen=True, slots=True)
-class Describe:
+class Describe(msgspec.Struct, frozen=True):
     """Send me the settings of this table as soon as it is declared."""
 
     number: int
     table: str
 
 
-@dataclass(frozen=True, slots=True)
-class Initialise:
+class Initialise(msgspec.Struct, frozen=True):
     """Use the values beside this (raw) as the first values of your part, if it has none yet.
 
     Of a row table: I have loaded all rows of the snapshot from which the job goes on.
@@ -62,24 +59,21 @@ class Initialise:
     table: str
 
 
-@dataclass(frozen=True, slots=True)
-class AwaitValues:
+class AwaitValues(msgspec.Struct, frozen=True):
     """Reply as soon as your part of the table has values; a row table, as soon as the rows of a snapshot are loaded."""
 
     number: int
     table: str
 
 
-@dataclass(frozen=True, slots=True)
-class SaveState:
+class SaveState(msgspec.Struct, frozen=True):
     """Send me your part of the table: values and the state of the update rule."""
 
     number: int
     table: str
 
 
-@dataclass(frozen=True, slots=True)
-class LoadState:
+class LoadState(msgspec.Struct, frozen=True):
     """Replace your part of the table by what travels beside this; with `only_first`, if it has no values yet."""
 
     number: int
@@ -87,8 +81,7 @@ class LoadState:
     only_first: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Barrier:
+class Barrier(msgspec.Struct, frozen=True):
     """Reply when all workers that take part have reached this barrier.
 
     `place`: its name. `problem`: a failure of this worker, which fails the barrier for all. `needs`: the rank of a
@@ -101,8 +94,7 @@ class Barrier:
     needs: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimWork:
+class ClaimWork(msgspec.Struct, frozen=True):
     """Lease me a piece of this work in the round that I have reached, or reply that none is left.
 
     `sizes`: the number of pieces in the share of each home; empty after the last round of an epoch, where the answer
@@ -121,8 +113,7 @@ class ClaimWork:
     clock: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ReportWait:
+class ReportWait(msgspec.Struct, frozen=True):
     """I have waited for `what` for `waited_s` seconds, or not for unusually long (0): reply what you know about it.
 
     Empty `what`: the wait is over.
@@ -140,8 +131,7 @@ class ReportWait:
     workers: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TableCall:
+class TableCall(msgspec.Struct, frozen=True):
     """A call to run exactly once over your part of a table, when it has every update below the clock `needs`.
 
     I have the answers to all my calls below `settled`, so you need not keep them for repetitions.
@@ -153,8 +143,7 @@ class TableCall:
     settled: int
 
 
-@dataclass(frozen=True, slots=True)
-class CallFunction:
+class CallFunction(msgspec.Struct, frozen=True):
     """Run the function of this name over your part, and send me what it returns."""
 
     table_call: TableCall
@@ -162,15 +151,13 @@ class CallFunction:
     numbers: Hyper
 
 
-@dataclass(frozen=True, slots=True)
-class CountRows:
+class CountRows(msgspec.Struct, frozen=True):
     """Send me the statistics of your rows."""
 
     table_call: TableCall
 
 
-@dataclass(frozen=True, slots=True)
-class ReadRows:
+class ReadRows(msgspec.Struct, frozen=True):
     """Send me one piece of rows from this slot on, with all their columns or only their values."""
 
     table_call: TableCall
@@ -178,22 +165,19 @@ class ReadRows:
     values_only: bool
 
 
-@dataclass(frozen=True, slots=True)
-class WriteRows:
+class WriteRows(msgspec.Struct, frozen=True):
     """Overwrite your rows with those beside this."""
 
     table_call: TableCall
 
 
-@dataclass(frozen=True, slots=True)
-class ListTables:
+class ListTables(msgspec.Struct, frozen=True):
     """Send me the name, kind and declaration of every table that you have a part of."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class BeginCut:
+class BeginCut(msgspec.Struct, frozen=True):
     """Have your part ready to be read as it is when it has every update below the clock `needs`, and go on meanwhile.
 
     Where updates show on clocks, it has no other update. It ends the cut of this table that I had. With `since`, mark
@@ -224,8 +208,7 @@ def clock_passed(reason: str) -> int | None:
 _PASSED: Final = re.compile(r" is at clock (\d+), and cannot be cut at clock -?\d+ any more$")
 
 
-@dataclass(frozen=True, slots=True)
-class ReadCut:
+class ReadCut(msgspec.Struct, frozen=True):
     """Send me one piece of your part as it was at my cut: each once, in any order; the last ones also again."""
 
     number: int
@@ -233,16 +216,14 @@ class ReadCut:
     index: int
 
 
-@dataclass(frozen=True, slots=True)
-class EndCut:
+class EndCut(msgspec.Struct, frozen=True):
     """I need no more of my cut."""
 
     number: int
     table: str
 
 
-@dataclass(frozen=True, slots=True)
-class PublishTable:
+class PublishTable(msgspec.Struct, frozen=True):
     """Publish your part of the table, with its updates below `table_call.needs`, as a part of a version of `name`.
 
     The version is there once you have been asked for each of `tables`. `number`: of the version, the clock that I have
@@ -259,23 +240,20 @@ class PublishTable:
     layout: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class RequestDone:
+class RequestDone(msgspec.Struct, frozen=True):
     """Your request is done; its result travels beside this."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class RequestFailed:
+class RequestFailed(msgspec.Struct, frozen=True):
     """Your request has failed, for this reason."""
 
     number: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class CutHead:
+class CutHead(msgspec.Struct, frozen=True):
     """What a server says of its part of a cut.
 
     Args:
@@ -299,8 +277,7 @@ class CutHead:
     marks: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ListedTable:
+class ListedTable(msgspec.Struct, frozen=True):
     """A table of a server, in the answer to `ListTables`, and its declaration as msgpack."""
 
     name: str

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from paceline.core.messages import value_class
 from paceline.errors import PeerError
 from paceline.transport.base import EMPTY
 from paceline.update.filters.encoding import RowEncoding, codec_of
@@ -24,8 +24,7 @@ from paceline.update.rows.spec import RowTableSpec
 ID_BYTES = 8
 
 
-@value_class
-class RowBody:
+class RowBody(msgspec.Struct, frozen=True):
     """A decoded body: the ids if they were sent, rows (n, width) and echoes (n, echo width)."""
 
     ids: Tensor | None

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, NamedTuple, final
 
+import msgspec
+
 from paceline.errors import PeerError, UsageError
 from paceline.notices import tell
 from paceline.transport.base import EMPTY, MAX_TOGETHER, Connection
@@ -74,8 +76,7 @@ class SendOrder:
             wake()
 
 
-@dataclass(frozen=True, slots=True)
-class OrderedPiece:
+class OrderedPiece(msgspec.Struct, frozen=True):
     """A piece of a part; see `SendOrder.piece`."""
 
     order: SendOrder

@@ -12,7 +12,6 @@ from typing import Annotated, Final
 
 import msgspec
 
-from paceline.core.messages import value_class
 from paceline.errors import PeerError, UsageError
 from paceline.update.table import MAX_NAME
 from paceline.wire.deltas import WordBytes
@@ -41,8 +40,7 @@ LogName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
-@value_class
-class PublicationId:
+class PublicationId(msgspec.Struct, frozen=True):
     """One version of a name: `number` is the clock at which it was published, in the `series` of one publisher."""
 
     name: Name
@@ -50,8 +48,7 @@ class PublicationId:
     number: Size
 
 
-@value_class
-class PublishedPart:
+class PublishedPart(msgspec.Struct, frozen=True):
     """The elements from `start` on of a table, as `size_bytes` bytes in the part of one server."""
 
     table: str
@@ -59,8 +56,7 @@ class PublishedPart:
     size_bytes: Size
 
 
-@value_class
-class VersionHead:
+class VersionHead(msgspec.Struct, frozen=True):
     """What a server says of its part of a version.
 
     `digest` is the SHA-256 of the layout and of the digests of all chunks, in the order of `parts`; empty for a reader
@@ -109,8 +105,7 @@ def decode_layout(encoded: memoryview) -> VersionLayout:
         raise PeerError(f"a version has a malformed layout ({error}): is the publisher of another version?") from error
 
 
-@value_class
-class FindVersions:
+class FindVersions(msgspec.Struct, frozen=True):
     """From a reader: say which versions of this name there are, the newest last.
 
     Reply when there is one that is not in `known`, or after `wait_s` seconds, up to `MAX_WAIT_S`. With `hold`, keep the
@@ -124,8 +119,7 @@ class FindVersions:
     hold: bool = False
 
 
-@value_class
-class LeaseVersion:
+class LeaseVersion(msgspec.Struct, frozen=True):
     """From a reader: keep this version until I end the lease, or my connection ends; reply with its head.
 
     The body of the answer has the layout, then the digests of all chunks. A reader that maps the bytes does without
@@ -137,8 +131,7 @@ class LeaseVersion:
     with_digests: bool = True
 
 
-@value_class
-class FetchBytes:
+class FetchBytes(msgspec.Struct, frozen=True):
     """From a reader: send me these bytes of a part of a version that I have leased."""
 
     number: int
@@ -148,8 +141,7 @@ class FetchBytes:
     size_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_FETCH_BYTES)]
 
 
-@value_class
-class FetchDelta:
+class FetchDelta(msgspec.Struct, frozen=True):
     """From a reader: send me what these bytes of a part of a leased version have changed from those of `base`.
 
     The answer is all of them where `base` is not here any more, or that is shorter. Words have `word_bytes`. With
@@ -166,15 +158,13 @@ class FetchDelta:
     compress: bool = False
 
 
-@value_class
-class EndLease:
+class EndLease(msgspec.Struct, frozen=True):
     """From a reader: I no longer need this version; without an id, the one that is held for me. There is no answer."""
 
     id: PublicationId | None
 
 
-@value_class
-class ChooseServer:
+class ChooseServer(msgspec.Struct, frozen=True):
     """From a reader: what I ask for from now on is of the part of this server; reply with how many servers there are.
 
     A reader of an address says this before anything else; a relay has the parts of all servers.
@@ -184,16 +174,14 @@ class ChooseServer:
     server: Size
 
 
-@value_class
-class ServerChosen:
+class ServerChosen(msgspec.Struct, frozen=True):
     """From a server or a relay: you read that part, and a version has so many."""
 
     number: int
     num_servers: Annotated[int, msgspec.Meta(ge=1, le=MAX_SERVERS)]
 
 
-@value_class
-class VersionsFound:
+class VersionsFound(msgspec.Struct, frozen=True):
     """From a server: these versions of the name are here, the newest last.
 
     `problem`: why newer ones may be missing, from a relay that does not reach what it reads from; else empty.
@@ -204,23 +192,20 @@ class VersionsFound:
     problem: str = ""
 
 
-@value_class
-class VersionLeased:
+class VersionLeased(msgspec.Struct, frozen=True):
     """From a server: this version is kept for you; its layout, and the digests that you want, travel beside this."""
 
     number: int
     head: VersionHead
 
 
-@value_class
-class BytesFetched:
+class BytesFetched(msgspec.Struct, frozen=True):
     """From a server: the bytes that you have asked for travel beside this."""
 
     number: int
 
 
-@value_class
-class DeltaFetched:
+class DeltaFetched(msgspec.Struct, frozen=True):
     """From a server: a delta of so many words travels beside this; without a number, the bytes themselves do.
 
     `is_compressed`: it is a compressed difference instead, without a number.
@@ -231,8 +216,7 @@ class DeltaFetched:
     is_compressed: bool = False
 
 
-@value_class
-class ReaderRefused:
+class ReaderRefused(msgspec.Struct, frozen=True):
     """From a server: your request has failed, for this reason. `is_gone`: what you ask for is not here any more."""
 
     number: int
@@ -240,31 +224,27 @@ class ReaderRefused:
     is_gone: bool = False
 
 
-@value_class
-class DescribeRows:
+class DescribeRows(msgspec.Struct, frozen=True):
     """From a reader: reply with the declaration of this row table, as msgpack in the body."""
 
     number: int
     table: TableName
 
 
-@value_class
-class RowsDescribed:
+class RowsDescribed(msgspec.Struct, frozen=True):
     """From a server: the declaration of the table travels beside this."""
 
     number: int
 
 
-@value_class
-class FollowRows:
+class FollowRows(msgspec.Struct, frozen=True):
     """From a reader: show me the rows of this table as they are now, instead of those that I was shown before."""
 
     number: int
     table: TableName
 
 
-@value_class
-class RowsShown:
+class RowsShown(msgspec.Struct, frozen=True):
     """From a server: ask for the rows, in `num_pieces` pieces. They are those at an entry of the log of changes.
 
     Args:
@@ -282,8 +262,7 @@ class RowsShown:
     num_pieces: Size
 
 
-@value_class
-class RowChoice:
+class RowChoice(msgspec.Struct, frozen=True):
     """The rows that a reader wants: those with these ids, or, without ids, one of `num_parts` equal parts of all rows.
 
     Args:
@@ -297,8 +276,7 @@ class RowChoice:
     num_parts: Annotated[int, msgspec.Meta(ge=1, le=MAX_ROW_PARTS)] = 1
 
 
-@value_class
-class FetchRows:
+class FetchRows(msgspec.Struct, frozen=True):
     """From a reader: send me this piece of the rows that I was shown, or what I want of it; each can be had once."""
 
     number: int
@@ -306,16 +284,14 @@ class FetchRows:
     only: RowChoice | None = None
 
 
-@value_class
-class RowsFetched:
+class RowsFetched(msgspec.Struct, frozen=True):
     """From a server: the ids of so many rows, and then their values, travel beside this."""
 
     number: int
     num_rows: Size
 
 
-@value_class
-class FetchChanges:
+class FetchChanges(msgspec.Struct, frozen=True):
     """From a reader: send me the entries of a log after number `since`.
 
     Reply when there are some, or after `wait_s` seconds, up to `MAX_CHANGES_WAIT_S`. With `only`, leave out other rows,
@@ -330,8 +306,7 @@ class FetchChanges:
     only: RowChoice | None = None
 
 
-@value_class
-class ChangesHead:
+class ChangesHead(msgspec.Struct, frozen=True):
     """One entry of a log: every clock below `clock` was complete before; how many rows changed, and how many went."""
 
     clock: int
@@ -339,8 +314,7 @@ class ChangesHead:
     num_removed: Size
 
 
-@value_class
-class ChangesFetched:
+class ChangesFetched(msgspec.Struct, frozen=True):
     """From a server: entries of a log travel beside this: the ids, values and removed ids of each, one after the other.
 
     Args:

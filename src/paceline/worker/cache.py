@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -27,8 +28,7 @@ class _Own:
     missing: set[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Readable:
+class Readable(msgspec.Struct, frozen=True):
     """Values of a table in place: (first element, tensor) of each contiguous part, in order."""
 
     parts: tuple[tuple[int, Tensor], ...]

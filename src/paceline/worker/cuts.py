@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -35,8 +34,7 @@ def list_tables(node: WorkerNode) -> list[ListedTable]:
     return read_answer_of(0, "the list of tables", _LISTED.decode, body)
 
 
-@dataclass(frozen=True, slots=True)
-class CutReader:
+class CutReader(msgspec.Struct, frozen=True):
     """A cut of one table on all servers that this worker has asked for. Its calls raise as those of `WorkerNode`.
 
     Args:

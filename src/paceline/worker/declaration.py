@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 from typing import Final
 
 import msgspec
@@ -24,8 +23,7 @@ _NAMED: Final = {"segments": "shape", "width": "rows", "rule": "update", "first"
 _AT: Final = re.compile(r" - at `.*`")
 
 
-@dataclass(frozen=True, slots=True)
-class Declaration:
+class Declaration(msgspec.Struct, frozen=True):
     """The arguments that dense tables and row tables share; see `TableSpec`."""
 
     name: str
@@ -105,7 +103,7 @@ def _require_types(spec: TableSpec | RowTableSpec) -> None:
     try:
         msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=type(spec))
     except (TypeError, OverflowError, UnicodeError) as error:  # cannot be encoded at all
-        wrong = next((field.name for field in fields(spec) if not _is_plain(getattr(spec, field.name))), "")
+        wrong = next((name for name in spec.__struct_fields__ if not _is_plain(getattr(spec, name))), "")
         told = f"{_NAMED.get(wrong, wrong)} is {brief(getattr(spec, wrong))}" if wrong else "its settings are too much"
         advice = ", such as 'float32'" if wrong == "dtype" else ""
         raise UsageError(f"table '{spec.name}': {told}, expected plain text and numbers{advice} ({error}).") from None

@@ -12,12 +12,13 @@ from functools import partial
 from itertools import pairwise
 from typing import Final, Self
 
+import msgspec
 from torch import Tensor
 
 from paceline.core.consistency import Consistency
 from paceline.core.effects import Drop, Forget, Install, ReadDone, Release
 from paceline.core.events import Opened, Timeout, WantPush, WantRead
-from paceline.core.messages import Fetched, Pull, Push, value_class
+from paceline.core.messages import Fetched, Pull, Push
 from paceline.core.table_reads import TableReads
 from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.transport.base import EMPTY
@@ -135,8 +136,7 @@ class PendingRead:
             future.set_exception(self.error)
 
 
-@value_class
-class ReadOutcome:
+class ReadOutcome(msgspec.Struct, frozen=True):
     """How a read ended: the clocks of reader and values, their source, and how long it waited."""
 
     clock: int

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+import msgspec
+from msgspec.structs import replace
 from torch import Tensor
 
-from paceline.core.messages import value_class
 from paceline.core.partition import Range
 from paceline.update.factors import Factors, MatrixPart, matrix_parts, pack
 from paceline.update.table import TableSpec
 from paceline.wire.messages import FactoredMatrix, FactoredPush, PushFrame
 
 
-@value_class
-class FactoredPart:
+class FactoredPart(msgspec.Struct, frozen=True):
     """What one server is sent of a push."""
 
     message: FactoredPush

@@ -6,6 +6,7 @@ import math
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -21,8 +22,7 @@ from paceline.worker.table_opener import TableOpener
 _DTYPES: tuple[DType, ...] = ("float64", "float32", "bfloat16", "float16")
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
+class _Tensor(msgspec.Struct, frozen=True):
     """A tensor stored flat in a table, which may have more elements."""
 
     table: Table

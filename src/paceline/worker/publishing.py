@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from operator import index
 from typing import Final, SupportsIndex
 
+import msgspec
+
 from paceline.errors import PacelineError, UsageError
 from paceline.notices import is_told
 from paceline.wire.requests import PublishTable, TableCall
@@ -23,8 +25,7 @@ _MAX_UNDER_WAY: Final = 4  # versions of one worker; the next one waits for the 
 _SERIES_BYTES: Final = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Publication:
+class Publication(msgspec.Struct, frozen=True):
     """A version that this worker has asked the servers for; they make it without the worker.
 
     Attributes:

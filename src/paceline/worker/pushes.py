@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, TypeVar
 from weakref import WeakKeyDictionary
 
+import msgspec
+from msgspec.structs import replace
 from torch import Tensor
 
 from paceline.core.effects import Release
@@ -43,8 +45,7 @@ def pending_future(kind: type[T]) -> Future[T]:
     return future
 
 
-@dataclass(frozen=True, slots=True)
-class PushOutcome:
+class PushOutcome(msgspec.Struct, frozen=True):
     """How a push ended: applied everywhere, or refused with a reason.
 
     `applied_on`: the ranks of servers that have applied their part of a push that others refused. Not empty only where
@@ -141,8 +142,7 @@ def finished_push(outcome: PushOutcome) -> Future[PushOutcome]:
     return future
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
-class PushBuffer:
+class PushBuffer(msgspec.Struct, frozen=True, eq=False, weakref=True):
     """Memory of one push of a table, sent to all servers from here; `gradient` is (elements of the table,).
 
     `parts` are those of servers, once it has been used.
@@ -150,7 +150,7 @@ class PushBuffer:
 
     memory: memoryview
     gradient: Tensor
-    parts: dict[int, memoryview] = field(default_factory=dict[int, memoryview])
+    parts: dict[int, memoryview] = msgspec.field(default_factory=dict[int, memoryview])
 
 
 def piece_ends(size_bytes: int) -> list[int]:

@@ -40,7 +40,7 @@ class Rpc:
         what: str,
         bodies: Sequence[memoryview] | None = None,
         servers: Sequence[int] | None = None,
-        about: About = About(),  # noqa: B008 - it is frozen
+        about: About = About(),
     ) -> list[memoryview]:
         """Send a request to all servers, or to `servers`, and return the bodies of the answers; blocks for them."""
         self.prepare()
@@ -61,7 +61,7 @@ class Rpc:
             self.lock.check()
             return self._send_call(server, make, EMPTY)
 
-    def wait_answer(self, future: Future[memoryview], what: str, about: About = About()) -> memoryview:  # noqa: B008
+    def wait_answer(self, future: Future[memoryview], what: str, about: About = About()) -> memoryview:
         """Return the body of an answer; blocks until it has arrived."""
         with self.lock.changed:
             self.lock.wait(future.done, what, about)

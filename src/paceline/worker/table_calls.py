@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -24,16 +23,14 @@ from paceline.worker.validation import brief
 _STATISTICS = msgspec.msgpack.Decoder(RowStatistics)
 
 
-@dataclass(frozen=True, slots=True)
-class CallResult:
+class CallResult(msgspec.Struct, frozen=True):
     """The results of a function by server, and how many values or rows it changed in all."""
 
     results: list[dict[str, Tensor]]
     num_changed: int
 
 
-@dataclass(frozen=True, slots=True)
-class TableCalls:
+class TableCalls(msgspec.Struct, frozen=True):
     """One table of one worker, on all servers or on `servers`. Every call blocks until all of them have answered.
 
     With `exact`, servers wait until they have every update of the clocks below that of this worker.
@@ -112,8 +109,7 @@ class TableCalls:
         return TableCall(number, self.table, self.node.clock if exact else 0, self.node.rpc.settled(number))
 
 
-@dataclass(frozen=True, slots=True)
-class RowFile:
+class RowFile(msgspec.Struct, frozen=True):
     """The file of a row table, and access to its servers; no process holds more than a piece of it in memory."""
 
     path: Path

@@ -7,8 +7,9 @@ A kind of table is a class that implements `TableClient` and opens its tables it
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
+
+import msgspec
 
 from paceline.core.consistency import Consistency
 from paceline.core.effects import Drop, Forget, Install, ReadDone, Release
@@ -41,8 +42,7 @@ class SendFrame(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class ClientContext:
+class ClientContext(msgspec.Struct, frozen=True):
     """What all tables of a worker share.
 
     Args:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -32,8 +33,7 @@ from paceline.worker.validation import as_values
 from paceline.worker.waits import About
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
+class _Opened(msgspec.Struct, frozen=True):
     """A table that a worker has opened, with its declaration."""
 
     spec: TableSpec | RowTableSpec

@@ -18,6 +18,8 @@ from importlib import import_module
 from types import FrameType, TracebackType
 from typing import Final, Self, cast, final
 
+import msgspec
+
 from paceline.core.settings import LEASE_S, WAIT_TIMEOUT_S
 from paceline.errors import DeadlineExceeded, PacelineError, PeerError, ServerLost, UsageError
 from paceline.notices import printable, tell
@@ -41,8 +43,7 @@ _MAX_ANSWER: Final = 2000  # characters
 ADVICE: Final = "To allow longer waits: paceline run --timeout SECONDS, PACELINE_TIMEOUT_S, or init(timeout_s=...)"
 
 
-@dataclass(frozen=True, slots=True)
-class About:
+class About(msgspec.Struct, frozen=True):
     """What a wait is for, from which server 0 finds the workers that hold it up.
 
     Args:
@@ -267,8 +268,7 @@ _SAVE_ADVICE: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerOptions:
+class WorkerOptions(msgspec.Struct, frozen=True):
     """Timeouts and callbacks of a worker.
 
     Args:

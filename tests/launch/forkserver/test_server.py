@@ -9,10 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from tests.faults.running import LEFT_WITHIN_S, run_to_end, running, write_script
 from tests.launch.launching import processes_of, wait_gone
 

@@ -6,11 +6,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from tests.leaks import nothing_left_behind
 
 from paceline.errors import DeadlineExceeded, UsageError

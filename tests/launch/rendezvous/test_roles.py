@@ -1,10 +1,10 @@
 """Where servers are, and which processes start them."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from paceline.errors import UsageError
 from paceline.job.machines import Machine

@@ -18,6 +18,7 @@ from paceline.job.machines import Machine
 from paceline.job.spec import ClusterSpec, write_token
 from paceline.launch.rendezvous import store
 from paceline.launch.rendezvous.liveness_lock import (
+    LifeWatch,
     LivenessLock,
     announcing_wait,
     missing_ranks,
@@ -181,6 +182,22 @@ def test_processes_of_one_number_and_host_name_come_at_the_same_time(
     assert missing_ranks(tmp_path, "worker", 2) == []
     for liveness_lock in taken:
         liveness_lock.release()
+
+
+def test_one_that_comes_while_the_folder_is_cleared_is_told_that_the_job_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    present = LivenessLock.acquire(tmp_path, "worker", 1, 2)
+
+    def look_and_clear(watch: LifeWatch) -> str:
+        (tmp_path / "worker-1.life").unlink()
+        return "there"
+
+    monkeypatch.setattr(LifeWatch, "look", look_and_clear)
+    with pytest.raises(UsageError, match=r"the job of .* has ended, and its folder is cleared: start the job again"):
+        LivenessLock.acquire(tmp_path, "worker", 1, 2)
+    assert list(tmp_path.iterdir()) == []
+    present.release()
 
 
 def test_without_numbers_the_first_takes_the_first_place(tmp_path: Path) -> None:

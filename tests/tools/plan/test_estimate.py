@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from paceline.errors import UsageError
 from paceline.tools.plan.estimate import Estimate, PlannedTask, estimate, with_micro_batches

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from paceline.errors import UsageError

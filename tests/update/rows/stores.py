@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from paceline.update.named_rules import Add
@@ -19,7 +19,7 @@ from paceline.update.rules import RuleSpec
 
 
 def rows_of(rule: RuleSpec | None = None, life: Lifecycle | None = None, width: int = 2) -> RowTableSpec:
-    """A small table; change more of it with `dataclasses.replace`."""
+    """A small table; change more of it with `replace`."""
     spec = RowTableSpec("rows", width, "float32", rule or Add(), "bsp", "sum", "reject")
     return replace(spec, life=life or Lifecycle())
 

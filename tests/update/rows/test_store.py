@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from tests.update.rows.stores import RANDOM_FIRST, Model, held, ids_of, push, push_of, rows_of, store_of
 
 from paceline.errors import ProtocolBug, UsageError

@@ -10,7 +10,9 @@ import random
 import threading
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from paceline.core.events import Died, Timeout, WantJoin
 from paceline.core.messages import Sender

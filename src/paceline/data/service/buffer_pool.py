@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from paceline.data.service.messages import NO_LENT_BUFFER
@@ -92,8 +93,7 @@ class BatchPool:
         return next((at for at, memory in enumerate(self._free) if memory.nbytes >= size_bytes), None)
 
 
-@dataclass(frozen=True, slots=True)
-class LentPiece:
+class LentPiece(msgspec.Struct, frozen=True):
     """Buffer of one batch: lent to the worker under a number, or copied by the transport (`NO_LENT_BUFFER`).
 
     An empty batch has no buffer.

@@ -11,6 +11,7 @@ from functools import partial
 from itertools import count
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from paceline.core.settings import WAIT_TIMEOUT_S
@@ -145,8 +146,7 @@ _OPEN: Final = 0  # number of the only request that opens the recipe; reads have
 MAX_PREFETCH: Final = MAX_UNANSWERED // 2
 
 
-@dataclass(frozen=True, slots=True)
-class ReaderOptions:
+class ReaderOptions(msgspec.Struct, frozen=True):
     """Options of a reader: timeout of a read in seconds (`timeout_s`), number of batches read ahead (`prefetch`)."""
 
     timeout_s: float = WAIT_TIMEOUT_S

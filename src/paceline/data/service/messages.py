@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
+
+import msgspec
 
 from paceline.data.sources.batch import BatchLayout
 from paceline.errors import DataError, PacelineError, PeerError, RecordError, UsageError
@@ -25,8 +26,7 @@ _BLAMES: Final[tuple[tuple[type[PacelineError], Blame], ...]] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class OpenSource:
+class OpenSource(msgspec.Struct, frozen=True):
     """Worker to data server: open the recipe in the body, encoded by `encode_recipe`; reads refer to `number`.
 
     The recipe is in the body because a source may name very many files.
@@ -35,8 +35,7 @@ class OpenSource:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class SourceOpened:
+class SourceOpened(msgspec.Struct, frozen=True):
     """Answer to `OpenSource`: the number of samples, and a fingerprint that tells different data apart."""
 
     number: int
@@ -44,8 +43,7 @@ class SourceOpened:
     fingerprint: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReadBatches:
+class ReadBatches(msgspec.Struct, frozen=True):
     """Worker to data server: make a batch of the `num` sample indices in the body, as int64.
 
     Args:
@@ -65,8 +63,7 @@ class ReadBatches:
     returned: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BatchAnswer:
+class BatchAnswer(msgspec.Struct, frozen=True):
     """Answer with a batch, which is the body.
 
     Args:
@@ -82,8 +79,7 @@ class BatchAnswer:
     reasons: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class BatchFailed:
+class BatchFailed(msgspec.Struct, frozen=True):
     """Answer to a request that failed, and whose mistake that was."""
 
     number: int

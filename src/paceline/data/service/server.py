@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeAlias
 
+import msgspec
 import numpy as np
 
 from paceline.data.service.buffer_pool import BatchBuffers, LendingLimit, LentPiece
@@ -117,8 +118,7 @@ MAX_WAITING: Final = 1 << 24  # samples in the waiting requests of one worker
 Indices: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int64]]"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class QueuedRead:
+class QueuedRead(msgspec.Struct, frozen=True, eq=False):
     """A worker's request for a batch."""
 
     reader: ReaderConnection
@@ -275,15 +275,13 @@ _SMALL_BYTES: Final = 64 << 10
 _CLOSING_TIMEOUT_S: Final = 2.0  # for user code that is running; `stop` waits no longer
 
 
-@dataclass(frozen=True, slots=True)
-class _SourceSettled:
+class _SourceSettled(msgspec.Struct, frozen=True):
     """Event: a recipe has been opened, or could not be."""
 
     source: CachedSource
 
 
-@dataclass(frozen=True, slots=True)
-class _BuilderEnded:
+class _BuilderEnded(msgspec.Struct, frozen=True):
     """Event: the thread of the batch builder has ended."""
 
 

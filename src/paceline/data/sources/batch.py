@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final, Literal, TypeAlias
 
@@ -20,16 +19,14 @@ from torch import Tensor
 from paceline.errors import PeerError, UsageError
 
 
-@dataclass(frozen=True, slots=True)
-class BatchRequest:
+class BatchRequest(msgspec.Struct, frozen=True):
     """A request for the samples with these indices, in this order, as transformed in this epoch."""
 
     epoch: int
     indices: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True):
     """One batch of samples.
 
     Args:
@@ -53,8 +50,7 @@ def require_served(num_samples: int, size_bytes: int, max_bytes: int) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SkippedRecords:
+class SkippedRecords(msgspec.Struct, frozen=True):
     """Number of records skipped so far, and the reasons for the first ones."""
 
     num_skipped: int
@@ -145,8 +141,7 @@ class BatchLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class TensorColumn:
+class TensorColumn(msgspec.Struct, frozen=True):
     """One value of each sample, as a tensor; `write` writes it into a tensor of this shape."""
 
     dtype: torch.dtype
@@ -154,8 +149,7 @@ class TensorColumn:
     write: Callable[[Tensor], object]
 
 
-@dataclass(frozen=True, slots=True)
-class TextColumn:
+class TextColumn(msgspec.Struct, frozen=True):
     """One text of each sample, encoded."""
 
     kind: TextKind

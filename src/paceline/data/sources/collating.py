@@ -7,10 +7,10 @@ texts a list, and tuples, lists and dicts are collated item by item.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeAlias
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -39,8 +39,7 @@ class UnfitRecord(ValueError):
     """A record has a part that batches do not support."""
 
 
-@dataclass(frozen=True, slots=True)
-class FlatRecord:
+class FlatRecord(msgspec.Struct, frozen=True):
     """A record as its kind and the flat list of its values."""
 
     record: object

@@ -6,10 +6,10 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from paceline.data.sources.collating import UnfitRecord
@@ -20,16 +20,14 @@ from paceline.errors import DataError, UsageError
 _MOST_DECODED_BYTES: Final = 256 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
+class _Group(msgspec.Struct, frozen=True):
     """A row group: its file, and its number there."""
 
     path: str
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Decoded:
+class _Decoded(msgspec.Struct, frozen=True):
     """A row group in memory.
 
     Args:

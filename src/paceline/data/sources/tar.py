@@ -16,6 +16,8 @@ from tarfile import BLOCKSIZE, TarError, TarFile, TarInfo
 from typing import Any, BinaryIO, Final, cast
 from zlib import crc32
 
+import msgspec
+
 from paceline.data.sources.declared import WebDataset
 from paceline.data.sources.input_files import OpenFiles, find_files, reading
 from paceline.errors import DataError
@@ -28,8 +30,7 @@ _SCAN_BYTES: Final = 1 << 20
 _PACK_ANEW: Final = "which is not a file in the archive: pack it anew, with 'tar --dereference --hard-dereference'."
 
 
-@dataclass(frozen=True, slots=True)
-class _Content:
+class _Content(msgspec.Struct, frozen=True):
     """The bytes of a file: its size, and its pieces, as (offset in the file, offset in the archive, size).
 
     Between and after the pieces are zeros: a sparse file has several pieces, any other file one.
@@ -39,8 +40,7 @@ class _Content:
     pieces: tuple[tuple[int, int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
+class _Sample(msgspec.Struct, frozen=True):
     """The location of a sample: the number of the tar file, and the name and content of each of its files."""
 
     number: int

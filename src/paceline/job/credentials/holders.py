@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, cast, final
+
+import msgspec
 
 from paceline.errors import UsageError
 from paceline.job.spec import TOKEN_NAME, read_token
@@ -23,8 +24,7 @@ _NAME: Final = re.compile(r"(?:(server|worker|data|reader|relay)-(0|[1-9]\d{0,8}
 PREVIOUS_NAME: Final = "token.previous"  # holds until it is removed
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(msgspec.Struct, frozen=True):
     """The holder of a certificate: one process of a job, or any of them.
 
     >>> str(Holder("server", 0)), str(Holder("worker", 3)), str(Holder("any"))

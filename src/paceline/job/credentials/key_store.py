@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
 
+import msgspec
 from cryptography import x509
 
 from paceline.errors import UsageError
@@ -35,8 +35,7 @@ ISSUED_NAME: Final = "issued"
 SOON: Final = timedelta(days=7)
 
 
-@dataclass(frozen=True, slots=True)
-class Certificate:
+class Certificate(msgspec.Struct, frozen=True):
     """A certificate in a folder of keys: its holder, serial number, end, and whether it was revoked."""
 
     holder: str

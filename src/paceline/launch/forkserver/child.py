@@ -18,9 +18,10 @@ import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypedDict
+
+import msgspec
 
 from paceline.job.environment import find_launcher, import_folders, memory_variable, replace_all
 from paceline.launch.entry import EXIT_CODE, die_with_launcher
@@ -106,8 +107,7 @@ class ProgramRequest(TypedDict):
     environment: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class ForkedProcess:
+class ForkedProcess(msgspec.Struct, frozen=True):
     """A process that was just forked, and is told by the launcher what it is to become; maybe much later."""
 
     streams: tuple[int, ...]  # the descriptors that become standard input, output and error

@@ -12,9 +12,10 @@ import socket
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final, Self, final
+
+import msgspec
 
 from paceline.errors import ProtocolBug
 from paceline.launch.child import Launch, Process, pin, start_process
@@ -27,8 +28,7 @@ NUM_SPARES: Final = 2  # for two servers at once, or one that is killed again as
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Forked:
+class Forked(msgspec.Struct, frozen=True):
     """A process that the fork server has forked; a child of this process."""
 
     pid: int
@@ -42,8 +42,7 @@ class Forked:
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Unnamed:
+class Unnamed(msgspec.Struct, frozen=True):
     """A process that was forked and waits to be told what it is to become; it ends with its channel."""
 
     process: Forked
@@ -72,8 +71,7 @@ class Unnamed:
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class _Coming:
+class _Coming(msgspec.Struct, frozen=True):
     """A process that was asked for.
 
     Args:

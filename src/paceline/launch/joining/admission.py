@@ -8,9 +8,10 @@ the life of what it has started: when it ends, the workers that have not ended a
 import signal
 import threading
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Final, final
+
+from msgspec.structs import replace
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError
 from paceline.job.addresses import CLUSTER_NAME

@@ -6,9 +6,10 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
+
+import msgspec
 
 from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, Refused, UsageError
 from paceline.job.credentials.holders import KEYS_NAME, Holder, TokenFiles, link_keys, tls_settings
@@ -39,8 +40,7 @@ _TURN_S: Final = 60.0
 _END_TIMEOUT_S: Final = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class RunAddress:
+class RunAddress(msgspec.Struct, frozen=True):
     """A run to join: its name in messages, its addresses, and the folder with the token and keys to show there.
 
     Args:

@@ -4,11 +4,11 @@ import os
 import signal
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, final
 
 import msgspec
+from msgspec.structs import replace
 
 from paceline.errors import PeerError, UsageError
 from paceline.job.addresses import CLUSTER_NAME
@@ -40,8 +40,7 @@ SUBJECT: Final = "paceline join"
 EXIT_FAILURE: Final = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoinOrder:
+class JoinOrder(msgspec.Struct, frozen=True, kw_only=True):
     """What `paceline join` was told: which run, how many workers, and what these run.
 
     `address` is the folder of the run, or HOST:PORT where it listens; then `keys` is a folder of certificates.

@@ -2,9 +2,10 @@
 
 import re
 import shlex
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Final
+
+import msgspec
 
 from paceline.errors import UsageError
 
@@ -13,8 +14,7 @@ NAME_CHARS_MAX: Final = 47  # KubeRay appends to it, and no name of Kubernetes i
 DURATION: Final = re.compile(r"(?:([0-9]{1,3})-)?([0-9]{1,3}):([0-5][0-9]):([0-5][0-9])")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ManifestJob:
+class ManifestJob(msgspec.Struct, frozen=True, kw_only=True):
     """A script as so many workers and servers on so many machines.
 
     Raises UsageError for what contradicts itself, and for text that others would take for something else.

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final, Literal
 
 import msgspec
@@ -23,8 +22,7 @@ TORCH: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 DMLC: Final = ("DMLC_ROLE", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Detected:
+class Detected(msgspec.Struct, frozen=True, kw_only=True):
     """What a launcher says of this process.
 
     Where it has given out roles, `rank` and `size` count the workers alone (for a server, `rank` counts the servers).

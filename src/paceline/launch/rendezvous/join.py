@@ -12,9 +12,10 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
+
+import msgspec
 
 from paceline.errors import UsageError
 from paceline.job.addresses import CLUSTER_NAME, SPEC_NAME
@@ -171,8 +172,7 @@ def _issue(run_dir: Path, job: str, assignment: RoleAssignment) -> None:
         authority.issue(keys, Holder("worker", rank))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BootstrapResult:
+class BootstrapResult(msgspec.Struct, frozen=True, kw_only=True):
     """This process among the others of its job.
 
     Attributes:
@@ -282,8 +282,7 @@ def _take_part(run_dir: Path, assignment: RoleAssignment, undo: ExitStack) -> Li
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class JoinedJob:
+class JoinedJob(msgspec.Struct, frozen=True):
     """A worker's part in a job that it has entered by itself, until it leaves."""
 
     place: Place

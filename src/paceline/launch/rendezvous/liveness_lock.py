@@ -167,8 +167,12 @@ class LivenessLock:
                         if life and role == "worker":
                             tell(f"worker {one} takes the place of the process that was worker {one} before it", NEWS)
                         return LivenessLock(run_dir, role, one, life, descriptor)
+            except FileNotFoundError as error:  # by its launcher, while this process looked
+                raise UsageError(
+                    f"the job of {run_dir} has ended, and its folder is cleared: start the job again, with this {role}"
+                ) from error
             finally:
-                unfinished.unlink()
+                unfinished.unlink(missing_ok=True)
         if index is not None and _finished(run_dir, role, index).exists():
             raise UsageError(
                 f"{role} {index} has been there, and has come to the end of its script: it joins once. Start the job "

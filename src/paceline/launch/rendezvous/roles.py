@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
+
+import msgspec
+from msgspec.structs import replace
 
 from paceline.core.partition import shares_over_hosts
 from paceline.errors import UsageError
@@ -16,8 +18,7 @@ REPLICAS: Final = "+replicas:1"
 LAG: Final = re.compile(r"\+lag:([1-9][0-9]{0,3})$")  # clocks by which replicas may lag
 
 
-@dataclass(frozen=True, slots=True)
-class Servers:
+class Servers(msgspec.Struct, frozen=True):
     """Where servers are: sidecars of rank 0 or of the first rank of every node, and ranks that serve: the last ones.
 
     Ranks that serve are counted first. The replicas of a node's servers are sidecars on the next node.
@@ -81,8 +82,7 @@ class Servers:
         return shares_over_hosts(workers, at) if len({host in workers for host in at}) == 2 else ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoleAssignment:
+class RoleAssignment(msgspec.Struct, frozen=True, kw_only=True):
     """What this process is in its job.
 
     Attributes:

@@ -27,9 +27,10 @@ from paceline.launch.rendezvous.liveness_lock import newest_life, wait_worker_en
 from paceline.launch.rendezvous.node_places import NodePlaces
 from paceline.launch.rendezvous.roster import wait_complete
 from paceline.launch.replicas import ServerPlace
-from paceline.launch.signals import ignore_preemption_signals
+from paceline.launch.signals import EXIT_PREEMPTED, ignore_preemption_signals
 from paceline.notices import NEWS, tell
 from paceline.server.node import ServerNode
+from paceline.server.replica_place import HandedOver
 
 ENTRY: Final = "paceline.launch.rendezvous.sidecar"
 _END_TIMEOUT_S: Final = 5.0  # a file server that does not answer does not keep this process from ending
@@ -196,13 +197,17 @@ def serve_until_workers_end(spec: ClusterSpec, rank: int, host: str, process: in
     """Serve one shard of the job; blocks until all workers have left or died.
 
     By TCP it listens at `host`, an address of this machine. `process`: which one it is of those of its server.
-    Ends the process with an error when not all have come in time.
+    Ends the process with an error when not all have come in time, and with code 143 once it has handed over.
     """
     # Deferred: workers import this module, and the fork server then runs that one as a program.
     from paceline.launch.server import serve
 
     ignore_preemption_signals()
-    serve(spec, rank, lambda node: _follow_workers(spec, rank, node), host, process=process)
+    try:
+        serve(spec, rank, lambda node: _follow_workers(spec, rank, node), host, process=process)
+    except HandedOver as handed_over:
+        tell(str(handed_over), NEWS)
+        sys.exit(EXIT_PREEMPTED)
 
 
 def _follow_workers(spec: ClusterSpec, rank: int, node: ServerNode) -> None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 _FOLDER: Final = Path(__file__).with_name("page")
 _STYLES: Final = ("uPlot.min.css", "style.css")
 _SCRIPTS: Final = ("uPlot.iife.min.js", "charts.js", "dashboard.js")
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
+class Page(msgspec.Struct, frozen=True):
     """The page as bytes, and the policy by which a browser runs what is in it, and nothing else."""
 
     content: bytes

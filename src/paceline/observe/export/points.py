@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from math import nan
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from paceline.observe.averages import mean
 from paceline.observe.trace import (
     Evaluated,
@@ -28,8 +30,7 @@ MOST_WORKERS: Final = 64  # that have points of their own; those of others are o
 _MOST_OPEN: Final = 1024  # clocks that wait for the slowest worker
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
+class Point(msgspec.Struct, frozen=True):
     """A value at a clock; `t` is monotonic, as in records."""
 
     name: str

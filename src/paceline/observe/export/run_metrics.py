@@ -11,6 +11,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
+import msgspec
+
 from paceline.observe.trace import (
     NO_SERVER,
     AppliedRecord,
@@ -35,8 +37,7 @@ MOST_SERIES: Final = 1024
 OTHER: Final = "other"
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
+class Metric(msgspec.Struct, frozen=True):
     """One metric.
 
     Args:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import msgspec
 
 from paceline.errors import UsageError
 
@@ -29,8 +30,7 @@ _METRICS_A_BATCH: Final = 1000  # that MLflow takes
 _MOST_QUEUED: Final = 1000  # events for the thread that writes TensorBoard's file
 
 
-@dataclass(frozen=True, slots=True)
-class ExportedRun:
+class ExportedRun(msgspec.Struct, frozen=True):
     """What trackers are told of a run.
 
     Args:
@@ -58,8 +58,7 @@ class Tracker(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class TrackerKind:
+class TrackerKind(msgspec.Struct, frozen=True):
     """A kind of tracker.
 
     Args:
@@ -75,8 +74,7 @@ class TrackerKind:
     open: Callable[[str, ExportedRun], Tracker]
 
 
-@dataclass(frozen=True, slots=True)
-class TrackerChoice:
+class TrackerChoice(msgspec.Struct, frozen=True):
     """A tracker that was asked for: the name of its kind, and a target or an empty text."""
 
     kind: str

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
+import msgspec
 from cyclopts import Parameter
 from msgspec import json as as_json  # which has null for what is not finite
+from msgspec.structs import replace
 
 from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
@@ -37,8 +38,7 @@ _ONE_RATE: Final = (
 _BUSY: Final = 0.3  # from this share on, servers or lines may be what workers wait for
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
+class Variant(msgspec.Struct, frozen=True):
     """Another way to do the recorded run, and its rehearsal."""
 
     consistency: Consistency

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
 from math import inf
 from statistics import fmean
 from typing import TYPE_CHECKING, Final
+
+import msgspec
+from msgspec.structs import replace
 
 from paceline.core.consistency import Consistency, bsp
 from paceline.core.server import LEAD
@@ -34,8 +36,7 @@ _FASTEST_LINE: Final = 1e11
 _NUM_FITS: Final = 12
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedRun:
+class RecordedRun(msgspec.Struct, frozen=True):
     """A recorded run: what happened, and the scenario that rehearses it.
 
     Args:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from paceline.observe.averages import mean
 from paceline.observe.plots import (
@@ -39,16 +40,14 @@ if TYPE_CHECKING:
 _END: Final = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class RunTraffic:
+class RunTraffic(msgspec.Struct, frozen=True):
     """Bytes on TCP connections, the mean for a worker and step, with the transfer of the first values."""
 
     sent_bytes: float
     received_bytes: float
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(msgspec.Struct, frozen=True):
     """Results of a run; None where it was not measured.
 
     Args:

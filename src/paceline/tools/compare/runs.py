@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from paceline.api.programs import PROGRAMS
 from paceline.errors import UsageError
@@ -21,8 +22,7 @@ _COUNT: Final = "@"
 _NOT_OF_A_NAME: Final = re.compile(r"[^a-z0-9]+")
 
 
-@dataclass(frozen=True, slots=True)
-class ComparedEntry:
+class ComparedEntry(msgspec.Struct, frozen=True):
     """One run of a comparison.
 
     Args:
@@ -107,8 +107,7 @@ _WRITTEN: Final = r"^\[{name}\] (?:paceline: )?(\S.*)$"
 _FROM_SIGNALS: Final = range(129, 160)
 
 
-@dataclass(frozen=True, slots=True)
-class RunPlan:
+class RunPlan(msgspec.Struct, frozen=True):
     """Options that all runs of a comparison share."""
 
     script: Path
@@ -149,8 +148,7 @@ class RunPlan:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class RunEnded:
+class RunEnded(msgspec.Struct, frozen=True):
     """End of a run: its exit code, and the reason where that is not 0."""
 
     entry: ComparedEntry

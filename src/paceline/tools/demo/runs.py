@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Final, Literal, get_args
+
+import msgspec
 
 from paceline.launch.plan import LocalRun
 
@@ -16,8 +17,7 @@ SLOW_FACTOR: Final = 3.0
 QUICK_FACTOR: Final = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class ComputePace:
+class ComputePace(msgspec.Struct, frozen=True):
     """Simulated compute time of one worker: it sleeps, so that two cores show the pace of four machines.
 
     A steady worker computes for `compute_s` in every clock. A fitful one has a faster machine that other programs
@@ -61,8 +61,7 @@ RATE: Final = 0.6  # first learning rate for the mean gradient of one clock of a
 COMPUTE_S: Final = 0.02  # simulated computing of a steady worker in each clock
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
+class Setting(msgspec.Struct, frozen=True):
     """Options that all runs share."""
 
     data: Path
@@ -77,8 +76,7 @@ class Setting:
         return RATE / self.num_workers
 
 
-@dataclass(frozen=True, slots=True)
-class DemoRun:
+class DemoRun(msgspec.Struct, frozen=True):
     """One run of the demo: its label and note in the report, and its options for the launcher."""
 
     label: str

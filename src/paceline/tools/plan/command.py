@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import Parameter
 from msgspec import json as as_json  # which has null for what is not finite
+from msgspec.structs import replace
 
 from paceline.errors import UsageError
 from paceline.observe.tables import print_tables

@@ -7,9 +7,11 @@ come on top.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from typing import Final
+
+import msgspec
+from msgspec.structs import asdict, replace
 
 from paceline.errors import UsageError
 from paceline.model_parallel.balance import balanced_ends
@@ -176,8 +178,7 @@ _PASSES = 3  # backward computes twice what forward does
 _PASSES_AGAIN = 4  # and forward once more under recomputation
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedTask:
+class PlannedTask(msgspec.Struct, frozen=True, kw_only=True):
     """Training to plan for: the model, the samples of a step, and the recipe.
 
     `compute_s` is a measured step of the whole batch on one device, without communication; None to estimate it from
@@ -197,8 +198,7 @@ class PlannedTask:
         return self.compute_s if strategy.pipeline == 1 or self.accumulated_s is None else self.accumulated_s
 
 
-@dataclass(frozen=True, slots=True)
-class Role:
+class Role(msgspec.Struct, frozen=True):
     """One kind of process: its memory, its device, and the number of processes."""
 
     name: str
@@ -217,8 +217,7 @@ class Role:
         return self.fullness <= 1
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedBytes:
+class PlannedBytes(msgspec.Struct, frozen=True):
     """Bytes that the busiest process of each kind sends in a step: for replicas, between stages, among tensor ranks."""
 
     data: float
@@ -231,8 +230,7 @@ class PlannedBytes:
         return self.data + self.pipeline + self.tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Seconds:
+class Seconds(msgspec.Struct, frozen=True):
     """Seconds of a step, without any overlap of its parts.
 
     `bubble` is the time in which a stage waits for others, with their communication.
@@ -248,8 +246,7 @@ class Seconds:
         return self.compute + self.bubble + self.communicate
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(msgspec.Struct, frozen=True):
     """A strategy, the memory of its roles (for workers that of the largest stage), and bytes and seconds of a step."""
 
     strategy: PlannedStrategy
@@ -449,8 +446,7 @@ def _through_memory_s(
     return num_parameters * (gradients + 2 * (values + recipe.moment_bytes)) / link.bytes_per_s
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
+class Memory(msgspec.Struct, frozen=True):
     """Bytes of one device.
 
     Args:
@@ -474,7 +470,7 @@ class Memory:
 
     def by_part(self) -> dict[str, float]:
         """Return the parts by their names."""
-        return {part.name: getattr(self, part.name) for part in fields(self)}
+        return asdict(self)
 
 
 def worker_memory(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import ceil
 from typing import Final
+
+import msgspec
 
 from paceline.errors import UsageError
 from paceline.tools.plan.model import Precision
@@ -21,8 +22,7 @@ SHARED_MEMORY: Final = "shm"
 _TO_HOST: Final = "pcie4"
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
+class Device(msgspec.Struct, frozen=True):
     """A device: its memory, and its peak operations a second in half precision and in float32.
 
     `memory_bytes_per_s`: what its memory reads or writes in a second.
@@ -46,8 +46,7 @@ class Device:
         return f"{self.name} ({in_gb(self.memory_bytes)})"
 
 
-@dataclass(frozen=True, slots=True)
-class NetworkLink:
+class NetworkLink(msgspec.Struct, frozen=True):
     """A link: bytes a second of a device in each direction, and the latency of a message.
 
     `is_shared`: memory that both ends map, so nothing is copied and bytes count once for both.
@@ -63,8 +62,7 @@ _MOST_DEVICES: Final = 1_000_000
 _LEAST_SHARE: Final = 1e-6
 
 
-@dataclass(frozen=True, slots=True)
-class Machines:
+class Machines(msgspec.Struct, frozen=True):
     """Devices to train on, with their links.
 
     Args:

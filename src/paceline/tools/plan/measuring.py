@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor, UntypedStorage
 from torch.autograd import Function
@@ -38,8 +39,7 @@ from paceline.tools.plan.model import Model, PlannedLayer, Rules
 _IDS: Final = "ids"
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(msgspec.Struct, frozen=True):
     """Shape of one input without its batch, and whether its elements are ids of tokens."""
 
     shape: tuple[int, ...]

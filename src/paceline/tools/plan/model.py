@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, Literal, get_args
+
+import msgspec
+from msgspec.structs import replace
 
 from paceline.errors import UsageError
 
@@ -21,8 +24,7 @@ _MOST_LAYERS: Final = 2_000  # as stages are cut by looking at all pairs of laye
 assert set(NUM_MOMENTS) == set(get_args(OptimizerName))
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingRecipe:
+class TrainingRecipe(msgspec.Struct, frozen=True):
     """Precision and optimizer of training.
 
     "mixed" has half-precision weights and gradients, and the optimizer keeps a float32 master copy of the weights and
@@ -70,8 +72,7 @@ class TrainingRecipe:
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedLayer:
+class PlannedLayer(msgspec.Struct, frozen=True):
     """One layer, or a block of layers that is not cut. Bytes and operations are those of one sample.
 
     Args:
@@ -154,8 +155,7 @@ class Rules:
     no_split: Callable[[int], str] = field(default=_any, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
+class Model(msgspec.Struct, frozen=True):
     """A sequence of layers, in the order in which they run.
 
     The ranks of tensor parallelism must divide `num_heads`; None if unknown. `input_bytes` is of one sample. `rules`
@@ -241,8 +241,7 @@ def plain_model(name: str, num_parameters: float, num_layers: int, num_tokens: i
     return Model(name, tuple(layers))
 
 
-@dataclass(frozen=True, slots=True)
-class Transformer:
+class Transformer(msgspec.Struct, frozen=True):
     """Shape of a transformer whose blocks are attention and a perceptron of four times the width.
 
     Args:
@@ -344,8 +343,7 @@ class Transformer:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Recurrent:
+class Recurrent(msgspec.Struct, frozen=True):
     """Shape of a recurrent network, of which only the number of parameters is estimated."""
 
     num_layers: int
@@ -353,8 +351,7 @@ class Recurrent:
     sequence: int
 
 
-@dataclass(frozen=True, slots=True)
-class KnownModel:
+class KnownModel(msgspec.Struct, frozen=True):
     """A well-known model: its title, its published number of parameters, and its shape.
 
     Example:

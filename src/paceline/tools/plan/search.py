@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from math import ceil
 from typing import Final
+
+from msgspec.structs import replace
 
 from paceline.errors import UsageError
 from paceline.tools.plan.estimate import Estimate, PlannedTask, estimate

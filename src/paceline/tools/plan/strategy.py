@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from typing import Final, Literal
+
+import msgspec
+from msgspec.structs import replace
 
 from paceline.errors import UsageError
 
@@ -22,8 +24,7 @@ _NAMES: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedStrategy:
+class PlannedStrategy(msgspec.Struct, frozen=True):
     """One way to distribute training over `num_devices` devices.
 
     Args:

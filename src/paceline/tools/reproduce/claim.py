@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+import msgspec
 
 from paceline.tools.reproduce.programs import ProgramRuns
 
@@ -13,8 +14,7 @@ TimeKind = Literal["real", "virtual", "counted"]
 PlotKind = Literal["lines", "bars"]
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(msgspec.Struct, frozen=True):
     """One number beside its anchor.
 
     Args:
@@ -30,8 +30,7 @@ class Check:
     holds: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
+class Curve(msgspec.Struct, frozen=True):
     """One line or group of bars. `x` are positions, or for bars the names of the bars."""
 
     label: str
@@ -40,8 +39,7 @@ class Curve:
     is_reference: bool = False  # what the paper or a formula says: drawn in grey, dashed
 
 
-@dataclass(frozen=True, slots=True)
-class Plot:
+class Plot(msgspec.Struct, frozen=True):
     """One pair of axes of a picture."""
 
     title: str
@@ -54,8 +52,7 @@ class Plot:
     y_range: tuple[float | None, float | None] = (None, None)
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(msgspec.Struct, frozen=True):
     """What a run of a claim found.
 
     Args:
@@ -76,8 +73,7 @@ class Finding:
         return all(check.holds for check in self.checks)
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimOptions:
+class ClaimOptions(msgspec.Struct, frozen=True):
     """How to run a claim: quickly or at length, under a seed, with what the other claims have run already."""
 
     is_quick: bool
@@ -86,8 +82,7 @@ class ClaimOptions:
     programs: ProgramRuns
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(msgspec.Struct, frozen=True):
     """A headline of a paper.
 
     Args:

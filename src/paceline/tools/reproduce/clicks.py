@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from paceline.tools.reproduce.virtual import Floats
@@ -14,8 +15,7 @@ _EPOCHS = 12
 _RATE = 40.0  # of the mean gradient of a batch: an id is in few of its samples
 
 
-@dataclass(frozen=True, slots=True)
-class Clicks:
+class Clicks(msgspec.Struct, frozen=True):
     """Samples: the user, the item, and whether it was clicked; `held_out` are those never trained on."""
 
     users: np.ndarray
@@ -59,8 +59,7 @@ class FactorModel:
         return FactorModel(users, items, np.ones(_RANK))
 
 
-@dataclass(frozen=True, slots=True)
-class FactorGradient:
+class FactorGradient(msgspec.Struct, frozen=True):
     """The gradient of a batch: rows of its samples, and the whole dense part."""
 
     users: tuple[np.ndarray, Floats]

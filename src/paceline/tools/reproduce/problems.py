@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 
 from paceline.tools.reproduce.virtual import Floats
 
 
-@dataclass(frozen=True, slots=True)
-class Factorization:
+class Factorization(msgspec.Struct, frozen=True):
     """Matrix factorization of made-up ratings, whose items are as popular as Zipf's law says.
 
     Each worker has a share of the ratings, and goes through `1/parts` of it in a clock. Gradients are sums, as if
@@ -64,8 +62,7 @@ class Factorization:
         return float((((left[self.users] * right[self.items]).sum(1) - self.ratings) ** 2).sum())
 
 
-@dataclass(frozen=True, slots=True)
-class Perceptron:
+class Perceptron(msgspec.Struct, frozen=True):
     """A perceptron with one hidden layer, trained on clouds of points in several classes: mean cross-entropy."""
 
     points: Floats

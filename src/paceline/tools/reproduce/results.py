@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
+from msgspec.structs import asdict
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 Verdict = Literal["shown", "not shown", "explained", "failed"]
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimResult:
+class ClaimResult(msgspec.Struct, frozen=True):
     """The verdict on one claim.
 
     Args:
@@ -63,7 +62,9 @@ def write_result(result: ClaimResult, claim: Claim, folder: Path) -> Path:
         "anchors": claim.anchors,
         "time": claim.time,
     }
-    path.write_text(json.dumps(said | asdict(result), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps(said | msgspec.to_builtins(result), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     return path
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import tempfile
 import time
-from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import torch
 
 from paceline.update.named_rules import SGD
@@ -30,8 +30,7 @@ _BUDGET_BYTES: Final = 6 << 20
 _BATCH: Final = 384
 
 
-@dataclass(frozen=True, slots=True)
-class SwapFinding:
+class SwapFinding(msgspec.Struct, frozen=True):
     """What became of both tables.
 
     Args:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Protocol
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from paceline.core.consistency import Consistency
@@ -60,8 +62,7 @@ class FixedStep:
         values -= self.rate * gradient
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedRun:
+class SimulatedRun(msgspec.Struct, frozen=True):
     """One table on one server through one simulation: applied pushes in order, and the reads of each worker.
 
     Args:
@@ -186,8 +187,7 @@ def _deliveries(
     return tuple((end + one_way_s, sum(time <= end for time in arrived)) for end in ends)
 
 
-@dataclass(frozen=True, slots=True)
-class LearningCurve:
+class LearningCurve(msgspec.Struct, frozen=True):
     """Losses of one run, by virtual seconds and by applied pushes; the last one is infinite if it diverged."""
 
     seconds: tuple[float, ...]

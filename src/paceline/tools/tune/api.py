@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 from cyclopts import App, CycloptsError
 
 from paceline.core.calls import checked
@@ -105,8 +105,7 @@ _NEEDED: Final = ("optuna", "matplotlib")
 _CALLED: Final = "search"  # name of a search that is not from a file
 
 
-@dataclass(frozen=True, slots=True)
-class Tuned:
+class Tuned(msgspec.Struct, frozen=True):
     """Result of a search.
 
     Attributes:

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, final
 
+import msgspec
+
 from paceline.errors import UsageError
 from paceline.job.environment import inherited
 from paceline.job.machines import cores_here, share_of
@@ -159,8 +161,7 @@ def _text(parameters: Mapping[str, Choice], name: str, otherwise: str) -> str:
     return as_text(parameters[name]) if name in parameters else otherwise
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True):
     """Result of a trial."""
 
     state: State
@@ -307,8 +308,7 @@ class Display(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class DriverOptions:
+class DriverOptions(msgspec.Struct, frozen=True):
     """Options of a search: trials at a time, the longest time of a trial, and the program that runs one.
 
     Raises UsageError for numbers below the least.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from random import Random
@@ -131,8 +130,7 @@ _AGAIN: Final = "again"  # number of the interrupted trial that it repeats
 _POINT: Final = "point"  # of a grid
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
+class Trial(msgspec.Struct, frozen=True):
     """One trial.
 
     Attributes:

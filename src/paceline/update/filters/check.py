@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import cast
+
+import msgspec
 
 from paceline.errors import UsageError
 from paceline.update.rows.spec import FilterSpec
@@ -15,8 +16,7 @@ CODECS = ("bfloat16", "float16", "int8")
 DIRECTIONS = ("push", "pull")
 
 
-@dataclass(frozen=True, slots=True)
-class _Number:
+class _Number(msgspec.Struct, frozen=True):
     """The valid values of a number of a filter, in words and as a predicate."""
 
     words: str

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, final
 
+import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from paceline.errors import ProtocolBug
@@ -22,8 +24,7 @@ from paceline.update.rows.spec import FilterSpec
 NEVER = -1  # the clock of rows that wait for their next push, however late
 
 
-@dataclass(frozen=True, slots=True)
-class Stationary:
+class Stationary(msgspec.Struct, frozen=True):
     """The optimality condition of an L1 penalty: a zero with a gradient below the penalty stays zero."""
 
     l1: float
@@ -40,8 +41,7 @@ class Stationary:
         return zero & (gradient.abs() < self.l1 - self.margin).all(dim=1)
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
+class Selection(msgspec.Struct, frozen=True):
     """Selection of the rows to send now.
 
     Args:
@@ -122,8 +122,7 @@ def _largest(rows: Tensor, among: Tensor, share: float) -> Tensor:
     return chosen
 
 
-@dataclass(frozen=True, slots=True)
-class FilteredPush:
+class FilteredPush(msgspec.Struct, frozen=True):
     """The part of a push that is sent.
 
     Args:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from paceline.core.messages import value_class
+import msgspec
 
 
-@value_class
-class WireBytes:
+class WireBytes(msgspec.Struct, frozen=True):
     """Traffic in one direction: exact counts, without the headers of frames.
 
     Args:
@@ -72,8 +71,7 @@ class WireBytes:
 _NOTHING: Final = WireBytes()
 
 
-@value_class
-class RowTraffic:
+class RowTraffic(msgspec.Struct, frozen=True):
     """Traffic of one table in all directions.
 
     Args:

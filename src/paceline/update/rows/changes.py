@@ -13,8 +13,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
+
+import msgspec
 
 from paceline.errors import UsageError
 
@@ -30,8 +31,7 @@ class CursorExpired(UsageError):
     """The log does not have all entries any more that a reader lacks, or is another one."""
 
 
-@dataclass(frozen=True, slots=True)
-class LogEntry:
+class LogEntry(msgspec.Struct, frozen=True):
     """What one update of a server has changed.
 
     Args:
@@ -52,8 +52,7 @@ class LogEntry:
         return self.ids.nbytes + self.values.nbytes + self.removed.nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class LogRead:
+class LogRead(msgspec.Struct, frozen=True):
     """Entries in order, and where the log is behind them.
 
     Args:

@@ -8,9 +8,9 @@ import os
 import tempfile
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
+import msgspec
 import numpy as np
 import torch
 
@@ -141,8 +141,7 @@ _POPULATE_READ: Final = 22  # of Linux 5.14; Python's mmap does not name it
 _LIBRARY: Final = ctypes.CDLL(None, use_errno=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
+class Stretch(msgspec.Struct, frozen=True):
     """Neighbouring pages of a column in a file: where they are mapped, and where they lie in the file."""
 
     address: int

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
+from msgspec.structs import replace
 
 from paceline.update.rules import Hyper
 from paceline.update.summing import divisor_of, num_missing, zeroed
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
     from paceline.update.table import Scale
 
 
-@dataclass(frozen=True, slots=True)
-class RowContribution:
+class RowContribution(msgspec.Struct, frozen=True):
     """The part of one push that one server gets.
 
     Args:
@@ -57,8 +57,7 @@ class RowContribution:
         return self.gradient.new_full((len(self.ids), width), math.nan) if self.echo is None else self.echo
 
 
-@dataclass(frozen=True, slots=True)
-class Combined:
+class Combined(msgspec.Struct, frozen=True):
     """One update: distinct ids in order of first appearance, with a gradient and maybe an echo for each.
 
     Args:

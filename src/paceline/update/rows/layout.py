@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import torch
+from msgspec.structs import astuple
 
 from paceline.errors import ProtocolBug
 from paceline.update.rows.column import most_mapped_bytes
@@ -26,8 +27,7 @@ LEAST_PIECE_ROWS: Final = 16
 _LEAST_ENTRIES: Final = 1 << 10
 
 
-@dataclass(frozen=True, slots=True)
-class RowLayout:
+class RowLayout(msgspec.Struct, frozen=True):
     """What a row has in one column: how many numbers of which type."""
 
     width: int
@@ -95,8 +95,7 @@ def least_bytes(spec: RowTableSpec, rule: RowRule) -> int:
     return index_bytes(0) + 2 * LEAST_PIECE_ROWS * piece_bytes(spec, rule)
 
 
-@dataclass(frozen=True, slots=True)
-class RowPiece:
+class RowPiece(msgspec.Struct, frozen=True):
     """Rows and all their columns; see `layouts` for what there is.
 
     Args:
@@ -129,8 +128,7 @@ class RowPiece:
             raise ProtocolBug(f"{len(self.ids) - len(self.ids.unique())} of {len(self.ids)} ids of rows repeat")
 
 
-@dataclass(frozen=True, slots=True)
-class RowStatistics:
+class RowStatistics(msgspec.Struct, frozen=True):
     """Rows of one table on one server, or on several when added.
 
     Args:
@@ -169,5 +167,4 @@ class RowStatistics:
 
     def __add__(self, other: RowStatistics) -> RowStatistics:
         """Return the numbers of both together."""
-        names = [field.name for field in fields(RowStatistics)]
-        return RowStatistics(**{name: getattr(self, name) + getattr(other, name) for name in names})
+        return RowStatistics(*map(sum, zip(astuple(self), astuple(other), strict=True)))

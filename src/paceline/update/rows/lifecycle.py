@@ -14,9 +14,9 @@ popular now. Among equals the row with the lower slot is evicted, mostly the old
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
+import msgspec
 import torch
 
 from paceline.update.rows.column import RowColumn
@@ -48,8 +48,7 @@ def most_candidate_bytes(life: Lifecycle) -> int:
     return 2 * (index_bytes(limit) + (8 + 4 + 16) * limit) if limit else 0
 
 
-@dataclass(frozen=True, slots=True)
-class AdmittedIds:
+class AdmittedIds(msgspec.Struct, frozen=True):
     """An update without the rows that are not admitted yet. Candidates are counted only by `Candidates.count`.
 
     Args:
@@ -67,8 +66,7 @@ class AdmittedIds:
     counts: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _Generation:
+class _Generation(msgspec.Struct, frozen=True):
     index: RowIndex
     ids: RowColumn
     counts: Tensor  # (most candidates,), int32, by slot

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
+import msgspec
 import torch
 
 from paceline.errors import DeadlineExceeded
@@ -22,8 +22,7 @@ _SPARE: Final = 4  # one part in so many of the room is for what is read ahead, 
 _DEADLINE_S: Final = 120.0  # for what the disk is reading when its result is no longer wanted
 
 
-@dataclass(frozen=True, slots=True)
-class SpillReads:
+class SpillReads(msgspec.Struct, frozen=True):
     """What a table in files has mapped for its pieces, in bytes of whole windows.
 
     Args:
@@ -50,8 +49,7 @@ class SpillReads:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Ahead:
+class _Ahead(msgspec.Struct, frozen=True):
     """A piece that is being read ahead: its windows by column, what they take, and what of that was not mapped."""
 
     key: bytes

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final, runtime_checkable
 
+import msgspec
 import torch
 from torch.nn.functional import softshrink
 
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 Numbers: TypeAlias = Mapping[str, Any]  # the hyperparameters, as of this update
 
 
-@dataclass(frozen=True, slots=True)
-class StateColumn:
+class StateColumn(msgspec.Struct, frozen=True):
     """A column of state that every row has, in the dtype of its table.
 
     Args:
@@ -368,8 +367,7 @@ def _since(total: Tensor, echo: Tensor | None) -> Tensor:
 _MEMBERS = ("columns", "echo", "update")
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
+class _Known(msgspec.Struct, frozen=True):
     """How a rule is built from its hyperparameters, and the names of those it needs."""
 
     build: Callable[[Numbers], RowRule]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, TypeAlias, get_args
+
+import msgspec
 
 from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
@@ -18,8 +20,7 @@ Evict: TypeAlias = Literal["lru", "lfu"]
 _LARGEST: Mapping[DType, float] = {"float32": 3.4e38, "float64": 1.79e308, "bfloat16": 3.38e38, "float16": 65504.0}
 
 
-@dataclass(frozen=True, slots=True)
-class First:
+class First(msgspec.Struct, frozen=True):
     """The values that a row has before its first update: a function of the seed, its id and the column alone.
 
     Args:
@@ -66,16 +67,14 @@ class Lifecycle:
     spill: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class FilterSpec:
+class FilterSpec(msgspec.Struct, frozen=True):
     """A filter as data: its name, and plain numbers."""
 
     name: str
     numbers: Hyper
 
 
-@dataclass(frozen=True, slots=True)
-class RowTableSpec:
+class RowTableSpec(msgspec.Struct, frozen=True):
     """Rows of `width` numbers under 64-bit ids, which come into being as they are pushed.
 
     Args:
@@ -164,7 +163,7 @@ def row_differences(ours: RowTableSpec, theirs: RowTableSpec, limit: int = 3) ->
 
 
 def _differences(ours: RowTableSpec, theirs: RowTableSpec) -> Iterator[str]:
-    for field in fields(RowTableSpec):
-        our, their = getattr(ours, field.name), getattr(theirs, field.name)
+    for name in RowTableSpec.__struct_fields__:
+        our, their = getattr(ours, name), getattr(theirs, name)
         if our != their:
-            yield f"{field.name} is {our} here and {their} there."
+            yield f"{name} is {our} here and {their} there."

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -169,8 +170,7 @@ class RowReadsInFlight:
             reading.started.end(None, error)
 
 
-@dataclass(frozen=True, slots=True)
-class RowPushPart:
+class RowPushPart(msgspec.Struct, frozen=True):
     """One server's part of a push: ids (n,), encoded rows uint8 (n, bytes a row), echoes (n, echo width)."""
 
     ids: Tensor

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Final, get_args
+
+import msgspec
 
 from paceline.core.calls import checked
 from paceline.core.consistency import Consistency, Deferral
@@ -20,8 +21,7 @@ _LEAST_BURST_BYTES: Final = 4000
 _ALLOWED_FILTERS: Final = (*CODECS, "key_cache")  # those that send all they are given
 
 
-@dataclass(frozen=True, slots=True)
-class Managed:
+class Managed(msgspec.Struct, frozen=True):
     """Settings of managed communication of one worker and one row table; made by `managed`."""
 
     budget_mbps: float

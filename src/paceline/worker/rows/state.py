@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 from torch import Tensor
 
 from paceline.core.consistency import Consistency, Deferral
@@ -22,8 +23,7 @@ from paceline.worker.rows.cache import CacheUses, RowCache
 from paceline.worker.rows.managed import Managed
 
 
-@dataclass(frozen=True, slots=True)
-class CacheOptions:
+class CacheOptions(msgspec.Struct, frozen=True):
     """Options of one worker for a row table: caching, and how pushes are sent.
 
     Args:

@@ -6,10 +6,10 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from paceline.errors import PacelineError
@@ -21,8 +21,7 @@ _MODULE: Final = "paceline.tools.reproduce.lock_free"
 _TIMEOUT_S: Final = 300.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
+class _Outcome(msgspec.Struct, frozen=True):
     """The part of all additions that was lost, and million additions a second of a core, summed over the processes."""
 
     lost: float

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from paceline.tools.reproduce.claim import Check, Claim, ClaimOptions, Curve, Finding, Plot
 
@@ -14,8 +15,7 @@ _LATENCY_S: Final = 100e-6
 _NUMBER: Final = 4  # bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Dense:
+class _Dense(msgspec.Struct, frozen=True):
     """Layers in which every unit sees all of the layer below."""
 
     widths: tuple[int, ...]
@@ -32,8 +32,7 @@ class _Dense:
         return received, 2 * len(inner) * (machines - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Local:
+class _Local(msgspec.Struct, frozen=True):
     """Layers of maps in which a unit sees a small square of the layer below: only edges cross from part to part."""
 
     side: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -80,8 +81,7 @@ def _schedule(plans: list[list[tuple[str, int]]]) -> tuple[list[tuple[float, int
     return work, max(0.0, 1 - sum(took for _, took in inside) / (num_stages * (last - first)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Training:
+class _Training(msgspec.Struct, frozen=True):
     """What came of a training: the loss by batch, the largest relative error of a gradient, and versions kept."""
 
     losses: tuple[float, ...]
