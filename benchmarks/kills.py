@@ -85,6 +85,7 @@ def kills(
     seed: int = 1,
     replicas: Annotated[bool, Parameter(negative="")] = False,
     lag: int = 0,
+    handovers: Annotated[bool, Parameter(negative="")] = False,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Kill servers and print what it costs.
@@ -113,15 +114,19 @@ def kills(
         only `kills`, `consistency`, `lag` and `seed` count.
     lag
         Clocks by which these replicas may lag.
+    handovers
+        Have servers with replicas hand over to them, as those of a machine that is taken away do, in place of kills.
     json
         Print only one line of JSON on stdout.
     """
     end_with_sigterm()
     chance = random.Random(seed)
-    if replicas:
+    if replicas or handovers:
         asked = "node:1+replicas:1" + (f"+lag:{lag}" if lag else "")
-        progress(f"{machine()}; {kills} kills of servers with replicas, {asked}, {consistency}")
-        killed = [run_hosted(consistency, asked, chance) for _ in range((kills + 1) // NUM_HOSTS)]
+        ends = "handovers" if handovers else "kills"
+        progress(f"{machine()}; {kills} {ends} of servers with replicas, {asked}, {consistency}")
+        jobs = range((kills + 1) // NUM_HOSTS)
+        killed = [run_hosted(consistency, asked, chance, hands_over=handovers) for _ in jobs]
         calm = run_hosted(consistency, asked)
         plain = run_hosted(consistency, "node:1")
         costs = {"overhead": calm.median_step_s() / plain.median_step_s() - 1.0}
@@ -135,7 +140,7 @@ def kills(
     stalls = sorted(stall for job in killed for stall in job.stalls_ms())
     compared = killed + ([calm] if calm is not None else [])
     found = {
-        "name": ("replicas that lag" if lag else "replicas") if replicas else "warm memory",
+        "name": name_of(replicas=replicas, lag=lag, handovers=handovers),
         "machine": machine(),
         "kills": sum(job.num_kills for job in killed),
         "lost": sum(job.total("lost") for job in killed),
@@ -154,6 +159,13 @@ def kills(
         for name, value in found.items():
             progress(f"{name}: {value}")
     return 0 if not (found["lost"] or found["doubled"] or found["same_bytes"] == 0) else 1
+
+
+def name_of(*, replicas: bool, lag: int, handovers: bool) -> str:
+    """Return what the line of a measurement is called."""
+    if not replicas and not handovers:
+        return "warm memory"
+    return ("handovers" if handovers else "replicas") + (" that lag" if lag else "")
 
 
 def run_job(
@@ -193,10 +205,13 @@ def run_job(
         return Outcome(told, moments, len(moments) + num_again)
 
 
-def run_hosted(consistency: str, servers: str, chance: random.Random | None = None) -> Outcome:
+def run_hosted(
+    consistency: str, servers: str, chance: random.Random | None = None, *, hands_over: bool = False
+) -> Outcome:
     """Run a job of a worker on each of two hosts to its end; kill each of the two servers at a moment of `chance`.
 
-    Raises JobFailedError if it fails, and CannotShapeError where there can be no hosts.
+    Or have it hand over to its replica (`hands_over`). Raises JobFailedError if the job fails, and CannotShapeError
+    where there can be no hosts.
     """
     num_clocks = CLOCKS_A_KILL * (1 + NUM_HOSTS)
     with tempfile.TemporaryDirectory(prefix="paceline-kills-") as folder:
@@ -208,7 +223,10 @@ def run_hosted(consistency: str, servers: str, chance: random.Random | None = No
                 time.sleep(chance.uniform(0.0, 0.1))  # type: ignore[union-attr]
                 victim = job.processes()[rank, FIRST.head]
                 moments.append(time.monotonic())
-                _is_killed(victim.pid)
+                if hands_over:
+                    job.hand_over(rank)
+                else:
+                    _is_killed(victim.pid)
             job.end(TIMEOUT_S)
         told = [json_text.loads(path.read_text()) for path in sorted(Path(folder).iterdir())]
         return Outcome(told, moments, len(moments))

@@ -13,7 +13,8 @@ from typing import Final
 import psutil
 from shaped_network import Line, ShapedNetwork
 
-from paceline.job.views import FIRST, Views
+from paceline.job.views import FIRST, View, Views
+from paceline.launch.rendezvous.node_places import ask_for_handover
 
 NUM_HOSTS: Final = 2
 SIDECAR: Final = "paceline.launch.rendezvous.sidecar"
@@ -75,9 +76,19 @@ class ReplicatedJob:
 
     def num_changes(self) -> int:
         """Return how often another process was made a server or a replica, of all servers together."""
+        return sum(self._view(rank).number - FIRST.number for rank in range(len(self.workers)))
+
+    def hand_over(self, rank: int) -> None:
+        """Have the replica of a server serve in its place, as for a machine that has come back; does not block."""
+        ask_for_handover(self._folder, rank, self._view(rank))
+
+    @property
+    def _folder(self) -> Path:
         [folder] = [path for path in self.runs.iterdir() if path.is_dir()]
-        newest = [Views(folder, rank).newest() or FIRST for rank in range(len(self.workers))]
-        return sum(view.number - FIRST.number for view in newest)
+        return folder
+
+    def _view(self, rank: int) -> View:
+        return Views(self._folder, rank).newest() or FIRST
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import Final, final
 
 from paceline.job.addresses import process_name
 from paceline.job.folders import make_once, names_in
-from paceline.job.views import FIRST, NO_PROCESS, NUM_PLACES, Views
+from paceline.job.views import FIRST, NO_PROCESS, NUM_PLACES, View, Views
 from paceline.launch.rendezvous.liveness_lock import LifeWatch, LivenessLock
 from paceline.stopwatch import Stopwatch
 
@@ -163,7 +163,7 @@ class NodePlaces:
         is_apart = self.node not in (head, replica) and (replica == home_of_replica or not staying[home_of_replica])
         comes_back = self.is_home(rank, view.head) and is_apart
         if serves_again or comes_back:
-            make_once(self._run_dir / _handover_name(rank, view.number), b"")
+            ask_for_handover(self._run_dir, rank, view)
 
     def leave(self) -> None:
         """Have this node's places move to others, as it is about to leave. Raises OSError."""
@@ -191,6 +191,11 @@ def leaving_nodes(run_dir: Path) -> set[int]:
     """Return the nodes that are about to leave."""
     found = (name for name in names_in(run_dir) if name.endswith(LEAVING))
     return {int(name.removeprefix(f"{ROLE}-").removesuffix(LEAVING)) for name in found}
+
+
+def ask_for_handover(run_dir: Path, rank: int, view: View) -> None:
+    """Ask the process that serves in this view to have its replica serve; in another view it means nothing."""
+    make_once(run_dir / _handover_name(rank, view.number), b"")
 
 
 def is_to_hand_over(run_dir: Path, rank: int, process: int) -> bool:
