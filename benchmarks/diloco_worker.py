@@ -24,7 +24,7 @@ from paceline.job.credentials.holders import Holder
 from paceline.job.environment import find_place
 from paceline.job.spec import wait_spec
 from paceline.training.strategy import Strategy
-from paceline.transport.base import EMPTY, Connection, Frame, Listener, PeerIdentity, Place, Transport
+from paceline.transport.base import EMPTY, AllocateBody, Connection, Frame, Listener, PeerIdentity, Transport
 
 CONTEXT, LETTERS, WIDTH, HIDDEN, BATCH = 12, 64, 16, 256, 32
 LR = 2e-3
@@ -83,7 +83,7 @@ class CountedConnection:
         """Return whether a body would be sent at once."""
         return self.inner.has_room(body)
 
-    def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
+    def receive(self, *, timeout_s: float, place: AllocateBody | None = None) -> Frame:
         """Wait for the next frame."""
         frame = self.inner.receive(timeout_s=timeout_s, place=place)
         self.counts.note(frame.header, frame.body)

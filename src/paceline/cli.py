@@ -15,7 +15,7 @@ from typing import Final, get_args
 from cyclopts import App, ArgumentCollection, CycloptsError
 
 from paceline import __version__
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, PacelineError, UsageError
 from paceline.launch.limits import explain, is_shortage
 from paceline.launch.output import end_output, occupy_closed_streams, show_any_text
 from paceline.notices import for_terminal
@@ -29,9 +29,6 @@ SCRIPT_PLACES: Final = {"run": 1, "launch": 1, "tune": 2, "join": 2}
 MOST_DIGITS: Final = 18  # of a whole number, which then fits 64 bits wherever it goes
 ENDLESS_NUMBER: Final = re.compile(r"\d{1000}")  # in a text, as `ssp:3` is one; Python reads none of 4300 digits
 SCRIPT_ARGUMENTS: Final = "ARGS"
-EXIT_FAILURE: Final = 1
-EXIT_USAGE: Final = 2
-EXIT_INTERRUPTED: Final = 130
 
 
 app = App(

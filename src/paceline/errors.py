@@ -1,4 +1,4 @@
-"""The errors that Paceline raises, by cause.
+"""The errors that Paceline raises, by cause, and the codes with which its processes end.
 
 Mistakes of the caller (`UsageError`), failures of another process (`PeerError`), bugs of Paceline (`ProtocolBug`). A
 message says what happened, where (worker, table, clock), what was expected and found, and what to do.
@@ -12,7 +12,17 @@ Example:
     refused
 """
 
+import signal
 from typing import Final
+
+# Beside 0 and the codes of scripts; see docs/exit_codes.md.
+EXIT_FAILURE: Final = 1
+EXIT_USAGE: Final = 2
+EXIT_LOST: Final = 75  # no shell and hardly a script ends so: the run has come to its end, without some of its workers
+EXIT_NOT_STARTED: Final = 126  # as a shell says it
+EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
+EXIT_KILLED: Final = 128 + signal.SIGKILL
+EXIT_PREEMPTED: Final = 128 + signal.SIGTERM  # of a process that was told to leave, and has
 
 _MOST: Final = 2500  # characters of a message, which may quote what it was given; its end says what to do
 _LAST: Final = 600

@@ -160,7 +160,7 @@ WRONG_CALLS: list[tuple[Callable[[Session], object], str]] = [
     (lambda ps: paceline.functions.function_at("top", "x", None), "kind is 'x', expected 'range' or 'rows'"),
     (lambda ps: paceline.files(TWO), "files is given a Tensor, expected paths"),
     (lambda ps: paceline.sources.parquet("x", columns=3), "columns is 3, expected a list of names"),
-    (lambda ps: paceline.sources.lines("\ud800"), "is no path: expected the name of a file"),
+    (lambda ps: paceline.sources.lines("\ud800"), "is not a path: expected the name of a file"),
     (lambda ps: paceline.wait(3), "argument 1 of 1 is 3, expected the future of a call with later=True"),
     (lambda ps: paceline.connect("paceline://127.0.0.1:1", token=3), "token is 3, expected a path or bytes or None"),
     (
@@ -199,7 +199,7 @@ WRONG_CALLS: list[tuple[Callable[[Session], object], str]] = [
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")  # of torch, once in a process
 def test_calls_that_do_not_fit_say_what_is_expected_and_the_worker_goes_on() -> None:
     with pytest.MonkeyPatch.context() as patched, paceline.connect() as ps:
-        patched.setattr("paceline.api.script._process.session", ps)
+        patched.setattr("paceline.api.script._script.session", ps)
         for call, words in WRONG_CALLS:
             refused(lambda call=call: call(ps), words)
         ps.clock()
@@ -245,7 +245,7 @@ def test_an_error_from_inside_of_a_call_stays_as_it_is() -> None:
         raise TypeError("of the script")
 
     with pytest.MonkeyPatch.context() as patched, paceline.connect() as ps:
-        patched.setattr("paceline.api.script._process.session", ps)
+        patched.setattr("paceline.api.script._script.session", ps)
         with pytest.raises(TypeError, match="of the script") as caught:
             paceline.shard(["a"], partition="hashed", key=key)
         assert type(caught.value) is TypeError

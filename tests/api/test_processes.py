@@ -113,7 +113,7 @@ def test_what_a_worker_starts_takes_no_place_and_its_threads_share_its_session(t
 
 def test_init_finds_what_connect_has_joined() -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("paceline.api.script._process.session", None)
+        patched.setattr("paceline.api.script._script.session", None)
         with paceline.connect() as ps:
             assert paceline.init() is ps
         with pytest.raises(UsageError, match="it is closed: connect again"):

@@ -41,7 +41,7 @@ print(first.node.clock, all(not torch.equal(a, b) for a, b in zip(start, model.p
 def run_fresh(act: Callable[[], object]) -> object:
     """Run as in a process where init was not called."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("paceline.api.script._process.session", None)
+        patched.setattr("paceline.api.script._script.session", None)
         return contextvars.Context().run(act)
 
 

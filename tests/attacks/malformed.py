@@ -30,7 +30,7 @@ from paceline.wire.messages import (
     RowPullFrame,
     RowPushFrame,
     Unsubscribe,
-    check_said,
+    check_sender,
     decode,
 )
 from paceline.wire.requests import TableCall
@@ -185,7 +185,7 @@ class FrameSource:
 def _may_be_said(header: bytes) -> bool:
     try:
         message = decode(header)
-        check_said(Hello("worker", RANK, 0, 1), message, 1)
+        check_sender(Hello("worker", RANK, 0, 1), message, 1)
     except PeerError:
         return False
     # These would end the life in whose name all others are said, or be taken for the last word.

@@ -18,7 +18,7 @@ from tests.launch.warm import start_launcher
 from tests.tidy.tree import ROOT
 
 import paceline
-from paceline.launch.policy import EXIT_LOST
+from paceline.errors import EXIT_LOST
 
 TIMEOUT_S = 200.0
 LEFT_WITHIN_S = 30.0

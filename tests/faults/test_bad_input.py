@@ -8,7 +8,7 @@ import pytest
 from tests.faults.running import Run, run_to_end, running, went_on_without, write_script
 
 from paceline.cli import answer
-from paceline.launch.policy import EXIT_LOST
+from paceline.errors import EXIT_LOST
 from paceline.transport.frames import WIRE_VERSION
 
 # -- before anything is started ---------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def test_a_script_that_fails_on_one_rank_may_be_gone_on_without(tmp_path: Path) 
 def test_a_worker_that_never_takes_part_or_ends_without_leave_holds_up_no_other(tmp_path: Path) -> None:
     text = """
 import os, sys
-from paceline.launch.policy import EXIT_LOST
+
 if os.environ["PACELINE_RANK"] == "1": sys.exit(0)
 """ + (OPEN + FAILING.replace("ps.rank == 1", "ps.rank == 2").replace("END", "os._exit(0)"))
     code, run = run_script(tmp_path, text, "-n", "3", "--timeout", "1000")  # for which a worker may be late

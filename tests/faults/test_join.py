@@ -17,7 +17,7 @@ from tests.launch.launching import processes_of, wait_gone
 from tests.launch.warm import start_launcher
 from tests.tidy.tree import ROOT
 
-from paceline.launch.policy import EXIT_LOST
+from paceline.errors import EXIT_LOST
 
 
 @contextmanager

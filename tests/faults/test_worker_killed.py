@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.faults.running import SCRIPTS, Run, run_to_end
 
-from paceline.launch.policy import EXIT_LOST
+from paceline.errors import EXIT_LOST
 
 LEDGER = SCRIPTS / "ledger.py"
 NUM_CLOCKS = 6

@@ -15,9 +15,9 @@ from benchmarks.shaped_network import ShapedNetwork
 from tests.faults.running import SCRIPTS
 from tests.hosts.test_nodes import PATIENCE_S, hosts
 
+from paceline.errors import EXIT_LOST
 from paceline.job.credentials.holders import Holder
 from paceline.job.credentials.key_store import issue_keys, make_keys
-from paceline.launch.policy import EXIT_LOST
 from paceline.observe.runs import read_run
 from paceline.observe.trace import trace_path
 

@@ -16,9 +16,9 @@ from tests.hosts.replicas_worker import IDS, NUM_CLOCKS, STOPS, train
 from tests.hosts.test_nodes import PATIENCE_S, hosts, wait_for
 from tests.jobs import run_job
 
+from paceline.errors import EXIT_PREEMPTED
 from paceline.job.views import FIRST, NO_PROCESS, Views
 from paceline.launch.rendezvous.node_places import PlaceClaims
-from paceline.launch.signals import EXIT_PREEMPTED
 
 WORKER = Path(__file__).with_name("replicas_worker.py")
 MASTER_PORT = "29437"

@@ -60,7 +60,7 @@ def test_options_come_from_a_file_and_the_command_line_wins(
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("run.toml", "wrkers = 3", "'wrkers' is no option of paceline run"),
+        ("run.toml", "wrkers = 3", "'wrkers' is not an option of paceline run"),
         ("run.toml", "config = 'other.toml'", "run.toml: a file names no other one: leave out 'config'"),
         ("run.toml", 'workers = "many"', "many"),
         ("run.toml", "workers = [1, 2]", "an option has one value"),

@@ -12,12 +12,12 @@ import pytest
 from tests.launch.launching import TIMEOUT_S, command, launch, write_script
 
 from paceline.api.programs import PROGRAMS
-from paceline.errors import UsageError
+from paceline.errors import EXIT_LOST, UsageError
 from paceline.job.spec import read_token, write_token
 from paceline.launch.local import prepare_run_dir, run_local
 from paceline.launch.output import SCREEN_LINES, Console
 from paceline.launch.plan import LocalRun
-from paceline.launch.policy import EXIT_LOST, Policy
+from paceline.launch.policy import Policy
 from paceline.observe.runs import read_run
 
 PAUSE = "print('ready'); signal.pause()\n"

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from tests.launch.test_supervise import Machine, Member
 from tests.launch.test_supervise import launch as describe
 
-from paceline.errors import ConnectionLost, PacelineError, UsageError
+from paceline.errors import EXIT_LOST, EXIT_PREEMPTED, ConnectionLost, PacelineError, UsageError
 from paceline.job.addresses import SPEC_NAME
 from paceline.job.environment import Place
 from paceline.job.folders import make_once
@@ -24,8 +24,8 @@ from paceline.launch.child import Launch
 from paceline.launch.output import Console
 from paceline.launch.places import ANSWER_NAME, REQUEST_NAME, WorkerPlaces, request_workers
 from paceline.launch.plan import LocalRun, read_workers
-from paceline.launch.policy import EXIT_LOST, Policy
-from paceline.launch.signals import EXIT_PREEMPTED, Signals
+from paceline.launch.policy import Policy
+from paceline.launch.signals import Signals
 from paceline.launch.supervise import Exits, SupervisionConfig, Supervisor
 
 WAIT_S = 30.0

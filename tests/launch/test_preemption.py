@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.signals import EXIT_PREEMPTED, PREEMPTION_SIGNALS, REPEAT_WINDOW_S, PreemptionNotice
+from paceline.errors import EXIT_PREEMPTED
+from paceline.launch.signals import PREEMPTION_SIGNALS, REPEAT_WINDOW_S, PreemptionNotice
 
 
 @pytest.fixture

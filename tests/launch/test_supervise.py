@@ -10,11 +10,12 @@ from typing import Literal
 
 import pytest
 
+from paceline.errors import EXIT_LOST
 from paceline.launch.child import Launch
 from paceline.launch.local import make_spec
 from paceline.launch.output import Console
 from paceline.launch.plan import LocalRun
-from paceline.launch.policy import EXIT_LOST, Policy
+from paceline.launch.policy import Policy
 from paceline.launch.signals import Signals
 from paceline.launch.supervise import Exits, SupervisionConfig, Supervisor
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tests.faults.running import run_to_end, went_on_without
 
-from paceline.launch.policy import EXIT_LOST
+from paceline.errors import EXIT_LOST
 
 SCRIPTS = Path(__file__).with_name("scripts")
 

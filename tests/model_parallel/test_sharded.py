@@ -12,8 +12,7 @@ from torch import nn
 
 import paceline
 from paceline.api.session import Session
-from paceline.errors import UsageError
-from paceline.launch.policy import EXIT_LOST
+from paceline.errors import EXIT_LOST, UsageError
 
 SCRIPTS = Path(__file__).with_name("scripts")
 

@@ -569,7 +569,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     _of(
         "any peer may say anything",
         SERVER,
-        "        check_said(hello, message, self.settings.num_servers)\n",
+        "        check_sender(hello, message, self.settings.num_servers)\n",
         "",
         "nodes/test_rules",
         "forged",

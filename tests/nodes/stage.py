@@ -20,7 +20,7 @@ import pytest
 
 from paceline.errors import ConnectionLost, PeerError
 from paceline.server.connections import Acceptor
-from paceline.transport.base import EMPTY, NO_IDENTITY, Frame, Place
+from paceline.transport.base import EMPTY, NO_IDENTITY, AllocateBody, Frame
 from paceline.transport.buffer_pool import BufferPool
 from paceline.transport.buffers import destination, flat
 from paceline.update.shard import Shard
@@ -225,7 +225,7 @@ class StagedConnection:
     def fileno(self) -> None:
         return None  # a thread of its own waits for it on stage
 
-    def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
+    def receive(self, *, timeout_s: float, place: AllocateBody | None = None) -> Frame:
         self._stage.pause("a frame", lambda: bool(self._in.frames) or self._in.is_over)
         if self._in.is_over:
             raise ConnectionLost("it was closed")

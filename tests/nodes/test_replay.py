@@ -120,7 +120,7 @@ def test_other_values_than_at_the_end_are_told(run_dir: Path, tmp_path: Path) ->
 def test_a_file_that_is_no_record_is_refused(run_dir: Path, tmp_path: Path, damage: bytes) -> None:
     copy = shortened(run_dir, tmp_path, 0)
     record_path(copy, 0).write_bytes(damage)
-    with pytest.raises(UnreadableRecord, match="is no record of a server of this version"):
+    with pytest.raises(UnreadableRecord, match="is not a record of a server of this version"):
         replay_server(copy, 0)
 
 

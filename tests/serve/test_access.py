@@ -52,7 +52,7 @@ def test_a_token_is_needed_and_the_right_one(served: Daemon) -> None:
         served.connect(token=None)
     with told_in_time(UsageError, r"cannot read the token of paceline://.*nowhere: No such file"):
         served.connect(token=served.state / "nowhere")
-    with told_in_time(UsageError, "has 0 bytes, expected 32: it is no token"):
+    with told_in_time(UsageError, "has 0 bytes, expected 32: it is not a token"):
         (served.state / "empty").touch()
         served.connect(token=str(served.state / "empty"))
     with served.connect(token=(served.state / "token").read_bytes()) as ps:

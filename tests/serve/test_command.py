@@ -126,7 +126,7 @@ def test_what_cannot_be_served_is_told_and_nothing_is_left(tmp_path: Path, capsy
         assert "--snapshot-every is '0', expected auto, or a time such as" in refusal("--snapshot-every", "0")
         assert "--snapshot-every is 'nan', expected" in refusal("--snapshot-every", "nan")
         assert "--allow is 'rules', expected a rule or function of yours" in refusal("--allow", "rules")
-        assert "is no text in the encoding of this process" in refusal(state=tmp_path / os.fsdecode(b"\xff"))
+        assert "is not a text in the encoding of this process" in refusal(state=tmp_path / os.fsdecode(b"\xff"))
 
 
 def test_a_damaged_namespace_is_told_and_the_others_are_served(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tests.nodes.cluster import hosted_tables
 from paceline.core.events import Died, Timeout
 from paceline.core.messages import Push, PushId
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError
+from paceline.server import replica_place
 from paceline.server.buffers import ReceiveBuffers
 from paceline.server.connections import Stop
 from paceline.server.journal import Asked, encode_written
@@ -50,6 +51,7 @@ class Votes:
 
     decided: str = ""
     fails: bool = False
+    num_failures: int = 0  # before it decides
 
     def promote(self, number: int) -> bool:
         return self._decide("promoted", number)
@@ -62,7 +64,8 @@ class Votes:
 
     def _decide(self, outcome: str, number: int) -> bool:
         assert number == 1
-        if self.fails:
+        if self.fails or self.num_failures > 0:
+            self.num_failures -= 1
             raise OSError(5, "Input/output error")
         if self.decided:
             return False
@@ -232,8 +235,11 @@ def test_time_in_which_this_process_was_stopped_says_nothing_of_another_machine(
     assert looks(line, [3600.75]) == [True]
 
 
-def test_a_head_that_cannot_know_answers_nothing_more(other: Other, listener: Listener) -> None:
+def test_a_head_that_cannot_know_answers_nothing_more(
+    other: Other, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
     link, connection = other.attached(listener)
+    monkeypatch.setattr(replica_place, "DECISION_PATIENCE_S", 0.0)
     other.votes.fails = True
     link.note(Timeout(), 1.0)
     connection.close()
@@ -262,6 +268,20 @@ def repaired(other: Other, listener: Listener, give: Callable[[Connection], None
     finally:
         thread.join(PATIENCE_S)
     return link
+
+
+def test_a_head_that_cannot_know_for_a_moment_asks_again_and_says_so_once(other: Other, listener: Listener) -> None:
+    link, connection = other.attached(listener)
+    link.note(Timeout(), 1.0)
+    other.votes.num_failures = 2
+    connection.close()
+    assert link.wait_received()
+    assert other.votes.decided == "dismissed"
+    waits, alone = other.told
+    assert waits == (
+        "server 0 waits: which of its processes serves cannot be read or written: [Errno 5] Input/output error"
+    )
+    assert "has no replica any more" in alone
 
 
 def test_a_new_replica_counts_once_it_has_all(other: Other, listener: Listener) -> None:
@@ -303,8 +323,9 @@ def test_a_new_replica_that_does_not_take_all_does_not_count(other: Other, liste
 
 
 def test_a_head_that_cannot_know_whether_it_has_a_replica_answers_nothing_more(
-    other: Other, listener: Listener
+    other: Other, listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(replica_place, "DECISION_PATIENCE_S", 0.0)
     other.votes.fails = True
     with pytest.raises(Superseded, match="cannot tell whether it has a replica"):
         repaired(other, listener, lambda connection: answer(connection, 1))

@@ -8,8 +8,8 @@ from msgspec.structs import replace
 from paceline.core.messages import PushId
 from paceline.core.work_queue import Life, WorkAnswer, WorkRound
 from paceline.errors import UsageError
-from paceline.server.work_queue import MAX_WORKS, WorkQueueEntry, WorkQueueHost, read_answer
-from paceline.wire.requests import ClaimWork, RequestDone, RequestFailed
+from paceline.server.work_queue import MAX_WORKS, WorkQueueHost
+from paceline.wire.requests import ClaimWork, RequestDone, RequestFailed, WorkQueueEntry, read_work_answer
 
 ONE, OTHER = (0, 0), (1, 0)
 
@@ -23,7 +23,7 @@ class Table:
 
     def _send(self, rank: int, incarnation: int, message: object, body: memoryview) -> None:
         self.sent.append(
-            ((rank, incarnation), read_answer(body).answer if isinstance(message, RequestDone) else message)
+            ((rank, incarnation), read_work_answer(body).answer if isinstance(message, RequestDone) else message)
         )
 
     def ask(
@@ -87,7 +87,7 @@ def beginning(number: int, start: int, epoch: int = 0) -> ClaimWork:
 
 def test_all_begin_an_epoch_behind_the_same_batch_and_are_told_where() -> None:
     sent: list[tuple[int, WorkQueueEntry]] = []
-    work_host = WorkQueueHost(lambda rank, incarnation, message, body: sent.append((rank, read_answer(body))))
+    work_host = WorkQueueHost(lambda rank, incarnation, message, body: sent.append((rank, read_work_answer(body))))
     work_host.claim(ONE, beginning(1, start=4))
     work_host.release()
     with pytest.raises(
@@ -101,7 +101,7 @@ def test_all_begin_an_epoch_behind_the_same_batch_and_are_told_where() -> None:
 
 def test_a_restarted_worker_is_told_where_the_others_began_before_it_is_given_anything() -> None:
     sent: list[tuple[int, WorkQueueEntry]] = []
-    work_host = WorkQueueHost(lambda rank, incarnation, message, body: sent.append((rank, read_answer(body))))
+    work_host = WorkQueueHost(lambda rank, incarnation, message, body: sent.append((rank, read_work_answer(body))))
     again = (1, 1)
     work_host.claim(ONE, beginning(1, start=4))
     work_host.release()
@@ -115,7 +115,7 @@ def test_a_restarted_worker_is_told_where_the_others_began_before_it_is_given_an
 
 def test_a_restarted_worker_says_nothing_about_where_later_epochs_begin() -> None:
     sent: list[tuple[int, WorkQueueEntry]] = []
-    work_host = WorkQueueHost(lambda rank, incarnation, message, body: sent.append((rank, read_answer(body))))
+    work_host = WorkQueueHost(lambda rank, incarnation, message, body: sent.append((rank, read_work_answer(body))))
     work_host.claim(ONE, beginning(1, start=4))
     work_host.release()
     work_host.claim((1, 1), beginning(1, start=6, epoch=1))
@@ -127,7 +127,7 @@ def test_a_restarted_worker_says_nothing_about_where_later_epochs_begin() -> Non
 
 def test_a_restarted_worker_that_comes_first_says_where_the_first_epoch_begins() -> None:
     sent: list[tuple[int, WorkQueueEntry]] = []
-    work_host = WorkQueueHost(lambda rank, incarnation, message, body: sent.append((rank, read_answer(body))))
+    work_host = WorkQueueHost(lambda rank, incarnation, message, body: sent.append((rank, read_work_answer(body))))
     work_host.claim((1, 1), beginning(1, start=6))
     work_host.claim(ONE, beginning(1, start=6))
     work_host.release()
@@ -136,7 +136,7 @@ def test_a_restarted_worker_that_comes_first_says_where_the_first_epoch_begins()
 
 def test_a_wait_for_an_epoch_that_others_left_for_a_later_one_ends() -> None:
     sent: list[tuple[int, WorkQueueEntry]] = []
-    work_host = WorkQueueHost(lambda rank, incarnation, message, body: sent.append((rank, read_answer(body))))
+    work_host = WorkQueueHost(lambda rank, incarnation, message, body: sent.append((rank, read_work_answer(body))))
     work_host.claim(OTHER, beginning(1, start=4))
     work_host.release()
     work_host.claim(ONE, ClaimWork(1, "slices", 0, 1, (), (3, 3, 2, 0, 0), 4))
@@ -159,7 +159,7 @@ def test_an_older_copy_takes_nothing_from_the_request_that_waits() -> None:
 
 def test_what_is_agreed_on_for_one_work_is_kept_when_another_comes_to_later_epochs() -> None:
     sent: list[tuple[int, WorkQueueEntry]] = []
-    work_host = WorkQueueHost(lambda rank, incarnation, message, body: sent.append((rank, read_answer(body))))
+    work_host = WorkQueueHost(lambda rank, incarnation, message, body: sent.append((rank, read_work_answer(body))))
     work_host.claim(ONE, beginning(1, start=4))
     work_host.release()
     work_host.claim(ONE, replace(beginning(2, start=0, epoch=9), work="others"))

@@ -138,7 +138,7 @@ def test_torch_gets_no_folder_for_a_file(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     assert answer(["snapshot", "convert", str(folder), name]) == 2
-    assert "cannot be written: it is there, and is no file" in capsys.readouterr().err
+    assert "cannot be written: it is there, and is not a file" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 

@@ -210,6 +210,6 @@ def test_workers_that_differ_are_refused(tmp_path: Path) -> None:
 
 
 def test_without_init_a_module_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.api.script._process.session", None)
+    monkeypatch.setattr("paceline.api.script._script.session", None)
     with pytest.raises(UsageError, match=r"paceline.init\(\) has not been called"):
         contextvars.Context().run(paceline.Embedding, None, 1, update=ADD)

@@ -27,7 +27,7 @@ from paceline.transport import Credentials, TcpTransport
 from paceline.transport.frames import Kind, Prefix, encode_prefix
 from paceline.wire import messages as wire
 from paceline.wire.messages import (
-    SPEAKERS,
+    SENDERS,
     Hello,
     Keys,
     PullFrame,
@@ -35,7 +35,7 @@ from paceline.wire.messages import (
     RowPullFrame,
     RowPushFrame,
     StepFrame,
-    check_said,
+    check_sender,
     encode,
 )
 from paceline.wire.requests import SMALL_BYTES, Barrier, Declare, Initialise, LoadState, RequestDone
@@ -51,7 +51,7 @@ def rows(worker: int, *, digest: bytes = b"", sent: bool = True) -> RowPushFrame
 
 
 def test_every_message_of_the_wire_has_its_speaker() -> None:
-    assert set(SPEAKERS) == set(wire._CODEC.kinds)
+    assert set(SENDERS) == set(wire._CODEC.kinds)
 
 
 @pytest.mark.parametrize(
@@ -86,14 +86,14 @@ def test_every_message_of_the_wire_has_its_speaker() -> None:
 )
 def test_no_worker_speaks_as_another(hello: Hello, message: object) -> None:
     with pytest.raises(PeerError):
-        check_said(hello, message, num_servers=2)
+        check_sender(hello, message, num_servers=2)
 
 
 def test_in_its_own_name_a_peer_may_speak() -> None:
-    check_said(WORKER, StepFrame((push(1, worker=1),), 1, (), (8, 8), (rows(1),)), num_servers=2)
-    check_said(WORKER, Clock(Sender(1, 1, 0), 9), num_servers=2)
-    check_said(WORKER, Barrier(1, "here"), num_servers=2)
-    check_said(Hello("server", 1, 0, 1), Follow(1, 1, "w", 0), num_servers=2)
+    check_sender(WORKER, StepFrame((push(1, worker=1),), 1, (), (8, 8), (rows(1),)), num_servers=2)
+    check_sender(WORKER, Clock(Sender(1, 1, 0), 9), num_servers=2)
+    check_sender(WORKER, Barrier(1, "here"), num_servers=2)
+    check_sender(Hello("server", 1, 0, 1), Follow(1, 1, "w", 0), num_servers=2)
 
 
 # -- what certificates say ---------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from paceline.errors import ConnectionLost
-from paceline.transport.base import EMPTY, Frame, Place
+from paceline.transport.base import EMPTY, AllocateBody, Frame
 from paceline.wire.send_queue import OrderedPiece, SendOrder, SendQueue
 
 PATIENCE_S = 30.0
@@ -47,7 +47,7 @@ class End:
     def try_send(self, frames: Sequence[tuple[bytes, memoryview]], *, timeout_s: float) -> bool:
         return False
 
-    def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
+    def receive(self, *, timeout_s: float, place: AllocateBody | None = None) -> Frame:
         raise NotImplementedError
 
     def fileno(self) -> int | None:

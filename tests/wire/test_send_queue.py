@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.transport.carriers import connect_pair, make_carrier
 
 from paceline.errors import ConnectionLost
-from paceline.transport.base import EMPTY, MAX_TOGETHER, Frame, Place
+from paceline.transport.base import EMPTY, MAX_TOGETHER, AllocateBody, Frame
 from paceline.transport.buffers import LentBody, LentMemory
 from paceline.transport.poller import receive_all
 from paceline.wire.send_queue import SendHold, SendQueue
@@ -48,7 +48,7 @@ class Gate:
         self.num_together.append(len(frames))
         return True
 
-    def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
+    def receive(self, *, timeout_s: float, place: AllocateBody | None = None) -> Frame:
         raise NotImplementedError
 
     def fileno(self) -> int | None:

@@ -10,10 +10,10 @@ from paceline.core.messages import Sender
 from paceline.core.settings import WorkerSettings
 from paceline.errors import UsageError
 from paceline.job.environment import Place, checks_memory, wait_timeout_s
+from paceline.job.spec import MAX_WORKERS
 from paceline.launch.script_exit import leave_after_crash
 from paceline.serve.access import ClientCredentials, PathLike, ServeUrl
 from paceline.serve.client import enter_namespace
-from paceline.serve.messages import MAX_WORKERS
 from paceline.serve.namespace import LEASE_S
 from paceline.transport.base import Transport
 from paceline.worker.validation import brief

@@ -403,7 +403,7 @@ def _padding(name: str, num: int | None, padding: int | None, max_norm: float | 
 
 
 def _session(ps: Session | None) -> Session:
-    """Return the session of a layer; raises UsageError for what is no session."""
+    """Return the session of a layer; raises UsageError for what is not a session."""
     if not isinstance(ps, Session | None):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
         raise UsageError(f"an embedding is given ps={brief(ps)}, expected a session, which paceline.connect() returns.")
     return current() if ps is None else ps

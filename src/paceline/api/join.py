@@ -64,14 +64,14 @@ _COME_AND_GO: Final = (
 
 
 @dataclass(slots=True)
-class _Process:
+class _ProcessSessions:
     """The sessions of this process; at most one is of the job that the process was started for."""
 
     sessions: list[Session] = field(default_factory=list[Session])
     has_joined: bool = False
 
 
-_process: Final = _Process()
+_of_process: Final = _ProcessSessions()
 
 # The session of a worker that is a thread.
 thread_session: Final[ContextVar[Session]] = ContextVar("paceline_session")
@@ -120,7 +120,7 @@ def start(*, transport: Transport | None = None, place: Place | None = None, ser
     if stay is not None:
         session.server = replace(stay, was_preempted=lambda: session.notice.told_at_s is not None)
     claim_place()
-    _process.has_joined = True
+    _of_process.has_joined = True
     return _noted(session)
 
 
@@ -145,20 +145,20 @@ def _join_started_job(servers: str | None) -> JoinedJob | None:
 
 
 def _noted(session: Session) -> Session:
-    _process.sessions[:] = [*(known for known in _process.sessions if not known.closed), session]
+    _of_process.sessions[:] = [*(known for known in _of_process.sessions if not known.closed), session]
     set_rank(session.rank)
     return session
 
 
 def open_session() -> Session | None:
     """Return the newest session of `start` that is still open, if any."""
-    return next((session for session in reversed(_process.sessions) if not session.closed), None)
+    return next((session for session in reversed(_of_process.sessions) if not session.closed), None)
 
 
 def _own_place() -> Place | None:
     """Return the place of this process; raises UsageError when it has been used."""
     place = find_place()
-    if place is not None and _process.has_joined:
+    if place is not None and _of_process.has_joined:
         known = open_session()
         advice = (
             "a worker that has left does not come back" if known is None else "use paceline.init(), which returns it"
@@ -169,9 +169,9 @@ def _own_place() -> Place | None:
 
 def _forget() -> None:
     """Abandon the sessions that this forked process has from its parent."""
-    for session in _process.sessions:
+    for session in _of_process.sessions:
         session.abandon()
-    _process.sessions.clear()
+    _of_process.sessions.clear()
 
 
 os.register_at_fork(after_in_child=_forget)

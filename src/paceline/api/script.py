@@ -40,14 +40,14 @@ _LONGEST_NAME: Final = 100  # of a reported value
 
 
 @dataclass(slots=True)
-class _Process:
+class _ScriptSession:
     """The session of this process, for all of its threads."""
 
     session: Session | None = None
     servers: str | None = None  # the argument of the `init` that made the session
 
 
-_process: Final = _Process()
+_script: Final = _ScriptSession()
 
 
 @checked
@@ -88,12 +88,12 @@ def init(session: Session | None = None, *, servers: str | None = None, timeout_
     if known is None or known.closed:
         known = session or open_session() or start(servers=servers)
         if thread_session.get(None) is None:
-            _process.session, _process.servers = known, servers
+            _script.session, _script.servers = known, servers
         else:
             thread_session.set(known)
-    elif servers not in (None, _process.servers):
+    elif servers not in (None, _script.servers):
         raise UsageError(
-            f"paceline.init(servers={servers!r}): this process has joined already, with servers={_process.servers!r}, "
+            f"paceline.init(servers={servers!r}): this process has joined already, with servers={_script.servers!r}, "
             "and a second call changes nothing: give servers in the first, or PACELINE_SERVERS in the environment."
         )
     elif session is not None and session is not known:
@@ -134,7 +134,7 @@ def current() -> Session:
 
 
 def _known() -> Session | None:
-    return thread_session.get(_process.session)
+    return thread_session.get(_script.session)
 
 
 @checked_late
@@ -247,7 +247,7 @@ def report(*, loss: float | None = None, accuracy: float | None = None, **values
 
 def _checked_name(name: str) -> str:
     if len(name) > _LONGEST_NAME or not name.isprintable():
-        raise UsageError(f"report: {brief(name)} is no name: expected at most {_LONGEST_NAME} printable characters.")
+        raise UsageError(f"report: {brief(name)} is not a name: expected at most {_LONGEST_NAME} printable characters.")
     return name
 
 

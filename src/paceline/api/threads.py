@@ -19,21 +19,20 @@ from msgspec.structs import replace
 
 from paceline.api.join import join
 from paceline.api.script import bind
-from paceline.errors import UsageError
+from paceline.errors import EXIT_FAILURE, EXIT_PREEMPTED, UsageError
 from paceline.job.environment import Place, checks_memory, claim_place, find_place
 from paceline.job.spec import ClusterSpec, wait_spec
 from paceline.launch.entry import die_with_launcher
 from paceline.launch.script import OPTION, find_module, source_of
 from paceline.launch.script_exit import report_error
 from paceline.launch.server import record_file, server_settings
-from paceline.launch.signals import ABORT_MARKER_NAME, EXIT_PREEMPTED, PreemptionNotice
+from paceline.launch.signals import ABORT_MARKER_NAME, PreemptionNotice
 from paceline.observe.trace import Trace, trace_path
 from paceline.server.node import ServerNode
 from paceline.server.replica_link import ReplicaLink
 from paceline.transport.memory import MemoryTransport
 
 _START_TIMEOUT_S = 30.0
-_EXIT_FAILURE = 1
 
 
 def run_job(spec: ClusterSpec, place: Place, script: ModuleSpec) -> int:
@@ -89,11 +88,11 @@ def _run_worker(
         if stop.code == EXIT_PREEMPTED:
             return EXIT_PREEMPTED
         if stop.code not in (None, 0):
-            os._exit(stop.code if isinstance(stop.code, int) else _EXIT_FAILURE)
+            os._exit(stop.code if isinstance(stop.code, int) else EXIT_FAILURE)
     except BaseException as error:
         print(f"worker {place.rank} failed:", file=sys.stderr)
         report_error(error, _path_of(script))
-        os._exit(_EXIT_FAILURE)
+        os._exit(EXIT_FAILURE)
     return 0
 
 

@@ -21,9 +21,10 @@ from paceline.errors import DeadlineExceeded, PacelineError, PeerError
 from paceline.stopwatch import Stopwatch
 from paceline.transport.deadline import patience_s, seconds
 
+CALL_ERRORS: Final = (PacelineError, RuntimeError, ValueError, TypeError, MemoryError)  # what torch and we raise
+
 T = TypeVar("T")
 
-_ERRORS: Final = (PacelineError, RuntimeError, ValueError, TypeError, MemoryError)  # what torch and we raise
 _CLOSE_TIMEOUT_S: Final = 5.0
 _SLACK_S: Final = 5.0  # for a call at its deadline to find which worker failed
 
@@ -82,7 +83,7 @@ class CallQueue:
                 group = self._connected(numbered)
                 calls = group.agree(numbered, deadline_s)
                 future.set_result(act(QueuedCall(group, numbered, calls, deadline_s)))
-            except _ERRORS as error:
+            except CALL_ERRORS as error:
                 future.set_exception(self._end_on(error, numbered))
 
         self._put(make)
@@ -96,7 +97,7 @@ class CallQueue:
         def make() -> None:
             try:
                 future.set_result(act())
-            except _ERRORS as error:
+            except CALL_ERRORS as error:
                 future.set_exception(self._end_on(error, None))
 
         self._put(make)

@@ -137,7 +137,7 @@ class Collectives:
 
 
 def _require_tensor(tensor: object, pattern: str) -> None:
-    """Refuse what is no tensor, or one without values."""
+    """Refuse what is not a tensor, or one without values."""
     if not isinstance(tensor, Tensor):
         raise UsageError(f"{pattern} got {brief(tensor)}, expected a tensor: torch.as_tensor makes one of numbers.")
     if tensor.is_nested:

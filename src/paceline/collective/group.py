@@ -21,13 +21,12 @@ from paceline.collective.process_group import OwnGroup
 from paceline.collective.signature import NUM_WORDS, CallSignature, require_same
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
 from paceline.job.carriers import CARRIERS
+from paceline.job.machines import LOOPBACK
 from paceline.torch_private import FileStore, HashStore, PrefixStore, ProcessGroupGloo, Store, gloo_backend, group_over
 from paceline.wire.messages import Hello
 from paceline.wire.requests import Barrier
 from paceline.worker.node import WorkerNode
 from paceline.worker.waits import About
-
-LOOPBACK: Final = "127.0.0.1"
 
 
 def meeting_address(server: str, *, plain: bool = False) -> str:

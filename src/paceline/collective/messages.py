@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from paceline.collective.call_queue import CALL_ERRORS
 from paceline.collective.failures import FailureReports
 from paceline.collective.group import NEVER, WorkerSet, connect_members, group_of
 from paceline.collective.operations import values_of
 from paceline.collective.process_group import OwnGroup
 from paceline.collective.signature import NUM_WORDS, CallSignature, name_of
-from paceline.errors import PacelineError, PeerError, UsageError
+from paceline.errors import PeerError, UsageError
 from paceline.torch_private import Store
 from paceline.worker.validation import brief
 from paceline.worker.waits import About
@@ -32,7 +33,6 @@ _TAG: Final = 3
 _ABORT_TAG: Final = 4
 _MAX_BYTES: Final = 1 << 34
 _POLL_INTERVAL_S: Final = 0.005
-_ERRORS: Final = (PacelineError, RuntimeError, ValueError, TypeError, MemoryError)
 
 
 @dataclass(slots=True)
@@ -233,7 +233,7 @@ class _Turns:
         def make() -> None:
             try:
                 future.set_result(act())
-            except _ERRORS as error:
+            except CALL_ERRORS as error:
                 future.set_exception(error)
 
         if self._thread is None:

@@ -36,7 +36,7 @@ _MOST_TEXT: Final = 1000
 _MOST_WAITING_BYTES: Final = 1 << 30  # of messages of one worker; with more, it waits until some are taken
 _MESSAGE_BYTES: Final = 256  # that a message takes beside its body
 
-Message = tuple[bytes, memoryview]
+HeaderAndBody = tuple[bytes, memoryview]
 
 
 class _GaveUp(msgspec.Struct, frozen=True):
@@ -93,7 +93,7 @@ class Peers:
         self._far = frozenset(far)
         self._arrivals = arrivals
         self.news: Final = threading.Condition()
-        self._messages: dict[tuple[int, int], deque[Message]] = {}
+        self._messages: dict[tuple[int, int], deque[HeaderAndBody]] = {}
         self._num_waiting_bytes: Counter[int] = Counter()
         self._lost: dict[int, str] = {}
         self._reports: dict[int, _GaveUp] = {}
@@ -134,7 +134,7 @@ class Peers:
         except PeerError:
             return
 
-    def take(self, sources: Sequence[int], tag: int, what: str, deadline: Deadline) -> tuple[int, Message]:
+    def take(self, sources: Sequence[int], tag: int, what: str, deadline: Deadline) -> tuple[int, HeaderAndBody]:
         """Return the next message with a tag from one of these workers, and which; blocks for it.
 
         Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import update_wrapper
 from math import prod
 from types import FunctionType
@@ -16,6 +16,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _MOST_SHOWN: Final = 60
+_MOST_LISTED: Final = 3  # names in a message
 _LONGEST_PATH: Final = 4096  # characters
 
 
@@ -170,6 +171,16 @@ def _problem(function: Callable[..., object], name: str, value: object) -> str:
     kinds = str(inspect.signature(function).parameters[name].annotation).split(" | ")
     expected = " or ".join(_KINDS[kind][1] for kind in kinds)
     return f"{function.__qualname__.removesuffix('.__init__')}: {name} is {shown(value)}, expected {expected}."
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return a few names, for messages.
+
+    >>> listed(["a", "b", "c", "d", "e"])
+    "'a', 'b', 'c' and 2 others"
+    """
+    first = ", ".join(f"'{name}'" for name in names[:_MOST_LISTED])
+    return f"{first} and {len(names) - _MOST_LISTED} others" if len(names) > _MOST_LISTED else first
 
 
 def shown(value: object) -> str:

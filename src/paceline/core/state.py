@@ -34,7 +34,7 @@ class StateCodec(Generic[T]):
 
     Args:
         root: a dataclass or struct. The classes of what its fields hold are found by their annotations.
-        leaves_out: fields of the root that are no state.
+        leaves_out: fields of the root that are not part of the state.
 
     Example:
         >>> from paceline.core.membership import Clocks
@@ -67,7 +67,7 @@ class StateCodec(Generic[T]):
         return state
 
     def load_into(self, target: T, plain: Plain) -> None:
-        """Replace the state of an object, which keeps the fields that are none; raises as `load` does."""
+        """Replace the state of an object; fields in `leaves_out` stay as they are. Raises as `load` does."""
         state = self.load(plain)
         for name in self._names[self._root]:
             setattr(target, name, getattr(state, name))

@@ -16,9 +16,8 @@ from paceline.data.order import EpochOrder, EpochRounds, num_slices, terms_of
 from paceline.data.partition import DataCut, Sharding
 from paceline.data.sharding import PositionedLoader, ShardedLoader
 from paceline.errors import UsageError
-from paceline.server.work_queue import WorkQueueEntry, read_answer
 from paceline.wire.malformed import read_answer_of
-from paceline.wire.requests import ClaimWork
+from paceline.wire.requests import ClaimWork, WorkQueueEntry, read_work_answer
 from paceline.worker.rpc import Rpc
 
 _Source = TypeVar("_Source")
@@ -142,7 +141,7 @@ class SliceQueue(msgspec.Struct, frozen=True):
     def wait_answer(self, requested: Future[memoryview], place: WorkRound) -> WorkQueueEntry:
         """Return the result of a request; blocks for one round trip, and at the end of an epoch for all workers."""
         what = f"{self.work}: those of round {place.number} of pass {place.epoch} or its end"
-        return read_answer_of(_WORK_HOST, what, read_answer, self.calls.wait_answer(requested, what))
+        return read_answer_of(_WORK_HOST, what, read_work_answer, self.calls.wait_answer(requested, what))
 
 
 @dataclass(slots=True)

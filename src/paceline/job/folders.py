@@ -10,6 +10,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Final, TypeVar
@@ -57,7 +58,8 @@ def make_once(path: Path, content: bytes) -> bool:
             return unfinished.stat().st_nlink > 1
         return True  # be it that another process has read and removed it by now
     finally:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):  # what was made counts, and a name that begins with a dot is looked at by none
+            unfinished.unlink(missing_ok=True)
 
 
 def check_folder(run_dir: Path) -> None:
@@ -81,12 +83,12 @@ def require_own(path: Path) -> None:
 
 
 def require_text(folder: Path) -> None:
-    """Raise UsageError for a folder whose name is no text: processes tell each other in JSON where they meet."""
+    """Raise UsageError for a folder whose name is not a text: processes tell each other in JSON where they meet."""
     try:
         str(folder).encode()
     except UnicodeEncodeError as error:
         raise UsageError(
-            f"the name of the folder {str(folder)!a} is no text in the encoding of this process, "
+            f"the name of the folder {str(folder)!a} is not a text in the encoding of this process, "
             f"{sys.getfilesystemencoding()}: name another folder (TMPDIR, --run-dir, PACELINE_RUN_DIR), or set "
             "PYTHONUTF8=1 if the name is UTF-8"
         ) from error
@@ -123,7 +125,7 @@ def open_file(path: Path) -> BufferedReader:
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError(errno.EINVAL, "it is no file", str(path))
+        raise OSError(errno.EINVAL, "it is not a file", str(path))
     return file
 
 

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -22,6 +22,10 @@ from paceline.job.folders import wait_for
 TOKEN_NAME: Final = "token"
 TOKEN_BYTES: Final = 32
 REPLICATED_LEASE_S: Final = 15.0
+MAX_WORKERS: Final = 1 << 16  # of a job, as far as messages can say
+
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_WORKERS)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)]
 
 
 class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,15 +12,13 @@ import sys
 from collections.abc import Callable, Generator
 from typing import Final
 
-from paceline.errors import PacelineError
+from paceline.errors import EXIT_FAILURE, EXIT_KILLED, PacelineError
 from paceline.job.environment import find_launcher, mark_as_server, wants_traceback
 from paceline.launch.limits import explain, is_shortage
 from paceline.launch.signals import ignore_preemption_signals
 from paceline.notices import FAILURE, tell
 
 PR_SET_PDEATHSIG: Final = 1
-EXIT_CODE: Final = 128 + signal.SIGKILL
-_EXIT_FAILURE: Final = 1
 
 
 def die_with_launcher() -> None:
@@ -31,7 +29,7 @@ def die_with_launcher() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:
-        os._exit(EXIT_CODE)
+        os._exit(EXIT_KILLED)
 
 
 def read_orders() -> Generator[list[str]]:
@@ -40,7 +38,7 @@ def read_orders() -> Generator[list[str]]:
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as lines:
         for line in lines:
             yield line.decode().split()
-    os._exit(_EXIT_FAILURE)
+    os._exit(EXIT_FAILURE)
 
 
 def report_unknown_order(words: list[str], role: str) -> None:
@@ -59,12 +57,12 @@ def run_program(serving: Callable[[], None]) -> None:
         if wants_traceback():
             raise
         tell(str(error), FAILURE)
-        sys.exit(_EXIT_FAILURE)
+        sys.exit(EXIT_FAILURE)
     except (OSError, MemoryError, RuntimeError) as error:
         if wants_traceback() or not is_shortage(error):
             raise
         tell(explain(error), FAILURE)
-        sys.exit(_EXIT_FAILURE)
+        sys.exit(EXIT_FAILURE)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # nothing is open any more, and unloading torch would only delay the end

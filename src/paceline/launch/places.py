@@ -37,7 +37,7 @@ class WorkerPlaces:
         except FileNotFoundError:
             return None
         except OSError:
-            text = b""  # it is no file
+            text = b""  # it is not a file
         with suppress(OSError):
             path.unlink()
         return int(text) if text.isdigit() and len(text) <= _MOST_DIGITS else None

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, final
 
+from paceline.errors import EXIT_PREEMPTED
 from paceline.job.choices import OnCrash, OnError, OnServerCrash
-from paceline.launch.signals import EXIT_PREEMPTED
 
-EXIT_LOST: Final = 75  # no shell and hardly a script ends so: the run has come to its end, without some of its workers
 FIRST_PAUSE_S: Final = 0.5
 LONGEST_PAUSE_S: Final = 30.0
 HEALTHY_S: Final = 60.0  # a process that has lived so long counts as well, and its next crash as the first

@@ -9,9 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, final
 
-from paceline.errors import PacelineError
+from paceline.errors import EXIT_PREEMPTED, PacelineError
 from paceline.job.environment import wants_traceback
-from paceline.launch.signals import EXIT_PREEMPTED
 
 PACKAGE: Final = Path(__file__).parent.parent
 INSTALLED: Final = {"site-packages", "dist-packages"}  # folders of packages that the user's code calls

@@ -17,10 +17,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, Self, final
 
+from paceline.errors import EXIT_PREEMPTED
+
 # SIGTERM ends a process politely; the others are what users let Slurm's --signal send ahead of it.
 PREEMPTION_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 HANDLED: Final = (signal.SIGINT, signal.SIGHUP, *PREEMPTION_SIGNALS)  # by launchers
-EXIT_PREEMPTED: Final = 128 + signal.SIGTERM
 ABORT_MARKER_NAME: Final = "called.off"  # in the folder of a job whose workers are to end at once
 # A signal to the whole process group reaches workers directly, and then once more through our launcher.
 REPEAT_WINDOW_S: Final = 1.0

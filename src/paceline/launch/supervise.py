@@ -15,12 +15,12 @@ from typing import Final, Protocol, final
 
 import msgspec
 
-from paceline.errors import PeerError
+from paceline.errors import EXIT_LOST, EXIT_PREEMPTED, PeerError
 from paceline.job.addresses import record_server_ended
 from paceline.launch.child import Launch
 from paceline.launch.output import Console
-from paceline.launch.policy import EXIT_LOST, CrashDecision, Policy, RestartDelays, describe_exit, shell_code
-from paceline.launch.signals import ABORT_MARKER_NAME, EXIT_PREEMPTED, Signals
+from paceline.launch.policy import CrashDecision, Policy, RestartDelays, describe_exit, shell_code
+from paceline.launch.signals import ABORT_MARKER_NAME, Signals
 from paceline.observe.trace import Exit, Trace, trace_path
 from paceline.stopwatch import Stopwatch
 

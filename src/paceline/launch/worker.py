@@ -9,15 +9,13 @@ import os
 import runpy
 import sys
 import threading
-from typing import Final
 
+from paceline.errors import EXIT_INTERRUPTED
 from paceline.job.environment import Place, claim_place, find_place
 from paceline.launch.entry import die_with_launcher
 from paceline.launch.script import OPTION, source_of
 from paceline.launch.script_exit import ended_well, report_error, script_ended, tell_of_debugger, will_leave
 from paceline.notices import tell
-
-EXIT_INTERRUPTED: Final = 130
 
 
 def main() -> None:

@@ -169,18 +169,23 @@ def draw_curves(axes: Axes, drawn: Sequence[tuple[Subject, Sequence[CurvePoint]]
     axes.set_ylabel("training loss", color=INK)
     axes.set_xlim(left=0)
     if all(point.loss > 0 for _, curve in drawn for point in curve):
-        _scale_by_ratio(axes)
+        scale_by_ratio(axes)
+        axes.set_ylabel("training loss (log scale)", color=INK)
 
 
-def _scale_by_ratio(axes: Axes) -> None:
+def scale_by_ratio(axes: Axes) -> None:
     """Use a logarithmic scale with plain numbers, so that late differences stay visible."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(lambda loss, _: f"{loss:g}")
-    axes.set_ylabel("training loss (log scale)", color=INK)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
+def entitle(axes: Axes, title: str) -> None:
+    """Write a title at the top left of a plot."""
+    axes.set_title(title, loc="left", fontsize=12, weight="bold", color=INK)
 
 
 def name_ends(axes: Axes, ends: Sequence[tuple[Subject, str]]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import sys
 import time
 from collections import deque
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from msgspec.structs import replace
 
-from paceline.errors import UsageError
+from paceline.errors import EXIT_PREEMPTED, UsageError
 from paceline.notices import tell
 from paceline.observe.disk import look_at_disk
 from paceline.observe.loss_trend import LossTrend
@@ -150,7 +149,6 @@ DEAD = "dead"
 ENDED = "ended"
 LEFT = "left"
 LEAVING = "leaving"  # the job, while its process runs
-EXIT_LEFT = 128 + signal.SIGTERM  # the exit code of a worker that was told to leave, and has
 # A plain line lists each worker up to this number, and beyond it their range.
 MAX_LISTED_WORKERS = 8
 NUM_EVENTS = 20  # that are kept
@@ -464,7 +462,7 @@ class RunView:
             self._paces.setdefault(record.worker, _Pace()).num_refused += 1
         elif isinstance(record, Exit) and record.role == "worker":
             ended = time.strftime("%H:%M:%S", time.localtime(record.unix_s))
-            end = LEFT if record.exit_code == EXIT_LEFT else f"{DEAD} since {ended}"
+            end = LEFT if record.exit_code == EXIT_PREEMPTED else f"{DEAD} since {ended}"
             pace = self._paces.setdefault(record.rank, _Pace())
             if not pace.has_stepped_since(record.t):  # else another life is in its place, of which more was read
                 pace.life.note(end, self._now)

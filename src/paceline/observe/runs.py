@@ -122,7 +122,7 @@ def open_trace(path: Path) -> BinaryIO:
     """Open a trace file to read it; does not block, be it a pipe that no process writes to.
 
     Raises:
-        UsageError: it cannot be read, or is no file.
+        UsageError: it cannot be read, or is not a file.
         FileNotFoundError: it is not there.
     """
     try:
@@ -133,7 +133,7 @@ def open_trace(path: Path) -> BinaryIO:
         raise UsageError(f"cannot read the trace {path}: {error.strerror}") from error
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise UsageError(f"cannot read the trace {path}: it is no file. Remove it")
+        raise UsageError(f"cannot read the trace {path}: it is not a file. Remove it")
     return file
 
 

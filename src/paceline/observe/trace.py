@@ -215,7 +215,7 @@ class Reported(msgspec.Struct, frozen=True, tag_field="kind", tag="reported"):
     text: Literal["", "nan", "inf", "-inf"] = ""
 
 
-NonFinite = Literal["nan", "inf", "-inf"]  # how JSON has a number that is not finite
+NonFiniteText = Literal["nan", "inf", "-inf"]  # how JSON has a number that is not finite
 
 
 class ReportedValues(msgspec.Struct, frozen=True, tag_field="kind", tag="values"):
@@ -224,7 +224,7 @@ class ReportedValues(msgspec.Struct, frozen=True, tag_field="kind", tag="values"
     t: Seconds
     worker: Whole
     clock: Whole
-    values: dict[str, float | NonFinite]
+    values: dict[str, float | NonFiniteText]
 
 
 class Resources(msgspec.Struct, frozen=True, tag_field="kind", tag="resources"):

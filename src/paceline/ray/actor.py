@@ -23,6 +23,7 @@ from typing import Final, final
 import msgspec
 from msgspec.structs import replace
 
+from paceline.errors import EXIT_NOT_STARTED
 from paceline.job.addresses import CLUSTER_NAME, SPEC_NAME, address_path
 from paceline.job.credentials.holders import KEYS_NAME, Holder
 from paceline.job.environment import Place, child_environment, with_import_path
@@ -35,7 +36,7 @@ from paceline.launch.plan import DEFAULT_PROGRAMS
 from paceline.launch.rendezvous.liveness_lock import VERSION
 from paceline.observe.trace import trace_path
 from paceline.ray.engine import load_ray
-from paceline.ray.messages import EXIT_NOT_STARTED, ActorCommand, ActorReady, News, Role
+from paceline.ray.messages import ActorCommand, ActorReady, News, Role
 
 NUM_LINES_MAX: Final = 2000
 CHUNK_BYTES: Final = 256 * 1024

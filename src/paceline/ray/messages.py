@@ -3,11 +3,9 @@
 No class of ours is pickled on the way, and no tensor is in them: values and updates go from process to process.
 """
 
-from typing import Final, Literal
+from typing import Literal
 
 import msgspec
-
-EXIT_NOT_STARTED: Final = 126  # as a shell says it
 
 Role = Literal["server", "data", "worker"]
 

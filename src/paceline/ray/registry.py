@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final
 import msgspec
 from msgspec.structs import replace
 
-from paceline.errors import PeerError
+from paceline.errors import EXIT_NOT_STARTED, PeerError
 from paceline.job.addresses import (
     CLUSTER_NAME,
     SPEC_NAME,
@@ -34,7 +34,7 @@ from paceline.launch.rendezvous.liveness_lock import VERSION
 from paceline.launch.signals import ABORT_MARKER_NAME
 from paceline.launch.snapshots import resumption
 from paceline.observe.trace import TraceFile, trace_path
-from paceline.ray.messages import EXIT_NOT_STARTED, ActorCommand, ActorReady, News, Role
+from paceline.ray.messages import ActorCommand, ActorReady, News, Role
 
 if TYPE_CHECKING:
     from paceline.launch.output import Console

@@ -150,7 +150,7 @@ class ClientCredentials:
         except OSError as error:
             raise UsageError(f"cannot read the token of {location}, {self.token}: {error.strerror}") from error
         if len(token) < MIN_TOKEN_BYTES:
-            raise UsageError(f"{self.token} has {len(token)} bytes, expected {MIN_TOKEN_BYTES}: it is no token")
+            raise UsageError(f"{self.token} has {len(token)} bytes, expected {MIN_TOKEN_BYTES}: it is not a token")
         return Credentials(token, JOB)
 
 

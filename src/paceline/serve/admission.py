@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from paceline.core.messages import Sender
 from paceline.errors import Refused
-from paceline.serve.messages import MAX_WORKERS, EnterAccepted, EnterRequest
+from paceline.job.spec import MAX_WORKERS
+from paceline.serve.messages import EnterAccepted, EnterRequest
 from paceline.version import __version__
 
 if TYPE_CHECKING:

@@ -113,7 +113,7 @@ def serve(
 
 
 def _check_allowed(paths: tuple[str, ...]) -> None:
-    """Raise UsageError for what is no import path: clients would be refused, and told of one that is allowed."""
+    """Raise UsageError for what is not an import path: clients would be refused, and told of one that is allowed."""
     for path in paths:
         module, _, member = path.partition(":")
         if not all(part.isidentifier() for part in (*module.split("."), member)):

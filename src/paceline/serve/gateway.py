@@ -234,7 +234,7 @@ class Namespaces:
             if self._is_for_others(name):
                 admitted.close()  # the client looks for the server that serves it
             else:
-                admitted.turn_away(f"namespace '{name}' has ended since it joined: connect again")
+                admitted.refuse_worker(f"namespace '{name}' has ended since it joined: connect again")
         else:
             namespace.hand_over(admitted)
 

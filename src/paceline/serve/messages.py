@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
-
 import msgspec
 
 from paceline.errors import PeerError
-
-MAX_WORKERS: Final = 1 << 16
-
-Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_WORKERS)]
-Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)]
+from paceline.job.spec import Count, Rank
 
 
 class EnterRequest(msgspec.Struct, frozen=True):
@@ -80,7 +74,7 @@ class NamespaceStanding(msgspec.Struct, frozen=True, tag="standing"):
 
 Answer = EnterAccepted | EnterRefused | EnterElsewhere | NamespaceStanding
 
-_VISIT = msgspec.msgpack.Decoder(EnterFrame)
+_ENTER_FRAME = msgspec.msgpack.Decoder(EnterFrame)
 _ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -93,7 +87,7 @@ def encode(message: EnterFrame | Answer) -> bytes:
 def decode_enter_frame(identity: bytes) -> EnterFrame:
     """Read what a client says of itself; raises PeerError when it is not valid."""
     try:
-        return _VISIT.decode(identity)
+        return _ENTER_FRAME.decode(identity)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise PeerError(f"the client does not say for which namespace it comes: {error}") from error
 

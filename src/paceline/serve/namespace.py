@@ -28,11 +28,12 @@ from paceline.errors import (
 )
 from paceline.job.environment import checks_memory
 from paceline.job.machines import cores_here, server_threads
+from paceline.job.spec import MAX_WORKERS
 from paceline.launch.limits import explain, is_shortage
 from paceline.observe.export.run_metrics import RunMetrics
 from paceline.observe.trace import Trace
 from paceline.serve.admission import Admission, OpenNamespace
-from paceline.serve.messages import MAX_WORKERS, EnterAccepted, EnterRequest
+from paceline.serve.messages import EnterAccepted, EnterRequest
 from paceline.serve.replicas import ServedElsewhere
 from paceline.serve.saving import NamespaceCut, Read, TableVersions, restore_tables
 from paceline.server.journal import COLD, COLD_BYTES
@@ -46,7 +47,7 @@ from paceline.server.tables import ServerState
 from paceline.snapshots.folder import snapshots_in
 from paceline.snapshots.increments import Increments
 from paceline.snapshots.options import LEAST_AUTO_S, auto_interval_s
-from paceline.transport.base import EMPTY, Connection, Frame, MeasuresSilence, PeerIdentity, Place
+from paceline.transport.base import EMPTY, AllocateBody, Connection, Frame, MeasuresSilence, PeerIdentity
 from paceline.transport.deadline import seconds
 from paceline.update.lasting import Record
 from paceline.wire.malformed import REQUEST_ERRORS, describe_error
@@ -120,7 +121,7 @@ class NamespaceConnection:
         """Return a descriptor to wait for; see `Connection.fileno`."""
         return self._connection.fileno()
 
-    def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
+    def receive(self, *, timeout_s: float, place: AllocateBody | None = None) -> Frame:
         """Wait for the next frame; see `Connection.receive`."""
         return self._connection.receive(timeout_s=timeout_s, place=place)
 
@@ -132,7 +133,7 @@ class NamespaceConnection:
         """End the connection; see `Connection.close`."""
         self._connection.close()
 
-    def turn_away(self, reason: str) -> None:
+    def refuse_worker(self, reason: str) -> None:
         """Refuse a worker whose namespace has ended, so that it does not reconnect, and end the connection."""
         with suppress(PeerError):
             hello = decode(self.identity)

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from paceline.errors import CheckpointError, PacelineError
+from paceline.errors import EXIT_FAILURE, CheckpointError, PacelineError
 from paceline.job.credentials.holders import REVOKED_NAME
 from paceline.job.credentials.revocation import watching_revoked
 from paceline.job.environment import wants_traceback
@@ -38,7 +38,6 @@ from paceline.serve.state import StateFolder
 from paceline.transport.lasting_memory import LastingMemory
 
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_EXIT_FAILURE: Final = 1
 
 
 def serve_state(
@@ -98,7 +97,7 @@ def serve_state(
             sys.stdout.flush()
         begun(gateway)
         unsaved = gateway.run()
-    return _EXIT_FAILURE if unsaved else 0
+    return EXIT_FAILURE if unsaved else 0
 
 
 def _damaged(folder: StateFolder, *, or_previous: bool) -> list[str]:
@@ -181,7 +180,7 @@ def main() -> None:
         if wants_traceback() or not (isinstance(error, PacelineError) or is_shortage(error)):
             raise
         tell(str(error) if isinstance(error, PacelineError) else explain(error), FAILURE)
-        code = _EXIT_FAILURE
+        code = EXIT_FAILURE
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # nothing is open any more, and unloading torch would only delay the end

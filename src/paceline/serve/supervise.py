@@ -26,7 +26,7 @@ from typing import Final, Self, final
 import msgspec
 from msgspec.structs import replace
 
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import EXIT_FAILURE, PacelineError, UsageError
 from paceline.job.environment import same_imports
 from paceline.launch.limits import explain
 from paceline.launch.policy import describe_exit
@@ -60,7 +60,6 @@ _ENDING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _UPGRADE: Final = signal.SIGUSR2
 _TURN_S: Final = 1.0
 _SIGNALLED: Final = 128
-_EXIT_FAILURE: Final = 1
 _LEAST_REGIONS: Final = 64
 _MOST_REGIONS: Final = 4096
 
@@ -270,7 +269,7 @@ class ServeSupervisor:
             if process is self._next:
                 self._next, self._next_at = None, time.monotonic() + RESTART_PAUSE_S
                 if code >= 0 and self._serving is None:
-                    return _EXIT_FAILURE
+                    return EXIT_FAILURE
             elif code >= 0:
                 self._serving = None
                 return code

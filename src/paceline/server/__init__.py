@@ -2,5 +2,5 @@
 
 Other folders use `connections`, `cuts`, `embedded`, `feeds`, `journal`, `node`, `readers`, `record`, `record_follower`,
 `recovery`, `replay`, `replica`, `replica_lag`, `replica_link`, `replica_messages`, `replica_place`, `served_table`,
-`tables`, `versions`, `work_queue`.
+`tables`, `versions`.
 """

@@ -24,7 +24,7 @@ from paceline.observe.row_counts import RowCounts
 from paceline.observe.trace import ArrivedRecord, Load, Serving, Trace
 from paceline.observe.traffic import Traffic
 from paceline.server.readers import ReaderService
-from paceline.transport.base import EMPTY, Connection, Frame, Listener, Place, Transport
+from paceline.transport.base import EMPTY, AllocateBody, Connection, Frame, Listener, Transport
 from paceline.transport.buffer_pool import Buffer
 from paceline.transport.buffers import LentBody
 from paceline.transport.deadline import Deadline
@@ -40,7 +40,7 @@ from paceline.wire.messages import (
     RowPushFrame,
     StepFrame,
     check_caller,
-    check_said,
+    check_sender,
     check_server,
     decode,
     encode,
@@ -67,7 +67,7 @@ def said_by(item: object, num_servers: int) -> tuple[Life, object] | None:
     try:
         hello = check_caller(decode(item.connection.identity), item.connection)
         message = decode(item.frame.header)
-        check_said(hello, message, num_servers)
+        check_sender(hello, message, num_servers)
     except PeerError:
         return None
     return (hello.rank, hello.incarnation), message
@@ -99,7 +99,7 @@ class Acceptor:
     """
 
     listener: Listener
-    place: Place | None = None  # allocates memory for bodies that the transport copies
+    place: AllocateBody | None = None  # allocates memory for bodies that the transport copies
     readers: ReaderService | None = None
     # Bounded by how many messages workers may have unanswered, not by the queue: with a full queue a reader could wait
     # for the very thread that waits for it.

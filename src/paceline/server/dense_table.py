@@ -355,7 +355,7 @@ class ServedDenseTable:
             return "names no matrix, or one twice, or not in order"
         unknown = [index for index in num_samples if index not in self._matrices]
         if unknown:
-            return f"has some of parameter {unknown[0]}, which is no matrix with elements on {self.host.name}"
+            return f"has some of parameter {unknown[0]}, which is not a matrix with elements on {self.host.name}"
         large = [index for index, num in num_samples.items() if num < 0 or not self._matrices[index].is_smaller(num)]
         if large:
             return f"has {num_samples[large[0]]} samples of parameter {large[0]}, which has fewer elements, or none"

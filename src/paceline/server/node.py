@@ -85,7 +85,7 @@ from paceline.wire.messages import (
     StepFrame,
     Unsubscribe,
     check_caller,
-    check_said,
+    check_sender,
     decode,
     encode,
 )
@@ -348,7 +348,7 @@ class ServerNode:
             self._on_lost(hello, connection)
 
     def _dispatch(self, hello: Hello, connection: Connection, message: object, frame: Frame) -> None:
-        check_said(hello, message, self.settings.num_servers)
+        check_sender(hello, message, self.settings.num_servers)
         if hello.role == "worker" and hello.generation != self.settings.generation:
             frame.release()
             self._refuse_generation(hello, connection)

@@ -36,7 +36,7 @@ _MOST_HEADER: Final = 1 << 26
 
 
 class UnreadableRecord(PacelineError):
-    """A file is no record of a server, of another version, or damaged."""
+    """A file is not a record of a server, of another version, or damaged."""
 
 
 def record_path(run_dir: Path, server: int) -> Path:
@@ -143,7 +143,7 @@ def read_frames(path: Path, *, with_bodies: bool = True) -> Generator[tuple[byte
         size = os.fstat(file.fileno()).st_size
         start = file.read(_START.size)
         if len(start) < _START.size or _START.unpack(start) != (_MARK, FORMAT):
-            raise UnreadableRecord(f"{path} is no record of a server of this version of paceline")
+            raise UnreadableRecord(f"{path} is not a record of a server of this version of paceline")
         position = _START.size
         while position + _HEAD.size <= size:
             num_header, num_body, checksum = _HEAD.unpack(file.read(_HEAD.size))

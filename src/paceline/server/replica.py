@@ -32,7 +32,7 @@ from paceline.server.replica_messages import (
     Received,
     Restored,
 )
-from paceline.server.replica_place import Promotion, Superseded
+from paceline.server.replica_place import Promotion, Superseded, wait_decided
 from paceline.server.tables import ServedTables
 from paceline.stopwatch import Stopwatch
 from paceline.transport.base import Connection, Listener
@@ -174,7 +174,9 @@ class Follower:
 
     def _take_over(self, lost: str) -> None:
         try:
-            serves = self._view > 0 and self.promotion.promote(self._view)
+            serves = self._view > 0 and wait_decided(
+                lambda: self.promotion.promote(self._view), f"the replica of {self._served}", self.tell
+            )
         except OSError as error:
             raise Superseded(f"the replica of {self._served} cannot tell whether it serves: {error}") from error
         if not serves:

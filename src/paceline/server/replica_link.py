@@ -36,7 +36,7 @@ from paceline.server.replica_messages import (
     Restored,
     Told,
 )
-from paceline.server.replica_place import HandedOver, ReplicaPlace, Superseded
+from paceline.server.replica_place import HandedOver, ReplicaPlace, Superseded, wait_decided
 from paceline.server.tables import ServedTables
 from paceline.stopwatch import Stopwatch
 from paceline.transport.base import EMPTY, Connection
@@ -84,6 +84,7 @@ class ReplicaLink:
     _num_received: int = 0  # of these, by the replica
     _superseded: str = ""
     _is_ending: bool = False
+    _is_handing_over: bool = False
 
     def open(self, state: bytes) -> None:
         """Connect, and give the replica the state to begin with; raises as `Transport.connect` does."""
@@ -120,12 +121,10 @@ class ReplicaLink:
     def _hand_over(self) -> None:
         """Have the replica serve; raises HandedOver once it does, and goes on where it is gone."""
         self.wait_received()  # first: the rest of a frame may be on its way
-        assert self.place is not None
-        try:
-            self._send(Leaving())
-            self.wait_received()  # which does not come: the replica closes the connection once it serves
-        except Superseded as error:
-            raise HandedOver(f"{self.place.served} is handed over, to its replica on another machine") from error
+        self._is_handing_over = True
+        self._send(Leaving())
+        self.wait_received()  # which does not come: the replica closes the connection once it serves
+        self._is_handing_over = False
 
     def take_replicated(self) -> dict[Life, list[int]]:
         """Return by worker the pushes that the replica has received since the last call; all, where there is none.
@@ -199,7 +198,9 @@ class ReplicaLink:
         self._num_sent = self._num_received = num_told
         self._let_lag()
         try:
-            is_replica = place.promotion.enlist(place.view - 1, place.process)
+            is_replica = wait_decided(
+                lambda: place.promotion.enlist(place.view - 1, place.process), place.served, place.tell
+            )
         except OSError as error:  # it may be in the view, and serve once this process is silent
             self._superseded = f"{place.served} cannot tell whether it has a replica: {error}"
             raise Superseded(self._superseded) from error
@@ -414,10 +415,13 @@ class ReplicaLink:
         if is_over or place is None or self._is_ending:
             return
         try:
-            is_head = place.promotion.dismiss(place.view)
+            is_head = wait_decided(lambda: place.promotion.dismiss(place.view), place.served, place.tell)
         except OSError as error:
             self._superseded = f"{place.served} has lost its replica, and cannot tell whether that serves: {error}"
             raise Superseded(self._superseded) from error
+        if not is_head and self._is_handing_over:
+            self._superseded = f"{place.served} is handed over, to its replica on another machine"
+            raise HandedOver(self._superseded)
         if not is_head:
             self._superseded = f"the replica of {place.served} serves in its place: {reason}"
             raise Superseded(self._superseded)

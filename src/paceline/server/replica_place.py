@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
 from paceline.errors import PacelineError
+from paceline.stopwatch import Stopwatch
 from paceline.transport.base import Transport
+
+DECISION_PATIENCE_S: Final = 12.0
+_PAUSE_S: Final = 0.25
 
 
 class Superseded(PacelineError):
@@ -33,6 +38,24 @@ class Promotion(Protocol):
     def enlist(self, number: int, process: int) -> bool:
         """Have a process be the replica from now on, unless the view of this number has ended; return whether it is."""
         ...
+
+
+def wait_decided(decide: Callable[[], bool], served: str, tell: Callable[[str], None]) -> bool:
+    """Return what a `Promotion` decides; while that fails, as on a full disk, ask it again, and tell so once.
+
+    Blocks for 12 s at most, less than workers look for a server. Raises OSError when it still fails then.
+    """
+    watch, pause, is_told = Stopwatch(_PAUSE_S), threading.Event(), False
+    while True:
+        try:
+            return decide()
+        except OSError as error:
+            if watch.elapsed_s() >= DECISION_PATIENCE_S:
+                raise
+            if not is_told:
+                tell(f"{served} waits: which of its processes serves cannot be read or written: {error}")
+                is_told = True
+        pause.wait(_PAUSE_S)
 
 
 class ReplicaPlace(msgspec.Struct, frozen=True):

@@ -259,7 +259,7 @@ class ServedRowTable:
 
     @property
     def num_kept(self) -> int:
-        """None: see `RowTableSpec`."""
+        """Always 0: no push of rows waits for a quorum."""
         return 0
 
     def require_equal(self, spec: TableSpec | RowTableSpec) -> None:

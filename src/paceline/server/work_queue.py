@@ -11,7 +11,7 @@ from paceline.core.messages import PushId
 from paceline.core.work_queue import Life, WorkAnswer, WorkQueue, WorkRound
 from paceline.errors import UsageError
 from paceline.transport.base import EMPTY
-from paceline.wire.requests import ClaimWork, RequestDone, RequestFailed, require_short
+from paceline.wire.requests import ClaimWork, RequestDone, RequestFailed, WorkQueueEntry, require_short
 
 Send = Callable[[int, int, object, memoryview], None]
 
@@ -22,13 +22,6 @@ MAX_HOMES = 1 << 16  # shares of a round
 MAX_TERMS = 64  # numbers that describe an epoch
 MAX_OPEN_ROUNDS = 1 << 12  # rounds of one queue with unassigned pieces
 MAX_EPOCHS = 64  # epochs of one queue that are agreed on and not known to be over
-
-
-class WorkQueueEntry(msgspec.Struct, frozen=True):
-    """The answer to a claim, and the number of batches before the first round of its epoch."""
-
-    answer: WorkAnswer
-    start: int
 
 
 class _Agreement(msgspec.Struct, frozen=True):
@@ -189,8 +182,3 @@ class WorkQueueHost:
                 f"workers {agreed.rank} and {life[0]} do not begin {request.work} alike: after {agreed.start} batches "
                 f"of epoch {request.epoch} there and after {request.start} here. Give all workers the same state."
             )
-
-
-def read_answer(body: memoryview) -> WorkQueueEntry:
-    """Decode the answer of server 0 to a claim."""
-    return msgspec.msgpack.decode(body, type=WorkQueueEntry)

@@ -19,7 +19,7 @@ from paceline.core.settings import LEASE_S
 from paceline.errors import UsageError
 from paceline.observe.tables import print_tables
 from paceline.simulate.outcome import Outcome, rehearse
-from paceline.simulate.scenario import DataServers, Faults, Network, Scenario, SimulatedLines, Stragglers
+from paceline.simulate.scenario import DataServers, Faults, Network, Scenario, SimulatedLines, Stragglers, under_policy
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -196,11 +196,10 @@ def simulate(
     scenario = _with_options(base, read, lines, faults, model)
     wanted = _policies(consistency)
     keeps = out.trace is not None
-    reference = rehearse(_under(scenario, bsp(), lazy=read.lazy), keeps_happenings=keeps and bsp() in wanted)
-    outcomes = [
-        reference if policy == bsp() else rehearse(_under(scenario, policy, lazy=read.lazy), keeps_happenings=keeps)
-        for policy in wanted
-    ]
+    reference = rehearse(under_policy(scenario, bsp(), lazy=read.lazy), keeps_happenings=keeps and bsp() in wanted)
+    others = {policy: under_policy(scenario, policy, lazy=read.lazy) for policy in wanted if policy != bsp()}
+    rehearsed = {policy: rehearse(other, keeps_happenings=keeps) for policy, other in others.items()}
+    outcomes = [rehearsed.get(policy, reference) for policy in wanted]
     told = explain(scenario, reference, outcomes)
     if json:
         print(as_json.encode(_as_json(scenario, reference, outcomes, told)).decode())
@@ -321,12 +320,6 @@ def _refuse_below_zero(*groups: LineOptions | FaultOptions) -> None:
             value = getattr(group, option.name)
             if value is not None and not 0 <= value <= _MOST:
                 raise UsageError(f"--{option.name.replace('_', '-')} is {value}, expected 0 to {_MOST:g}.")
-
-
-def _under(scenario: Scenario, policy: Consistency, *, lazy: bool) -> Scenario:
-    """Return the scenario under a policy; a worker without a bound would never fetch lazily, so it does so once."""
-    is_lazy = policy.deliver == "on_clock" or (lazy and policy.bound is not None)
-    return replace(scenario, consistency=policy, refresh=0.0 if is_lazy else 1.0, fetches_once=lazy and not is_lazy)
 
 
 def _policies(texts: Iterable[str]) -> list[Consistency]:

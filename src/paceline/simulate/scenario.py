@@ -7,6 +7,7 @@ from random import Random
 from typing import Final, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from paceline.core.consistency import Consistency, bsp
 from paceline.errors import UsageError
@@ -203,3 +204,9 @@ class Scenario(msgspec.Struct, frozen=True):
         """Return the virtual time after which an unfinished worker counts as waiting in vain."""
         clock_s = self.compute_s[1] * self.stragglers.factor + self.apply_s + self.network.latency_s[1]
         return 200 * self.num_clocks * clock_s + 1000 * self.lease_s
+
+
+def under_policy(scenario: Scenario, policy: Consistency, *, lazy: bool) -> Scenario:
+    """Return the scenario under a policy; a worker without a bound would never fetch lazily, so it does so once."""
+    is_lazy = policy.deliver == "on_clock" or (lazy and policy.bound is not None)
+    return replace(scenario, consistency=policy, refresh=0.0 if is_lazy else 1.0, fetches_once=lazy and not is_lazy)

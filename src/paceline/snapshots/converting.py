@@ -41,7 +41,7 @@ def to_torch(snapshot: Snapshot, out: Path) -> None:
     """Write a file that `torch.load` reads, with weights_only, too."""
     with _writing(out):
         if out.exists() and not out.is_file():
-            raise UsageError(f"{out} cannot be written: it is there, and is no file. Name another place.")
+            raise UsageError(f"{out} cannot be written: it is there, and is not a file. Name another place.")
         unfinished = out.with_name(f".{out.name}.unfinished")
         try:
             with unfinished.open("wb") as file:  # opened here, as torch takes not every name
@@ -63,7 +63,7 @@ def to_dcp(snapshot: Snapshot, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         try:
             save(state_of(snapshot), storage_writer=FileSystemWriter(out), no_dist=True)
-        except CheckpointException as error:  # which is no `Exception`, and holds that of the only process
+        except CheckpointException as error:  # which is not an `Exception`, and holds that of the only process
             raise next(wrapped[0] for wrapped in error.failures.values()) from error
 
 

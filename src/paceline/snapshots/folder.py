@@ -147,7 +147,7 @@ class Snapshot(msgspec.Struct, frozen=True):
         try:
             with open_file(path) as manifest_file, open_file(folder / MANIFEST_DIGEST) as digest_file:
                 if os.fstat(manifest_file.fileno()).st_size > MAX_MANIFEST_BYTES:
-                    raise CheckpointError(f"{path} has more than {MAX_MANIFEST_BYTES} bytes: it is no manifest")
+                    raise CheckpointError(f"{path} has more than {MAX_MANIFEST_BYTES} bytes: it is not a manifest")
                 content, expected = manifest_file.read(), digest_file.read(_DIGEST_BYTES).decode().strip()
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"the snapshot {folder} cannot be read: {error}") from error
@@ -157,7 +157,7 @@ class Snapshot(msgspec.Struct, frozen=True):
         try:
             manifest = msgspec.json.decode(content, type=SnapshotManifest)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise CheckpointError(f"{path} is no manifest: {error}") from error
+            raise CheckpointError(f"{path} is not a manifest: {error}") from error
         if manifest.format != FORMAT:
             raise CheckpointError(f"{path} has the format {manifest.format!r}, expected {FORMAT!r}")
         listed = {entry.name for entry in manifest.files}

@@ -44,7 +44,7 @@ class SnapshotOptions:
         """Seconds between two snapshots; 0 to choose by what one takes.
 
         Raises:
-            UsageError: it is no time.
+            UsageError: it is not a valid interval.
 
         >>> SnapshotOptions(snapshot_every="10m").every_s, SnapshotOptions().every_s
         (600.0, 0.0)
@@ -66,7 +66,7 @@ def interval_s(text: str) -> float:
     """Return the seconds of an interval as it is typed; 0 for `auto`.
 
     Raises:
-        UsageError: it is no time.
+        UsageError: it is not a valid interval.
     """
     if text == _AUTO:
         return 0.0

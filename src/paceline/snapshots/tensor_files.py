@@ -66,7 +66,7 @@ class TensorFile:
                 size = os.fstat(file.fileno()).st_size
                 self._start = 8 + int.from_bytes(file.read(8), "little")
                 if not 8 <= self._start <= min(size, _MAX_HEADER_BYTES):
-                    raise CheckpointError(f"{path} is no file of safetensors: its header does not fit")
+                    raise CheckpointError(f"{path} is not a safetensors file: its header does not fit")
                 header = msgspec.json.decode(file.read(self._start - 8), type=dict[str, Any])
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from paceline.core.settings import ServerSettings, WorkerSettings
 
 ROWS_FILE_BYTES: Final = 64 << 20  # of a file of rows, before it is written: these are in memory
-Place = tuple[int, int, int]  # where elements begin and end in a piece, and the number of their segment
+SegmentSpan = tuple[int, int, int]  # where elements begin and end in a piece, and the number of their segment
 
 
 class NoBase(CheckpointError):
@@ -319,7 +319,7 @@ def _split(piece: memoryview, head: CutHead, start: int, stop: int, span: Range)
     return found
 
 
-def _places(spec: TableSpec, span: Range, start: int, stop: int) -> Iterator[Place]:
+def _places(spec: TableSpec, span: Range, start: int, stop: int) -> Iterator[SegmentSpan]:
     """Yield the stretches of segments in elements `start` to `stop` of a range, counted from `start`."""
     for piece in cut(spec, Range(span.server, span.start + start, span.start + stop)):
         yield piece.offset, piece.offset + piece.numel, piece.segment
@@ -333,7 +333,7 @@ class _Part(msgspec.Struct, frozen=True):
     holders: Collection[int]
     file: FileWriter
 
-    def write(self, content: memoryview | None, places: Sequence[Place]) -> None:
+    def write(self, content: memoryview | None, places: Sequence[SegmentSpan]) -> None:
         """Append what a piece has of it; zeros for None, where a server has no such state yet."""
         size_bytes, runs = dtype_of(self.dtype).itemsize, list[list[int]]()
         for first, last, segment in places:

@@ -208,7 +208,7 @@ def take_config(_app: App, commands: tuple[str, ...], arguments: "ArgumentCollec
             argument, _, _ = arguments.match(f"--{name}")
         except ValueError:
             raise UsageError(
-                f"{path}: '{name}' is no option of paceline run; arguments of the script go to args"
+                f"{path}: '{name}' is not an option of paceline run; arguments of the script go to args"
             ) from None
         if not argument.tokens:
             argument.append(Token(keyword=f"--{name}", value=as_text(value), source=path))

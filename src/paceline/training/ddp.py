@@ -42,6 +42,7 @@ from paceline.training.collective_optimizer import (
     require_weighed,
 )
 from paceline.training.flat import FlatParameters, laid_out_like
+from paceline.training.hooks import call_if_alive
 from paceline.training.model_checks import require_dense_gradients
 from paceline.training.same_batches import SameBatches, digest_of_batch
 from paceline.training.strategy import TrainingJob
@@ -127,7 +128,8 @@ class DDPReplica:
         self._ddp = self._attached(first=True)
         self._copy_buffers()
         before, after = WeakMethod(self._before), WeakMethod(self._after)
-        call = cast("Callable[..., Any]", torch.compiler.disable(_call))  # a compiled model runs hooks as they are
+        # A compiled model runs hooks as they are.
+        call = cast("Callable[..., Any]", torch.compiler.disable(call_if_alive))
         self._handles = [
             model.register_forward_pre_hook(lambda _, args, kwargs: call(before, args, kwargs), with_kwargs=True),
             model.register_forward_hook(lambda _, args, output: call(after, output)),
@@ -263,9 +265,9 @@ class DDPReplica:
         look, note = WeakMethod(self._look), WeakMethod(self._note)
         for index, tensor in enumerate(self.named.values()):
             if tensor.requires_grad:
-                self._watched.append(tensor.register_post_accumulate_grad_hook(partial(_call, note, index)))
+                self._watched.append(tensor.register_post_accumulate_grad_hook(partial(call_if_alive, note, index)))
                 if self._settings.scale == "sum":
-                    self._watched.append(tensor.register_hook(unserializable_hook(partial(_call, look, index))))
+                    self._watched.append(tensor.register_hook(unserializable_hook(partial(call_if_alive, look, index))))
 
     def _look(self, index: int, _: Tensor) -> None:
         """Refuse to add to a gradient that is a sum over all workers already, and would be summed again."""
@@ -462,12 +464,6 @@ def _bucket_hook(act: WeakMethod[Any], bucket: GradBucket) -> torch.futures.Futu
     call = act()
     future.set_result(bucket.buffer() if call is None else call(bucket))
     return future
-
-
-def _call(method: WeakMethod[Any], *args: object) -> Any:  # noqa: ANN401 - whatever the method returns
-    """Call a method unless its owner is gone."""
-    act = method()
-    return None if act is None else act(*args)
 
 
 def _trained(named: dict[str, Tensor]) -> tuple[bool, ...]:

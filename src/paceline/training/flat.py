@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from itertools import accumulate, pairwise
 from weakref import WeakMethod, ref
 
@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 from paceline.errors import UsageError
 from paceline.torch_private import version_of
 from paceline.training.device_copies import DeviceCopies
+from paceline.training.hooks import call_if_alive
 from paceline.update.table import DType, Segment, position_hint, positional_name
 from paceline.worker.cache import Readable, TableCache
 from paceline.worker.table import Table
@@ -431,7 +432,7 @@ class Gradients:
         for index, tensor in enumerate(self.flat.named.values()):
             if tensor.requires_grad and tensor.device.type == "cpu" and not self.device_copies.serves(tensor):
                 self._handles.append(tensor.register_hook(_before(note, index, ref(tensor))))
-                self._handles.append(tensor.register_post_accumulate_grad_hook(_after(move, index)))
+                self._handles.append(tensor.register_post_accumulate_grad_hook(partial(call_if_alive, move, index)))
 
     def detach(self) -> None:
         """Leave gradients where backward makes them, from the next backward on."""
@@ -575,16 +576,5 @@ def _before(
         act, about = note(), tensor()
         if act is not None and about is not None:
             act(index, about)
-
-    return on_gradient
-
-
-def _after(move: WeakMethod[Callable[[int, Tensor], None]], index: int) -> Callable[[Tensor], None]:
-    """Return a hook that autograd calls after it has added to a gradient; it keeps no object alive."""
-
-    def on_gradient(tensor: Tensor) -> None:
-        act = move()
-        if act is not None:
-            act(index, tensor)
 
     return on_gradient

@@ -32,6 +32,7 @@ from paceline.training.collective_optimizer import (
     numbers_of_first,
     require_weighed,
 )
+from paceline.training.hooks import call_if_alive
 from paceline.training.model_checks import (
     require_dense_gradients,
     require_no_aliases,
@@ -113,7 +114,8 @@ class Passes:
         self._same_batches = SameBatches(job.rank, settings.name)
         self._last: tuple[Any, Any] | None = None  # arguments of the last call of the model
         before, after = WeakMethod(self._before), WeakMethod(self._after)
-        call = cast("Callable[..., Any]", torch.compiler.disable(_call))  # a compiled model runs hooks as they are
+        # A compiled model runs hooks as they are.
+        call = cast("Callable[..., Any]", torch.compiler.disable(call_if_alive))
         self._handles = [
             model.register_forward_pre_hook(  # before torch gathers the model, which all do together
                 lambda _, args, kwargs: call(before, args, kwargs), with_kwargs=True, prepend=True
@@ -245,7 +247,7 @@ class Passes:
         if torch.is_grad_enabled():
             for tensor in tree_leaves(outputs):
                 if _has_gradient(tensor):
-                    tensor.register_hook(partial(_call, WeakMethod(self._weighed)))
+                    tensor.register_hook(partial(call_if_alive, WeakMethod(self._weighed)))
 
     def _weighed(self, gradient: Tensor) -> Tensor:
         """Return scaled inputs of backward; the first of several outputs agrees on the scale with all workers."""
@@ -337,12 +339,6 @@ def _bits(number: float) -> int:
 
 def _has_gradient(value: object) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
-
-
-def _call(method: WeakMethod[Any], *args: object) -> Any:  # noqa: ANN401 - whatever the method returns
-    """Call a method unless its owner is gone."""
-    act = method()
-    return None if act is None else act(*args)
 
 
 class ShardedOptimizer(CollectiveOptimizer):

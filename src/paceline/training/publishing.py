@@ -12,6 +12,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from paceline.core.calls import listed
 from paceline.errors import UsageError
 from paceline.torch_private import saved_buffers
 from paceline.wire.versions import PublishedTensor, VersionLayout, encode_layout
@@ -100,7 +101,7 @@ class ModelPublisher:
         plan = known[1]
         if plan.absent:
             self.publisher.tell_once(
-                f"'{name}' is published without {_listed(plan.absent)}, which no server holds: readers take them from "
+                f"'{name}' is published without {listed(plan.absent)}, which no server holds: readers take them from "
                 "elsewhere"
             )
         return self.publisher.publish(name, keep, plan.tables, plan.layout())
@@ -167,13 +168,3 @@ def _of_table(what: Table | PartedTable, table: Table) -> tuple[PublishedTensor,
 def _bytes(tensor: Tensor) -> bytes:
     flat = tensor.detach().cpu().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-
-
-def _listed(names: list[str]) -> str:
-    """Return a few names.
-
-    >>> _listed(["a", "b", "c", "d", "e"])
-    "'a', 'b', 'c' and 2 others"
-    """
-    shown = ", ".join(f"'{name}'" for name in names[:3])
-    return f"{shown} and {len(names) - 3} others" if len(names) > 3 else shown

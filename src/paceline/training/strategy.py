@@ -140,7 +140,7 @@ class Settings(msgspec.Struct, frozen=True):
         if self.overlap:
             return "overlap=True, which sends gradients while backward runs: leave one of the two out."
         if self.factors:
-            return "factors=True, as the mean over slices is no product of factors: leave one of the two out."
+            return "factors=True, as the mean over slices is not a product of factors: leave one of the two out."
         if self.scale != "samples" and self.consistency.visible == "on_clock":
             return f'scale="{self.scale}", as workers do not do the same number of slices: leave it at "samples".'
         return ""

@@ -4,7 +4,7 @@ Other folders use `base`, `buffer_pool`, `buffers`, `carrier`, `deadline`, `file
 `memory`, `peer_identity`, `poller`, `segments`, `shm`, `tcp`, `tls`.
 """
 
-from paceline.transport.base import EMPTY, Connection, Credentials, Frame, Limits, Listener, Place, Transport
+from paceline.transport.base import EMPTY, AllocateBody, Connection, Credentials, Frame, Limits, Listener, Transport
 from paceline.transport.faulty import FaultCounts, FaultPlan, FaultyTransport
 from paceline.transport.memory import MemoryTransport
 from paceline.transport.shm import ShmTransport
@@ -13,6 +13,7 @@ from paceline.transport.tls import TlsSettings
 
 __all__ = [
     "EMPTY",
+    "AllocateBody",
     "Connection",
     "Credentials",
     "FaultCounts",
@@ -22,7 +23,6 @@ __all__ = [
     "Limits",
     "Listener",
     "MemoryTransport",
-    "Place",
     "ShmTransport",
     "TcpTransport",
     "TlsSettings",

@@ -21,7 +21,7 @@ from paceline.transport.buffer_pool import Buffer
 EMPTY: Final = memoryview(b"")
 
 # Returns where to put a body, given the header of its frame and its size in bytes; None for fresh memory.
-Place = Callable[[bytes, int], Buffer | memoryview | None]
+AllocateBody = Callable[[bytes, int], Buffer | memoryview | None]
 
 MAX_TOGETHER: Final = 64  # frames that are handed over together
 
@@ -175,7 +175,7 @@ class Connection(Protocol):
         """Return whether `send` would take this body without waiting for the other end. Does not block."""
         ...
 
-    def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
+    def receive(self, *, timeout_s: float, place: AllocateBody | None = None) -> Frame:
         """Wait for the next frame. One thread at a time.
 
         `place` is called once for each body that is copied and not empty. It returns writable memory of exactly the

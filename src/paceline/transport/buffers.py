@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Final, Protocol, final, runtime_checkable
 
 from paceline.errors import UsageError
-from paceline.transport.base import EMPTY, Place
+from paceline.transport.base import EMPTY, AllocateBody
 from paceline.transport.buffer_pool import Buffer
 
 # Below this a zeroed bytearray is cheaper than a mapping; above it, pages are better touched as bytes arrive.
@@ -59,7 +59,7 @@ def copied(body: memoryview) -> memoryview:
     return copy
 
 
-def destination(place: Place | None, header: bytes, size_bytes: int) -> tuple[memoryview, Buffer | None] | None:
+def destination(place: AllocateBody | None, header: bytes, size_bytes: int) -> tuple[memoryview, Buffer | None] | None:
     """Return the memory that `place` gives for a body, as bytes, and its buffer, if any; None for fresh memory.
 
     Raises UsageError when the memory is read-only or has another size.

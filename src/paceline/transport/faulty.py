@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
-from paceline.transport.base import EMPTY, Connection, Frame, LeavesMachine, Listener, Place, Transport
+from paceline.transport.base import EMPTY, AllocateBody, Connection, Frame, LeavesMachine, Listener, Transport
 from paceline.transport.buffers import copied, flat
 from paceline.transport.deadline import Deadline, seconds
 
@@ -200,7 +200,7 @@ class FaultyConnection:
         """Return whether a frame would leave at once; see `Connection.has_room`."""
         return self._inner.has_room(body)
 
-    def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
+    def receive(self, *, timeout_s: float, place: AllocateBody | None = None) -> Frame:
         """Wait for the next frame; see `Connection.receive`."""
         return self._inner.receive(timeout_s=timeout_s, place=place)
 

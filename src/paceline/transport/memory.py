@@ -10,7 +10,7 @@ from itertools import count
 from typing import Final, NamedTuple, final
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
-from paceline.transport.base import EMPTY, NO_IDENTITY, Frame, Limits, Place, check_identity, strip_scheme
+from paceline.transport.base import EMPTY, NO_IDENTITY, AllocateBody, Frame, Limits, check_identity, strip_scheme
 from paceline.transport.buffers import check_size, copied, destination, flat, fresh_buffer, map_private
 from paceline.transport.deadline import seconds
 from paceline.transport.segments import MemoryRegion, MemoryRegions, PeerMemory, Segments, create_memory
@@ -230,7 +230,7 @@ class MemoryConnection:
         """Return whether fewer frames and bytes than the limits are unread; see `Connection.has_room`."""
         return self._outgoing.has_room()
 
-    def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
+    def receive(self, *, timeout_s: float, place: AllocateBody | None = None) -> Frame:
         """Wait for the next frame; see `Connection.receive`."""
         try:
             packed = self._incoming.get(timeout_s)
@@ -273,7 +273,7 @@ class MemoryConnection:
             return _Packed(Frame(bytes(header), body[:]), shared=shared)
         return _Packed(Frame(bytes(header), copied(body)), body.nbytes)
 
-    def _placed(self, packed: _Packed, place: Place | None) -> Frame:
+    def _placed(self, packed: _Packed, place: AllocateBody | None) -> Frame:
         """Copy a body that is not the sender's memory to the memory that `place` gives."""
         frame, _, shared = packed
         if shared is not None:

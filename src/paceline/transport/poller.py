@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Final, final
 
 from paceline.errors import PeerError
-from paceline.transport.base import MAX_TOGETHER, Connection, Frame, Place
+from paceline.transport.base import MAX_TOGETHER, AllocateBody, Connection, Frame
 
 _NO_CONTEXT: Final = nullcontext()
 
@@ -97,7 +97,7 @@ class Poller:
             os.eventfd_read(self._open_event())
 
 
-def receive_all(connection: Connection, *, timeout_s: float, place: Place | None = None) -> list[Frame]:
+def receive_all(connection: Connection, *, timeout_s: float, place: AllocateBody | None = None) -> list[Frame]:
     """Wait for the next frame; return it and the ones that have arrived with it, at most 64, in order.
 
     Raises as `Connection.receive` does for the first frame. An error after it ends the connection, as the next call

@@ -28,6 +28,7 @@ import msgspec
 
 from paceline.errors import PeerError
 from paceline.transport.buffers import check_size, fresh_buffer
+from paceline.transport.rate_limited_log import Notice
 
 _PAGEMAP: Final = "/proc/self/pagemap"
 _ENTRY_BYTES: Final = 8
@@ -216,7 +217,6 @@ def _address(view: memoryview) -> int:
 
 
 CreateMemory = Callable[[int], int]
-Notice = Callable[[str], None]
 
 _F_SEAL_FUTURE_WRITE: Final = 0x0010  # Linux 5.1; Python's fcntl does not name it yet
 _SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW

@@ -19,7 +19,8 @@ from paceline.transport.deadline import Deadline, seconds
 from paceline.transport.handshake import HandshakeResult, LocalHandshake, check_same_user, introduce_within
 from paceline.transport.listener import BACKLOG, StreamListener
 from paceline.transport.payloads import SharedPayloads
-from paceline.transport.segments import CreateMemory, Notice, Segments, create_memory
+from paceline.transport.rate_limited_log import Notice
+from paceline.transport.segments import CreateMemory, Segments, create_memory
 from paceline.transport.stream import StreamConnection
 
 # The kernel's limit on the path of a Unix socket, its final zero byte included.

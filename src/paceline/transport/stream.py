@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
-from paceline.transport.base import EMPTY, Frame, Limits, Place
+from paceline.transport.base import EMPTY, AllocateBody, Frame, Limits
 from paceline.transport.buffer_pool import Buffer
 from paceline.transport.buffers import LentBody, destination, flat, fresh_buffer
 from paceline.transport.channel import Channel, OutOfTime
@@ -199,7 +199,7 @@ class StreamConnection:
         is_light = body.nbytes <= _SMALL_BYTES or self._bodies.place(flat(body)) is not None
         return is_light and self._channel.has_room()
 
-    def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
+    def receive(self, *, timeout_s: float, place: AllocateBody | None = None) -> Frame:
         """Wait for the next frame; see `Connection.receive`."""
         thread = self._enter()
         try:
@@ -208,7 +208,7 @@ class StreamConnection:
         finally:
             self._leave(thread)
 
-    def _receive(self, timeout_s: float, place: Place | None) -> Frame:
+    def _receive(self, timeout_s: float, place: AllocateBody | None) -> Frame:
         if not self._readable:
             self._check_open()
         deadline = Deadline.after(timeout_s)
@@ -360,7 +360,7 @@ class StreamConnection:
         except (EOFError, OSError) as error:
             raise self._loss(error) from None
 
-    def _read_frame(self, deadline: Deadline, place: Place | None) -> Frame:
+    def _read_frame(self, deadline: Deadline, place: AllocateBody | None) -> Frame:
         arrival = self._arrival
         while arrival is None:
             arrival = self._arrival = self._start_arrival(deadline, place)
@@ -374,7 +374,7 @@ class StreamConnection:
         self._arrival = None
         return Frame(arrival.header, arrival.body, arrival.buffer)
 
-    def _start_arrival(self, deadline: Deadline, place: Place | None) -> _Arrival | None:
+    def _start_arrival(self, deadline: Deadline, place: AllocateBody | None) -> _Arrival | None:
         """Read prefix and header and allocate the body; None when the frame only retires a segment."""
         ahead = self._ahead
         prefix = self._prefix or self._next_prefix(deadline)
@@ -395,7 +395,9 @@ class StreamConnection:
             self._prefix = decode_prefix(self._ahead.wait_for(PREFIX_BYTES, deadline), self._limits, self.peer)
         return self._prefix
 
-    def _memory_for(self, header: bytes, size_bytes: int, place: Place | None) -> tuple[memoryview, Buffer | None]:
+    def _memory_for(
+        self, header: bytes, size_bytes: int, place: AllocateBody | None
+    ) -> tuple[memoryview, Buffer | None]:
         if not size_bytes:
             return EMPTY, None
         found = destination(place, header, size_bytes)

@@ -19,7 +19,7 @@ from paceline.transport.stream import StreamConnection
 from paceline.transport.tls import TlsHandshake, TlsSettings
 
 # While nothing is said, the kernel asks whether the other end is there, and gives up when so many questions in a row go
-# unanswered, after 11 seconds; while something is on its way, `Silence` sees to the same.
+# unanswered, after 11 seconds; while something is on its way, `SilenceLimit` sees to the same.
 KEEPALIVE_AFTER_S: Final = 5
 KEEPALIVE_EVERY_S: Final = 2
 NUM_KEEPALIVES: Final = 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +28,7 @@ from paceline.update.summing import (
     weights_of,
 )
 from paceline.update.table import NonFinite, Scale, SegmentPiece, cut_within
-from paceline.update.torch_rule import require_count
+from paceline.update.torch_rule import defaults_of, require_count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -622,7 +621,8 @@ class Chunked:
         if hyper is self._told or hyper == self._told:
             return
         self.is_changed = True
-        known = self._numbers or [_defaults(self._kernel.name)] * len(hyper)
+        name = self._kernel.name
+        known = self._numbers or [{} if name == "add" else defaults_of(name)] * len(hyper)
         self._numbers = [{**old, **new} for old, new in zip(known, hyper, strict=True)]
         self._told = hyper
 
@@ -704,11 +704,3 @@ class Chunked:
             for number, slices in enumerate(cut_into_chunks(self._pieces, taken, CHUNK, in_lanes=in_lanes))
         ]
         return chunks, torch.tensor([float(bool(contributors)) for contributors in having])
-
-
-def _defaults(name: str) -> dict[str, Any]:
-    """Return the default hyperparameters of a class of torch.optim; {} for "add"."""
-    cls = getattr(torch.optim, name.rpartition(".")[2], None)
-    if cls is None:
-        return {}
-    return {key: found.default for key, found in inspect.signature(cls).parameters.items() if key != "params"}

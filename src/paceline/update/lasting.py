@@ -73,7 +73,7 @@ class SavedTensors:
 
         Raises:
             OSError: there is no memory for it.
-            ProtocolBug: one of them is no plain tensor of main memory.
+            ProtocolBug: one of them is not a plain tensor of main memory.
         """
         entries = tuple(_entry(name, tensor) for name, tensor in tensors.items())
         encoded = msgspec.msgpack.encode(entries)

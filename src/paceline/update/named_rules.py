@@ -339,3 +339,13 @@ def _check_hyper(spec: RuleSpec) -> None:
             raise UsageError(f"The update rule {spec.name} has no hyperparameter {unknown}, expected {list(known)}.")
         for problem in filter(None, (numbers_problem(spec.name, group) for group in spec.groups)):
             raise UsageError(f"The update rule {spec.name}: {problem}.")
+
+
+def scales_pushes(rule: str, group: Hyper) -> bool:
+    """Return whether a push changes values by a multiple of itself: addition, and plain SGD.
+
+    >>> scales_pushes("add", {}), scales_pushes("torch.optim.SGD", {"lr": 0.1, "momentum": 0.9})
+    (True, False)
+    """
+    more = ("momentum", "weight_decay", "nesterov", "maximize")
+    return rule == "add" or (rule == "torch.optim.SGD" and not any(group.get(key) for key in more))

@@ -156,7 +156,7 @@ def numbers_problem(rule: str, numbers: Hyper) -> str:
 
 def _asgd_problem(numbers: Mapping[str, object]) -> str:
     """Return why steps of ASGD would fail: it raises a number to the power alpha, in plain Python."""
-    lr, lambd, alpha = (numbers.get(key, _defaults(f"{PREFIX}ASGD")[key]) for key in ("lr", "lambd", "alpha"))
+    lr, lambd, alpha = (numbers.get(key, defaults_of(f"{PREFIX}ASGD")[key]) for key in ("lr", "lambd", "alpha"))
     for step in (1, _MOST_STEPS):
         try:
             size = cast("Any", lr) / (1 + cast("Any", lambd) * lr * step) ** alpha
@@ -170,7 +170,7 @@ def _asgd_problem(numbers: Mapping[str, object]) -> str:
 
 def _expected(rule: str, key: str, value: Number | tuple[Number, ...]) -> str:
     """Return what is expected of a hyperparameter, "" if its type and length are right."""
-    default = _defaults(rule).get(key)
+    default = defaults_of(rule).get(key)
     length = len(default) if isinstance(default, tuple) else 0
     if length and not (isinstance(value, tuple) and len(value) == length):
         return f"{length} numbers"
@@ -201,7 +201,7 @@ def _refusal(rule: str, numbers: frozenset[tuple[str, Number | tuple[Number, ...
 @lru_cache(maxsize=64)
 def _flags(rule: str) -> frozenset[str]:
     """Return the hyperparameters of a class of torch.optim that are True or False, without the switches."""
-    given = {key for key, default in _defaults(rule).items() if isinstance(default, bool)}
+    given = {key for key, default in defaults_of(rule).items() if isinstance(default, bool)}
     return frozenset({"decoupled_weight_decay", *given} - set(SWITCHES))
 
 
@@ -213,8 +213,10 @@ def _whole_numbers(rule: str) -> frozenset[str]:
 
 
 @lru_cache(maxsize=64)
-def _defaults(rule: str) -> Mapping[str, object]:
-    return {key: each.default for key, each in inspect.signature(optimizer_class(rule)).parameters.items()}
+def defaults_of(rule: str) -> Mapping[str, Any]:
+    """Return the default hyperparameters of a class of torch.optim."""
+    given = inspect.signature(optimizer_class(rule)).parameters
+    return {key: each.default for key, each in given.items() if key != "params"}
 
 
 def _with_flags(rule: str, numbers: Hyper) -> Hyper:

@@ -14,7 +14,7 @@ import msgspec
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from paceline.core.calls import checked_late
+from paceline.core.calls import checked_late, listed
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
 from paceline.notices import tell
 from paceline.transport.deadline import patience_s
@@ -23,7 +23,6 @@ from paceline.wire.malformed import REQUEST_ERRORS, describe_error
 if TYPE_CHECKING:
     from paceline.versions.subscription import Version, VersionSubscription
 
-_SHOWN: Final = 3  # names in a message
 _WAIT_S: Final = 30.0  # for one version, before it is waited for again
 _DUE_WAIT_S: Final = 1.0  # the same while one is here that is not swapped in
 _FORWARD_TIMEOUT_S: Final = 30.0  # for forward passes of other threads
@@ -279,7 +278,7 @@ def pairs_of(
     ):
         if names:
             raise UsageError(
-                f"the version does not fit the module: {what} {_listed(names)}. Publish the model that this module is "
+                f"the version does not fit the module: {what} {listed(names)}. Publish the model that this module is "
                 "a copy of, or give `into` the part of it that was published."
             )
     return [
@@ -287,8 +286,3 @@ def pairs_of(
         for name, tensor in own.items()
         if name in version
     ]
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:_SHOWN])
-    return f"{shown} and {len(names) - _SHOWN} others" if len(names) > _SHOWN else shown

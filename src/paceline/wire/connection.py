@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, UsageError
 from paceline.stopwatch import Stopwatch
-from paceline.transport.base import EMPTY, MAX_TOGETHER, Connection, Frame, NotServed, Place, Transport
+from paceline.transport.base import EMPTY, MAX_TOGETHER, AllocateBody, Connection, Frame, NotServed, Transport
 from paceline.transport.buffer_pool import Buffer
 from paceline.transport.deadline import seconds
 from paceline.transport.poller import Poller, receive_all
@@ -252,7 +252,7 @@ class ReconnectingConnection:
     transport: Transport
     patience_s: float
     on_frames: Callable[[list[Frame]], None]
-    place: Place
+    place: AllocateBody
     on_reconnected: Callable[[Callable[[], None]], None]
     on_lost: Callable[[str], None]
     how_ended: Callable[[], str]

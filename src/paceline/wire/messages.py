@@ -392,7 +392,7 @@ def is_said_again(header: bytes) -> bool:
 Role = Literal["worker", "server", "reader"]
 
 # The role that may send each message to a server; None for messages to workers, and for those of handshakes.
-SPEAKERS: Final[dict[type, Role | None]] = {
+SENDERS: Final[dict[type, Role | None]] = {
     Hello: None,
     PushFrame: "worker",
     PullFrame: "worker",
@@ -451,9 +451,9 @@ SPEAKERS: Final[dict[type, Role | None]] = {
 _MOST_CLOCKS: Final = 1 << 63
 
 
-def check_said(hello: Hello, message: object, num_servers: int) -> None:
+def check_sender(hello: Hello, message: object, num_servers: int) -> None:
     """Raise PeerError unless the peer's role may send this message, and the message carries the peer's identity."""
-    if SPEAKERS[type(message)] != hello.role:
+    if SENDERS[type(message)] != hello.role:
         raise PeerError(f"a {hello.role} may not say {type(message).__name__}")
     if isinstance(message, StepFrame):
         message.check()

@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from paceline.core.work_queue import WorkAnswer
 from paceline.errors import UsageError
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.rules import Hyper
@@ -111,6 +112,18 @@ class ClaimWork(msgspec.Struct, frozen=True):
     terms: tuple[int, ...]
     start: int = 0
     clock: int = 0
+
+
+class WorkQueueEntry(msgspec.Struct, frozen=True):
+    """The answer to a claim, and the number of batches before the first round of its epoch."""
+
+    answer: WorkAnswer
+    start: int
+
+
+def read_work_answer(body: memoryview) -> WorkQueueEntry:
+    """Decode the answer of server 0 to a claim."""
+    return msgspec.msgpack.decode(body, type=WorkQueueEntry)
 
 
 class ReportWait(msgspec.Struct, frozen=True):

@@ -16,6 +16,7 @@ from paceline.errors import PeerError
 from paceline.transport.base import EMPTY
 from paceline.transport.buffers import fresh_buffer
 from paceline.transport.segments import PeerMemory
+from paceline.update.named_rules import scales_pushes
 from paceline.update.placement import as_tensor, torch_dtype
 from paceline.update.table import Hyper, TableSpec
 
@@ -163,7 +164,7 @@ class TableCache:
     def note_own(self, seq: int, gradient: Tensor, absent: tuple[int, ...], hyper: tuple[Hyper, ...]) -> None:
         """Remember an own update until the values contain it."""
         groups = hyper or self.spec.rule.groups
-        if self.reads_own_writes and _is_plain(self.spec.rule.name, groups):
+        if self.reads_own_writes and all(scales_pushes(self.spec.rule.name, group) for group in groups):
             self._own[seq] = _Own(_change(self.spec, gradient, absent, groups), set(self.servers))
 
     def forget_own(self, seq: int) -> None:
@@ -226,13 +227,7 @@ class TableCache:
 def can_replay(spec: TableSpec, consistency: Consistency) -> bool:
     """Return whether a worker can compute the effect of its own pushes on this table."""
     at_once = consistency.visible == "on_arrival" and spec.rule.quorum is None
-    return at_once and _is_plain(spec.rule.name, spec.rule.groups)
-
-
-def _is_plain(rule: str, groups: tuple[Hyper, ...]) -> bool:
-    """Return whether a push changes the values by a multiple of itself: addition, and plain SGD."""
-    more = ("momentum", "weight_decay", "nesterov", "maximize")
-    return rule == "add" or (rule == "torch.optim.SGD" and not any(group.get(key) for group in groups for key in more))
+    return at_once and all(scales_pushes(spec.rule.name, group) for group in spec.rule.groups)
 
 
 def _change(spec: TableSpec, gradient: Tensor, absent: tuple[int, ...], groups: tuple[Hyper, ...]) -> Tensor:

@@ -244,7 +244,7 @@ class StepMetrics:
 
     def note_values(self, clock: int, values: Mapping[str, float]) -> None:
         """Record values under names of the script's; report the first of each name that is not finite."""
-        recorded: dict[str, float | records.NonFinite] = {
+        recorded: dict[str, float | records.NonFiniteText] = {
             name: value if math.isfinite(value) else _as_text(value) for name, value in values.items()
         }
         self.trace.record(records.ReportedValues(self.now(), self.worker, clock, recorded))
@@ -342,6 +342,6 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _as_text(value: float) -> records.NonFinite:
+def _as_text(value: float) -> records.NonFiniteText:
     """Return a number that is not finite as records have it."""
     return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"

@@ -16,9 +16,9 @@ from msgspec.structs import replace
 from tests.faults.running import LEFT_WITHIN_S, run_to_end, running, write_script
 from tests.launch.launching import processes_of, wait_gone
 
+from paceline.errors import EXIT_KILLED
 from paceline.job.environment import child_environment, fork_server_environment
 from paceline.launch.child import Launch, Process
-from paceline.launch.entry import EXIT_CODE
 from paceline.launch.forkserver import server as server_module
 from paceline.launch.forkserver.child import import_path
 from paceline.launch.forkserver.server import NUM_SPARES, Forked, ForkServer
@@ -182,7 +182,7 @@ def test_a_process_that_was_forked_ahead_ends_with_its_fork_server(tmp_path: Pat
         wait_settled(fork_server, process)
         prepare(fork_server, 1)
         [spare] = fork_server._spares
-    assert spare.process.wait() == EXIT_CODE
+    assert spare.process.wait() == EXIT_KILLED
     assert end(process) == (0, "", "")
 
 

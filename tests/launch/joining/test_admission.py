@@ -22,7 +22,15 @@ from tests.launch.joining.hosting import (
     request,
 )
 
-from paceline.errors import AuthenticationFailed, CertificateRefused, ConnectionLost, PeerError, Refused, UsageError
+from paceline.errors import (
+    EXIT_PREEMPTED,
+    AuthenticationFailed,
+    CertificateRefused,
+    ConnectionLost,
+    PeerError,
+    Refused,
+    UsageError,
+)
 from paceline.job.addresses import CLUSTER_NAME
 from paceline.job.credentials.holders import KEYS_NAME, Holder, TokenFiles, link_keys
 from paceline.job.credentials.key_store import issue_keys, make_keys
@@ -42,7 +50,6 @@ from paceline.launch.joining.messages import (
     encode,
 )
 from paceline.launch.rendezvous.liveness_lock import ProcessInfo
-from paceline.launch.signals import EXIT_PREEMPTED
 from paceline.transport.base import Connection
 from paceline.transport.tcp import TcpTransport
 

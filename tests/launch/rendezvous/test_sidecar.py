@@ -86,6 +86,33 @@ def test_a_place_that_has_moved_to_another_node_has_no_other_process_here(
     assert [process for _, process in servers._processes] == [1, 3]
 
 
+def test_a_disk_that_is_full_when_a_process_has_ended_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sidecar, "ENTRY", "no_such_program")
+    monkeypatch.setattr(sidecar, "LOOK_S", 0.01)
+    Views(tmp_path, 0).change(FIRST)
+    node = NodePlaces(tmp_path, 1, num_nodes=2, num_servers=1)
+    claim, num_failures = node.claim, 3
+
+    def claim_later(rank: int, process: int) -> bool:
+        nonlocal num_failures
+        if process > 1 and num_failures:
+            num_failures -= 1
+            raise OSError(28, "No space left on device")
+        return claim(rank, process)
+
+    monkeypatch.setattr(node, "claim", claim_later)
+    servers = SidecarServers(tmp_path, range(0), "", range(1), node)
+    for watch in servers._watches[:1]:
+        watch.join(PATIENCE_S)
+    servers.kill()
+    assert num_failures == 0
+    assert [process for _, process in servers._processes] == [1, 3, 5, 7, 9]
+    told = "paceline: no other process of server 0 comes here until the folder of the job can be written to: "
+    assert capfd.readouterr().err.count(told) == 1
+
+
 def test_a_folder_that_cannot_be_read_when_a_process_has_ended_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from paceline.observe.dashboard.history import MAX_EVENTS, MAX_WORKERS, NUM_BINS, Axis, RunHistory
+from paceline.observe.dashboard.history import MAX_EVENTS, MAX_SHOWN_WORKERS, NUM_BINS, Axis, RunHistory
 from paceline.observe.trace import Carried, Exit, ReadRecord, Record, Reported, RowRead, Serving, Step
 
 
@@ -100,10 +100,10 @@ def test_events_and_workers_have_a_bound() -> None:
     exits = [
         Exit(100.0 + n, f"worker {n}", "worker", n, 0, 1, -9, 0.0, "was killed", "the others go on") for n in range(500)
     ]
-    history.add_all([*exits, *(Step(200.0, worker, 0, 8, 0.5, 0.0, 0.1) for worker in range(2 * MAX_WORKERS))])
+    history.add_all([*exits, *(Step(200.0, worker, 0, 8, 0.5, 0.0, 0.1) for worker in range(2 * MAX_SHOWN_WORKERS))])
     assert len(history.events) == MAX_EVENTS
-    assert len(series(history)["compute"]) == MAX_WORKERS
-    assert total(series(history)["num"][""]) == pytest.approx(2 * MAX_WORKERS * 8)
+    assert len(series(history)["compute"]) == MAX_SHOWN_WORKERS
+    assert total(series(history)["num"][""]) == pytest.approx(2 * MAX_SHOWN_WORKERS * 8)
 
 
 def test_a_loss_that_is_no_number_is_an_event_once_for_each_worker() -> None:

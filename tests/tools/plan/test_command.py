@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli import EXIT_USAGE, answer
+from paceline.cli import answer
+from paceline.errors import EXIT_USAGE
 
 WELL_KNOWN = """\
 Weights, gradients and optimizer state under mixed-precision Adam

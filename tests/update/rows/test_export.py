@@ -170,7 +170,7 @@ def test_what_is_there_and_is_no_file_stays_as_it_is(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(pipe)
     for path in (pipe, link, tmp_path, Path("/")):
-        with pytest.raises(UsageError, match=r"cannot be written to .*: that is there, and is no file to replace"):
+        with pytest.raises(UsageError, match=r"cannot be written to .*: that is there, and is not a file to replace"):
             saved(filled(), path)
     assert pipe.is_fifo()
     assert link.is_symlink()

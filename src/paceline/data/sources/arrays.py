@@ -198,7 +198,7 @@ def _require_size(size_bytes: int, shape: tuple[int, ...], dtype: np.dtype[Any])
     if dtype.hasobject:
         raise ValueError("it is an array of objects")
     if min(shape, default=0) < 0 or size_bytes != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"it has {size_bytes} bytes, which are no array of shape {shape} and {dtype}")
+        raise ValueError(f"it has {size_bytes} bytes, which are not an array of shape {shape} and {dtype}")
 
 
 def _from_numpy(array: np.ndarray[Any, Any], title: str) -> Tensor:

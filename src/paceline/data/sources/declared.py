@@ -270,7 +270,7 @@ def _path(path: Path) -> str:
         raise UsageError(f"{path!r} is a {type(path).__name__}, expected a path.")
     found = fspath(path)
     if not found or "\0" in found or not _can_be_encoded(found):
-        raise UsageError(f"{shown(found)} is no path: expected the name of a file.")
+        raise UsageError(f"{shown(found)} is not a path: expected the name of a file.")
     return found
 
 

@@ -154,7 +154,7 @@ def _key_of(request: bytes) -> CertificatePublicKeyTypes:
         found = x509.load_pem_x509_csr(request)
         valid, public = found.is_signature_valid, found.public_key()
     except (ValueError, InvalidSignature) as error:
-        raise UsageError(f"this is no request for a certificate in PEM format: {error}") from error
+        raise UsageError(f"this is not a request for a certificate in PEM format: {error}") from error
     if not valid or not isinstance(public, ec.EllipticCurvePublicKey):
         raise UsageError("the request for a certificate is not signed by an elliptic curve key of its own")
     return public

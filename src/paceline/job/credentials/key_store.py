@@ -195,7 +195,7 @@ def _read(path: Path) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} is no certificate in PEM format: {error}") from error
+        raise UsageError(f"{path} is not a certificate in PEM format: {error}") from error
 
 
 def _is_issued(folder: Path) -> bool:

@@ -23,8 +23,9 @@ from typing import Final, TypedDict
 
 import msgspec
 
+from paceline.errors import EXIT_KILLED
 from paceline.job.environment import find_launcher, import_folders, memory_variable, replace_all
-from paceline.launch.entry import EXIT_CODE, die_with_launcher
+from paceline.launch.entry import die_with_launcher
 from paceline.launch.forkserver import FORK, FORK_TIMEOUT_S, GO, READY
 from paceline.launch.forkserver.ending import QuickEnd
 from paceline.launch.forkserver.subreaper import wait_adopted
@@ -138,14 +139,14 @@ class ForkedProcess(msgspec.Struct, frozen=True):
         """
         launcher = find_launcher()
         if launcher is None or not wait_adopted(launcher, self.channel, FORK_TIMEOUT_S):
-            os._exit(EXIT_CODE)
+            os._exit(EXIT_KILLED)
         with self.channel:
             descriptors = list[int]()
             with suppress(OSError):  # the launcher has given up on this process, or is gone
                 self.channel.sendall(str(os.getpid()).encode())
                 _, descriptors, _, _ = socket.recv_fds(self.channel, len(GO), 2)
         if not descriptors:
-            os._exit(EXIT_CODE)
+            os._exit(EXIT_KILLED)
         request, *memory = descriptors
         with open(request, "rb") as file:
             file.seek(0)  # the launcher has written it with the same position
@@ -216,7 +217,7 @@ def _fork_orphan() -> bool:
             if os.fork():
                 os._exit(0)
         except OSError:
-            os._exit(EXIT_CODE)
+            os._exit(EXIT_KILLED)
         return True
 
 

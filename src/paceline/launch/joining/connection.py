@@ -11,7 +11,7 @@ from typing import Final, final
 
 import msgspec
 
-from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, Refused, UsageError
+from paceline.errors import EXIT_PREEMPTED, AuthenticationFailed, DeadlineExceeded, PeerError, Refused, UsageError
 from paceline.job.credentials.holders import KEYS_NAME, Holder, TokenFiles, link_keys, tls_settings
 from paceline.job.folders import check_folder
 from paceline.job.machines import format_host_port, look_up, parse_host_port
@@ -30,7 +30,6 @@ from paceline.launch.joining.messages import (
     encode,
 )
 from paceline.launch.places import read_elastic
-from paceline.launch.signals import EXIT_PREEMPTED
 from paceline.transport.base import Connection
 from paceline.transport.tcp import TcpTransport
 

@@ -9,18 +9,15 @@ from typing import Annotated, Final, Literal, TypeVar
 import msgspec
 
 from paceline.errors import PeerError, UsageError
+from paceline.job.spec import MAX_WORKERS, Count, Rank
 from paceline.launch.rendezvous.liveness_lock import ProcessInfo
 from paceline.observe.trace import Seconds
 from paceline.transport.base import Limits
 
 JOB: Final = "paceline join"  # name in the proof of the token
 ADDRESS_NAME: Final = "join.address"  # in the folder of a run: where it answers
-MAX_WORKERS: Final = 1 << 16
 LIMITS: Final = Limits(max_header_bytes=1 << 20, max_body_bytes=0)
 SEND_TIMEOUT_S: Final = 5.0  # messages are small, and taken at once
-
-Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_WORKERS)]
-Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)]
 
 
 class JoinRequest(msgspec.Struct, frozen=True, tag="request"):

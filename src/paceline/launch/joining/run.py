@@ -10,7 +10,7 @@ from typing import Final, final
 import msgspec
 from msgspec.structs import replace
 
-from paceline.errors import PeerError, UsageError
+from paceline.errors import EXIT_FAILURE, EXIT_PREEMPTED, PeerError, UsageError
 from paceline.job.addresses import CLUSTER_NAME
 from paceline.job.environment import Place, child_environment, inherited, kept_runs_folder
 from paceline.job.machines import cores_here
@@ -33,11 +33,10 @@ from paceline.launch.output import Console, unblocked_output
 from paceline.launch.plan import LocalRun, Programs, plan_workers
 from paceline.launch.policy import Policy
 from paceline.launch.rendezvous.liveness_lock import ProcessInfo
-from paceline.launch.signals import ABORT_MARKER_NAME, EXIT_PREEMPTED, Signals
+from paceline.launch.signals import ABORT_MARKER_NAME, Signals
 from paceline.launch.supervise import Exits, Member, SupervisionConfig, Supervisor
 
 SUBJECT: Final = "paceline join"
-EXIT_FAILURE: Final = 1
 
 
 class JoinOrder(msgspec.Struct, frozen=True, kw_only=True):

@@ -205,12 +205,12 @@ def _dmlc(variables: Variables) -> Detected:
     )
 
 
-class _Task(msgspec.Struct):
+class _Task(msgspec.Struct, frozen=True):
     type: str
     index: int
 
 
-class _TensorFlow(msgspec.Struct):
+class _TensorFlow(msgspec.Struct, frozen=True):
     cluster: dict[str, list[str]]
     task: _Task
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, final
 
-from paceline.errors import PeerError
+from paceline.errors import EXIT_FAILURE, EXIT_PREEMPTED, PeerError
 from paceline.job.addresses import SPEC_NAME, record_server_ended
 from paceline.job.environment import inherited, with_import_path
 from paceline.job.spec import ClusterSpec
@@ -27,7 +27,7 @@ from paceline.launch.rendezvous.liveness_lock import newest_life, wait_worker_en
 from paceline.launch.rendezvous.node_places import NodePlaces
 from paceline.launch.rendezvous.roster import wait_complete
 from paceline.launch.replicas import ServerPlace
-from paceline.launch.signals import EXIT_PREEMPTED, ignore_preemption_signals
+from paceline.launch.signals import ignore_preemption_signals
 from paceline.notices import NEWS, tell
 from paceline.server.node import ServerNode
 from paceline.server.replica_place import HandedOver
@@ -125,10 +125,18 @@ class SidecarServers:
                 return
             tell(f"a process of server {rank} {describe_exit(code)}; the run goes on with another")
             successor = place.next_process(code)
-            if successor is None or not self._may_start(rank, successor):
+            if successor is None or not self._wait_may_start(rank, successor):
                 return
             life = successor
             self._start(rank, life)
+
+    def _wait_may_start(self, rank: int, process: int) -> bool:
+        """Return as `_may_start`; block while that cannot be told, as on a full disk, until all are to end."""
+        try:
+            return self._may_start(rank, process)
+        except OSError:
+            problem = f"no other process of server {rank} comes here until the folder of the job can be written to"
+            return next(looks(lambda: self._may_start(rank, process), self._ending, problem, LOOK_S), False)
 
     @property
     def pids(self) -> list[int]:
@@ -188,9 +196,6 @@ class SidecarServers:
             self._watches.pop().join(_END_TIMEOUT_S)
         if self._node is not None:
             self._node.close()
-
-
-EXIT_FAILURE: Final = 1
 
 
 def serve_until_workers_end(spec: ClusterSpec, rank: int, host: str, process: int = FIRST.head) -> None:

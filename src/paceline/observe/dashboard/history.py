@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 NUM_BINS: Final = 480  # of a series; when they are full, each two become one
 _FIRST_WIDTH_S: Final = 0.25
-MAX_WORKERS: Final = 256  # that have series of their own; those of higher ranks count in sums only
+MAX_SHOWN_WORKERS: Final = 256  # that have series of their own; those of higher ranks count in sums only
 MAX_TABLES: Final = 17  # by name, and the rest
 MAX_SERVERS: Final = 64
 MAX_EVENTS: Final = 200
@@ -178,7 +178,7 @@ class RunHistory:
             case Carried() if record.server < MAX_SERVERS:
                 self._add_carried(record)
             case Reported() if record.loss is None and record.worker not in self._not_finite:
-                self._not_finite.add(record.worker % MAX_WORKERS)
+                self._not_finite.add(record.worker % MAX_SHOWN_WORKERS)
                 text = f"worker {record.worker}: its loss is {record.text or 'nan'} in clock {record.clock}"
                 self.events.append((round(self._at(record.t), 3), text))
             case _:
@@ -206,7 +206,7 @@ class RunHistory:
     def _add_step(self, step: Step) -> None:
         at = self._at(step.t)
         begin = at - step.step_s
-        if step.worker < MAX_WORKERS:
+        if step.worker < MAX_SHOWN_WORKERS:
             own = f"{step.worker}"
             parts = (step.own_s, step.load_s, step.wait_s, step.comm_s - step.wait_s)
             for name, seconds in zip(("compute", "data", "wait", "wire"), parts, strict=True):
@@ -239,7 +239,7 @@ class RunHistory:
     def _add_carried(self, record: Carried) -> None:
         totals: dict[Key, float] = {}
         for worker, received, sent in record.links:
-            if worker < MAX_WORKERS:
+            if worker < MAX_SHOWN_WORKERS:
                 totals["up", f"{worker}"], totals["down", f"{worker}"] = received, sent
         for table, received, sent in record.tables[:MAX_TABLES]:
             totals["pushed", table], totals["pulled", table] = received, sent

@@ -45,13 +45,12 @@ class PointMaker:
 
     The merged value of a clock is the mean of all that workers reported in it. It is given out when every worker that
     takes part is past that clock, so that it does not change any more; or when 1,024 later ones are open. What comes
-    even later is left out, and counted.
+    even later is left out.
 
     maker = PointMaker()
     points = [point for record in follower.poll() for point in maker.add(record)] + maker.pop_merged()
     """
 
-    num_late: int = 0
     _names: set[str] = field(default_factory=set[str])
     _finished: dict[int, int] = field(default_factory=dict[int, int])  # clocks, of each worker that takes part
     _open: dict[int, dict[str, list[float]]] = field(default_factory=dict[int, dict[str, list[float]]])
@@ -112,7 +111,6 @@ class PointMaker:
     def _merge(self, clock: int, t: float, values: Mapping[str, float]) -> None:
         self._t = max(self._t, t)
         if clock < self._next:
-            self.num_late += len(values)
             return
         merged = self._open.setdefault(clock, {})
         for name, value in values.items():

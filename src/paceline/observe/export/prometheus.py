@@ -83,7 +83,7 @@ def listen(address: str) -> socket.socket:
     """Return a socket that listens at `PORT` of this machine alone, or at `HOST:PORT`; port 0 takes a free one.
 
     Raises:
-        UsageError: it is no address, or not to be had.
+        UsageError: it is not a valid address, or cannot be bound.
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]") or LOOPBACK

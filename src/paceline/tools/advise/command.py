@@ -15,14 +15,13 @@ from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
 from paceline.observe.tables import print_tables
 from paceline.simulate.outcome import Outcome, rehearse
+from paceline.simulate.scenario import Scenario, under_policy
 from paceline.tools.advise.recorded import RecordedRun, read_recorded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.table import Table
-
-    from paceline.simulate.scenario import Scenario
 
 _POLICIES: Final = ("bsp", "ssp:1", "ssp:2", "ssp:3", "ssp:5", "ssp:8", "essp:3", "asynchronous")
 _WITH_BACKUP: Final = "backup:1"  # from three workers on
@@ -157,11 +156,8 @@ def _variant(recorded: RecordedRun, policy: Consistency, num_servers: int, *, is
 def _under(scenario: Scenario, policy: Consistency, num_servers: int, *, is_beside: bool) -> Scenario:
     """Return the scenario under a policy, with that many servers, each with its share of the work."""
     was_lazy = scenario.consistency.deliver == "on_pull" and scenario.refresh < 1
-    is_lazy = policy.deliver == "on_clock" or (was_lazy and policy.bound is not None)
     return replace(
-        scenario,
-        consistency=policy,
-        refresh=0.0 if is_lazy else 1.0,
+        under_policy(scenario, policy, lazy=was_lazy),
         num_servers=num_servers,
         apply_s=scenario.apply_s * scenario.num_servers / num_servers,
         lines=replace(scenario.lines, beside=is_beside),

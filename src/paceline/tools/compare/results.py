@@ -17,6 +17,7 @@ from paceline.observe.plots import (
     colours,
     draw_curves,
     draw_loss_by_time,
+    entitle,
     name_ends,
     new_figure,
     plain,
@@ -215,13 +216,13 @@ def draw_comparison(results: Sequence[Result], path: Path, title: str, note: str
     figure = new_figure(WIDTH_IN, HEIGHT_IN)
     subjects = _subjects(results)
     by_time, by_samples, traffic, memory = figure.subplots(2, 2).flat
-    _entitle(by_time, "Loss against time")
+    entitle(by_time, "Loss against time")
     draw_loss_by_time(by_time, [subject for subject in subjects if subject.summary.loss_by_time])
-    _entitle(by_samples, "Loss against samples")
+    entitle(by_samples, "Loss against samples")
     _draw_loss_by_samples(by_samples, results, subjects)
-    _entitle(traffic, "Sent (dark) and received (pale), a worker and step")
+    entitle(traffic, "Sent (dark) and received (pale), a worker and step")
     _draw_bars(traffic, results, subjects, _traffic_of)
-    _entitle(memory, "Peak memory of a worker")
+    entitle(memory, "Peak memory of a worker")
     _draw_bars(memory, results, subjects, _memory_of)
     figure.suptitle(plain(title, 80), x=0.012, ha="left", fontsize=16, weight="bold", color=INK)
     figure.supxlabel(plain(note, 200), x=0.012, ha="left", fontsize=9, color=FAINT)
@@ -231,10 +232,6 @@ def draw_comparison(results: Sequence[Result], path: Path, title: str, note: str
 def _subjects(results: Sequence[Result]) -> list[Subject]:
     palette = colours([result.entry.num_workers == 1 for result in results])
     return [Subject(result.label, result.summary, colour) for result, colour in zip(results, palette, strict=True)]
-
-
-def _entitle(axes: Axes, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=12, weight="bold", color=INK)
 
 
 def _draw_loss_by_samples(axes: Axes, results: Sequence[Result], subjects: Sequence[Subject]) -> None:

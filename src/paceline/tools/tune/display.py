@@ -8,7 +8,19 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Final, TextIO, final
 
 from paceline.launch.config import as_text
-from paceline.observe.plots import BASELINE_COLOUR, DPI, FAINT, INK, MAX_LABEL, POLICY_COLOURS, new_figure, plain, quiet
+from paceline.observe.plots import (
+    BASELINE_COLOUR,
+    DPI,
+    FAINT,
+    INK,
+    MAX_LABEL,
+    POLICY_COLOURS,
+    entitle,
+    new_figure,
+    plain,
+    quiet,
+    scale_by_ratio,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -214,10 +226,6 @@ def draw_search(
     figure.savefig(path, format="png", dpi=DPI, facecolor="white")
 
 
-def _entitle(axes: Axes, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=12, weight="bold", color=INK)
-
-
 def _label(axes: Axes, counted: str, metric: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
@@ -228,7 +236,7 @@ def _label(axes: Axes, counted: str, metric: str) -> None:
 
 def _draw_trials(axes: Axes, search: Search, trials: Sequence[Trial]) -> None:
     """Draw the value of every trial, the last one of pruned trials, and the best so far."""
-    _entitle(axes, "Result of each trial")
+    entitle(axes, "Result of each trial")
     quiet(axes, grid="y")
     finished = [(trial.number, trial.value) for trial in trials if trial.value is not None]
     stopped = [(t.number, t.reports[-1]) for t in trials if t.state == "pruned" and t.reports]
@@ -261,7 +269,7 @@ def _draw_trials(axes: Axes, search: Search, trials: Sequence[Trial]) -> None:
 
 def _draw_curves(axes: Axes, search: Search, trials: Sequence[Trial], best: Trial | None) -> None:
     """Draw the reports of every trial: the best in front, pruned ones pale."""
-    _entitle(axes, "Reports of each trial; a dot: pruned there")
+    entitle(axes, "Reports of each trial; a dot: pruned there")
     quiet(axes, grid="y")
     for trial in sorted(
         trials, key=lambda one: (best is not None and one.number == best.number, one.value is not None)
@@ -281,7 +289,7 @@ def _draw_curves(axes: Axes, search: Search, trials: Sequence[Trial], best: Tria
 
 def _draw_importances(axes: Axes, importances: Mapping[str, float]) -> None:
     """Draw the share of the difference between good and average trials that each parameter explains."""
-    _entitle(axes, "Importance of parameters")
+    entitle(axes, "Importance of parameters")
     quiet(axes, grid="x")
     if not importances:
         axes.text(
@@ -319,18 +327,9 @@ def _leave_out_what_is_far(axes: Axes, search: Search, values: Sequence[float]) 
     good, most = ordered[0], ordered[math.ceil(_FAR * (len(ordered) - 1))]
     low, high = sorted((good, most))
     if low > 0 and high / low > _WIDE:
-        _scale_by_ratio(axes)
+        scale_by_ratio(axes)
         margin = (high / low) ** _MARGIN
         axes.set_ylim(low / margin, high * margin)
     elif low < high:
         margin = _MARGIN * (high - low)
         axes.set_ylim(low - margin, high + margin)
-
-
-def _scale_by_ratio(axes: Axes) -> None:
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")

@@ -71,7 +71,7 @@ def save_rows(path: Path, spec: RowTableSpec, rule: RowRule, pieces: Iterable[Ro
     """
     if _is_other_than_a_file(path):
         raise UsageError(
-            f"Rows of '{spec.name}' cannot be written to {path}: that is there, and is no file to replace."
+            f"Rows of '{spec.name}' cannot be written to {path}: that is there, and is not a file to replace."
         )
     unfinished = path.with_name(f"{path.name}.part")
     try:

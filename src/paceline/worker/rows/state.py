@@ -12,6 +12,7 @@ from paceline.errors import UsageError
 from paceline.update.filters.key_cache import KeyLists, digest, key_lists_of
 from paceline.update.filters.pipeline import FilterPipeline
 from paceline.update.filters.traffic import RowTraffic
+from paceline.update.named_rules import scales_pushes
 from paceline.update.placement import RowSharding, torch_dtype
 from paceline.update.rows.layout import use_columns
 from paceline.update.rows.rules import row_rule
@@ -139,7 +140,7 @@ class RowTableState:
     @property
     def knows_change(self) -> bool:
         """Whether `change` is valid under the last hyperparameters."""
-        return all(is_plain(self.spec.rule.name, group) for group in self._hyper)
+        return all(scales_pushes(self.spec.rule.name, group) for group in self._hyper)
 
     def change(self, rows: Tensor) -> Tensor:
         """Return what a push of these rows adds to the values; for addition and plain SGD."""
@@ -165,10 +166,4 @@ class RowTableState:
 
 def can_replay(spec: RowTableSpec, consistency: Consistency) -> bool:
     """Return whether a worker can compute the effect of its own pushes: addition, and plain SGD."""
-    return consistency.visible == "on_arrival" and is_plain(spec.rule.name, spec.rule.groups[0])
-
-
-def is_plain(rule: str, group: Hyper) -> bool:
-    """Return whether a rule changes rows by a multiple of the push."""
-    more = ("momentum", "weight_decay", "nesterov", "maximize")
-    return rule == "add" or (rule == "torch.optim.SGD" and not any(group.get(key) for key in more))
+    return consistency.visible == "on_arrival" and scales_pushes(spec.rule.name, spec.rule.groups[0])
