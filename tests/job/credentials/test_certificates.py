@@ -67,7 +67,7 @@ def test_processes_of_a_job_meet_over_any_address(authority: Authority, tmp_path
 
 
 def test_only_a_request_is_signed(authority: Authority) -> None:
-    with pytest.raises(UsageError, match="no request for a certificate"):
+    with pytest.raises(UsageError, match="not a request for a certificate"):
         authority.sign(b"nonsense", WORKER)
 
 
