@@ -14,7 +14,9 @@ from paceline.cli import answer
 from paceline.job.spec import write_private
 
 PAGE_BYTES = 4096
-ADVICE = "No space left on device; free some space, or name another folder (TMPDIR, --run-dir, --state)"
+ADVICE = (
+    "No space left on device; free some space, or name another folder (TMPDIR, --run-dir, PACELINE_RUN_DIR, --state)"
+)
 
 
 @pytest.fixture

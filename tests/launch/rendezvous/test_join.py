@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -64,6 +65,17 @@ def test_a_folder_that_others_can_enter_is_not_the_job(tmp_path: Path, second: s
     with pytest.raises(UsageError, match=r"has mode 0755 .* it is not the folder of a job of yours"):
         join_started_job(None)
     store.close()
+
+
+def test_a_folder_without_room_is_told_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*, shared: bool) -> NoReturn:
+        raise OSError(28, "No space left on device")
+
+    for name, value in {**SECOND, "RANK": "0", "PACELINE_RUN_DIR": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("paceline.launch.rendezvous.join.make_folder", fail)
+    with pytest.raises(UsageError, match=rf"take part in its job, by {tmp_path}: No space left .*; free some space"):
+        join_started_job(None)
 
 
 def test_a_script_that_fails_leaves_badly() -> None:

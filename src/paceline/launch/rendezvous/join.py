@@ -44,6 +44,7 @@ from paceline.job.machines import (
 from paceline.job.spec import ClusterSpec, write_private, write_token
 from paceline.job.views import FIRST, Views
 from paceline.launch.guard import PREFIX, Guard
+from paceline.launch.limits import explain
 from paceline.launch.local import GUARD_TIMEOUT_S, TRACE_NAME, make_temporary
 from paceline.launch.rendezvous.detect import Detected, detect
 from paceline.launch.rendezvous.liveness_lock import (
@@ -331,7 +332,7 @@ def join_started_job(servers: str | None) -> JoinedJob | None:
             "first:1".
 
     Raises:
-        UsageError: launcher and `servers` make no sense, or not together.
+        UsageError: launcher and `servers` make no sense, or not together; or there is no place for the job's files.
         DeadlineExceeded: not all have come in time; the message names the missing ones.
     """
     asked = servers or asked_servers()
@@ -341,7 +342,11 @@ def join_started_job(servers: str | None) -> JoinedJob | None:
     if detected is None:
         return None
     with ExitStack() as undo:
-        started = bootstrap_process(detected, asked, undo)
+        try:
+            started = bootstrap_process(detected, asked, undo)
+        except OSError as error:
+            where = asked_folder() or "the folder where its processes meet"
+            raise UsageError(f"this process cannot take part in its job, by {where}: {explain(error)}") from error
         liveness_lock = started.liveness_lock
         if liveness_lock is None:
             _schedule(started)
