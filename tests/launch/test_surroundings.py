@@ -99,11 +99,11 @@ def test_a_folder_whose_name_is_no_text_is_refused_before_anything_is_made(
 ) -> None:
     require_text(tmp_path / "Ordner mit Ü und 空格")
     latin = Path(os.fsdecode(os.fsencode(tmp_path) + b"/Ord\xe9r"))
-    with pytest.raises(UsageError, match=r"the name of the folder .*Ord.udce9r' is no text .*name another folder"):
+    with pytest.raises(UsageError, match=r"the name of the folder .*Ord.udce9r' is not a text .*name another folder"):
         prepare_run_dir(latin)
     assert not any(tmp_path.iterdir())
     monkeypatch.setattr("tempfile.tempdir", str(latin))
-    with pytest.raises(UsageError, match="is no text"):
+    with pytest.raises(UsageError, match="is not a text"):
         prepare_run_dir(None)
 
 

@@ -165,7 +165,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     _of(
         "a node that was believed gone starts another process",
         "launch/rendezvous/sidecar.py",
-        "if successor is None or not self._may_start(rank, successor):",
+        "if successor is None or not self._wait_may_start(rank, successor):",
         "if successor is None:",
         "launch/rendezvous/test_sidecar",
         "moved",
@@ -221,8 +221,8 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     _of(
         "a server that is to leave does not tell its replica to serve",
         LINK,
-        "            self._send(Leaving())\n",
-        "            pass\n",
+        "        self._send(Leaving())\n",
+        "        pass\n",
         "nodes/test_replicas",
         "leaves",
     ),

@@ -220,4 +220,4 @@ def test_a_file_that_is_no_record_is_not_written_to(tmp_path: Path) -> None:
     record.append(b"first")
     record.close()
     assert path.read_bytes() == b"something else"
-    assert "is no record" in told[0]
+    assert "is not a record" in told[0]

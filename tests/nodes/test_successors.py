@@ -26,7 +26,6 @@ from paceline.server.journal import COLD, COLD_BYTES, JOURNAL, JOURNAL_BYTES, As
 from paceline.server.node import ServerNode
 from paceline.server.recovery import CannotGoOn
 from paceline.server.replica_link import ReplicaLink
-from paceline.server.work_queue import read_answer
 from paceline.transport import MemoryTransport
 from paceline.transport.base import EMPTY, Transport
 from paceline.transport.lasting_memory import LastingMemory, MemoryHolder
@@ -36,7 +35,7 @@ from paceline.update.rows.spec import RowTableSpec
 from paceline.update.rules import RuleSpec
 from paceline.update.torch_rule import torch_optim
 from paceline.wire.messages import encode
-from paceline.wire.requests import Barrier, ClaimWork, Declare, DeclareRows, Initialise
+from paceline.wire.requests import Barrier, ClaimWork, Declare, DeclareRows, Initialise, read_work_answer
 from paceline.worker.dense import DenseClient
 from paceline.worker.metrics import StepMetrics
 from paceline.worker.node import WorkerNode
@@ -243,7 +242,7 @@ class Trained:
         """Take pieces of work until none is left."""
         while True:
             body = node.rpc.call(0, lambda number: ClaimWork(number, "work", 0, 0, SIZES, (1,)), "a piece of work")
-            answer = read_answer(body).answer
+            answer = read_work_answer(body).answer
             if answer.word != "piece":
                 return
             self.claimed.append((answer.home, answer.index))

@@ -28,7 +28,7 @@ from paceline.update.summing import (
     weights_of,
 )
 from paceline.update.table import NonFinite, Scale, SegmentPiece, cut_within
-from paceline.update.torch_rule import defaults_of, require_count
+from paceline.update.torch_rule import PREFIX, defaults_of, require_count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -622,7 +622,7 @@ class Chunked:
             return
         self.is_changed = True
         name = self._kernel.name
-        known = self._numbers or [{} if name == "add" else defaults_of(name)] * len(hyper)
+        known = self._numbers or [defaults_of(name) if name.startswith(PREFIX) else {}] * len(hyper)
         self._numbers = [{**old, **new} for old, new in zip(known, hyper, strict=True)]
         self._told = hyper
 
