@@ -226,6 +226,30 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "nodes/test_replicas",
         "leaves",
     ),
+    _of(
+        "a handover that failed is told as one",
+        LINK,
+        "        if not is_head and self._is_handing_over:\n",
+        "        if self._is_handing_over:\n",
+        "server/test_replica",
+        "hand_over",
+    ),
+    _of(
+        "a server whose folder is full for a moment gives up at once",
+        "server/replica_place.py",
+        "            if watch.elapsed_s() >= DECISION_PATIENCE_S:\n",
+        "            if watch.elapsed_s() >= 0.0:\n",
+        "server/test_replica",
+        "for_a_moment",
+    ),
+    _of(
+        "a place in a folder that is full for a moment stays empty",
+        "launch/rendezvous/sidecar.py",
+        "if successor is None or not self._wait_may_start(rank, successor):",
+        "if successor is None or not self._may_start(rank, successor):",
+        "launch/rendezvous/test_sidecar",
+        "disk",
+    ),
     # -- replicas that lag -------------------------------------------------------------------------------------------
     _of(
         "a worker keeps nothing that its server has applied",
