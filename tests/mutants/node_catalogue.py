@@ -237,8 +237,8 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     _of(
         "a server whose folder is full for a moment gives up at once",
         "server/replica_place.py",
-        "            if watch.elapsed_s() >= DECISION_PATIENCE_S:\n",
-        "            if watch.elapsed_s() >= 0.0:\n",
+        "            if not deadline.remaining_s():\n",
+        "            if True:\n",
         "server/test_replica",
         "for_a_moment",
     ),

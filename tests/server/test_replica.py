@@ -284,6 +284,20 @@ def test_a_head_that_cannot_know_for_a_moment_asks_again_and_says_so_once(other:
     assert "has no replica any more" in alone
 
 
+def test_a_launcher_that_has_not_answered_in_time_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_place, "DECISION_PATIENCE_S", 0.05)
+    asked, told = list[int](), list[str]()
+
+    def ask() -> bool:
+        asked.append(1)
+        threading.Event().wait(0.1)  # as long as the launcher is waited for: 30 s
+        raise TimeoutError("the launcher did not say which process serves within 30 s")
+
+    with pytest.raises(TimeoutError, match="within 30 s"):
+        replica_place.wait_decided(ask, "server 0", told.append)
+    assert (len(asked), told) == (1, [])
+
+
 def test_a_new_replica_counts_once_it_has_all(other: Other, listener: Listener) -> None:
     got: list[Connection] = []
 

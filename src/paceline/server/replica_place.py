@@ -9,8 +9,8 @@ from typing import Final, Protocol
 import msgspec
 
 from paceline.errors import PacelineError
-from paceline.stopwatch import Stopwatch
 from paceline.transport.base import Transport
+from paceline.transport.deadline import Deadline
 
 DECISION_PATIENCE_S: Final = 12.0
 _PAUSE_S: Final = 0.25
@@ -43,14 +43,14 @@ class Promotion(Protocol):
 def wait_decided(decide: Callable[[], bool], served: str, tell: Callable[[str], None]) -> bool:
     """Return what a `Promotion` decides; while that fails, as on a full disk, ask it again, and tell so once.
 
-    Blocks for 12 s at most, less than workers look for a server. Raises OSError when it still fails then.
+    Raises OSError when it fails once 12 s are over, less than workers look for a server; a call that blocks counts.
     """
-    watch, pause, is_told = Stopwatch(_PAUSE_S), threading.Event(), False
+    deadline, pause, is_told = Deadline.after(DECISION_PATIENCE_S), threading.Event(), False
     while True:
         try:
             return decide()
         except OSError as error:
-            if watch.elapsed_s() >= DECISION_PATIENCE_S:
+            if not deadline.remaining_s():
                 raise
             if not is_told:
                 tell(f"{served} waits: which of its processes serves cannot be read or written: {error}")
