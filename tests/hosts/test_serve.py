@@ -34,9 +34,10 @@ def started(network: ShapedNetwork, host: int, *command: str) -> Iterator[subpro
         process.communicate()
 
 
-def server(network: ShapedNetwork, host: int, folder: Path, keys: Path) -> tuple[str, ...]:
+def server(network: ShapedNetwork, host: int, folder: Path, keys: Path, lag: int) -> tuple[str, ...]:
     where = ("--listen", f"{network.address(host)}:7700", "--state", str(folder / f"state-{host}"))
-    return ("-m", "paceline", "serve", *where, "--keys", str(keys), "--views", str(folder / "views"), "--alone")
+    views = ("--views", str(folder / "views"), "--lag", str(lag))
+    return ("-m", "paceline", "serve", *where, "--keys", str(keys), *views, "--alone")
 
 
 def add_one(client: subprocess.Popen[str]) -> float:
@@ -56,15 +57,16 @@ def answer(client: subprocess.Popen[str]) -> float:
 
 
 @pytest.mark.campaign
-def test_a_client_goes_on_with_the_other_server_where_the_line_of_its_server_is_cut(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_client_goes_on_with_the_other_server_where_the_line_of_its_server_is_cut(lag: int, tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     keys, carried = tmp_path / "keys", tmp_path / "carried"
     make_keys(keys)
     issue_keys(keys, Holder("server", 0), carried)
     with (
         hosts(3) as network,
-        started(network, 0, *server(network, 0, tmp_path, keys)) as first,
-        started(network, 1, *server(network, 1, tmp_path, carried)) as second,
+        started(network, 0, *server(network, 0, tmp_path, keys, lag)) as first,
+        started(network, 1, *server(network, 1, tmp_path, carried, lag)) as second,
     ):
         for process in (first, second):
             assert process.stdout is not None

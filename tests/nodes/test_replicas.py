@@ -39,7 +39,7 @@ from paceline.server.replica_link import ReplicaLink
 from paceline.server.replica_place import ReplicaPlace, Superseded
 from paceline.server.row_table import ServedRowTable
 from paceline.server.served_table import ServedTable
-from paceline.transport.base import Transport
+from paceline.transport.base import Listener, Transport
 from paceline.update.filters import KeyCache
 from paceline.update.named_rules import Add
 from paceline.update.named_rules import rule as rule_at
@@ -135,10 +135,13 @@ class Pair:
                 self.moves.leaves if self.moves else None,
                 lag=ReplicaLag(self.lag) if self.lag else None,
             ),
-            follows=Follower(self.rank, self.views, listener, PATIENCE_S, self.told.append) if process else None,
+            follows=self.follower(listener) if process else None,
         )
         node.pair = self
         return node
+
+    def follower(self, listener: Listener) -> Follower:
+        return Follower(self.rank, self.views, listener, PATIENCE_S, self.told.append, lag=self.lag)
 
     def launch(self, node: ServerNode) -> None:
         thread = threading.Thread(target=self.run, args=(node,), daemon=True)

@@ -66,7 +66,13 @@ class Daemon:
 
 @contextmanager
 def daemon(
-    state: Path, keys: Path | None = None, *, num_unsaved: int = 0, views: Path | None = None, **settings: Any
+    state: Path,
+    keys: Path | None = None,
+    *,
+    num_unsaved: int = 0,
+    views: Path | None = None,
+    lag: int = 0,
+    **settings: Any,
 ) -> Iterator[Daemon]:
     """Serve while entered; afterwards no thread and no descriptor is left, and as many namespaces were not saved.
 
@@ -77,7 +83,7 @@ def daemon(
         try:
             transport = server_access("127.0.0.1", state, keys).transport(told)
             listener = transport.listen("127.0.0.1:0")
-            companions = None if views is None else Companions(views, folder, listener.address, transport, told)
+            companions = None if views is None else Companions(views, folder, listener.address, transport, told, lag)
             namespaces = Namespaces(folder, transport, NamespaceConfig(tell=told, **settings), companions)
             if companions is not None:
                 companions.start(namespaces.fill)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.leaks import nothing_left_behind
+from tests.nodes.slow_line import SlowLine, slow_lines
 from tests.nodes.test_successors import Fate, KillableServer, Killed
 from tests.serve.daemon import Daemon, daemon
 from tests.serve.test_clients import together
@@ -28,6 +29,7 @@ from paceline.serve import namespace as namespaces
 from paceline.serve import replicas
 from paceline.serve.access import server_access
 from paceline.serve.gateway import Namespaces
+from paceline.serve.lag import agree_on_lag
 from paceline.serve.messages import EnterFrame
 from paceline.serve.namespace import Namespace, NamespaceConfig, NamespaceConnection
 from paceline.serve.replicas import Companions, NamespaceReplicas, NamespaceViews, own_number
@@ -52,24 +54,24 @@ class Both:
 
 
 @contextmanager
-def pair(folder: Path, keys: Path | None = None) -> Iterator[Both]:
+def pair(folder: Path, keys: Path | None = None, lag: int = 0) -> Iterator[Both]:
     """Two servers that see a folder of views; with keys, the second one has those of a server alone."""
     if keys is not None:
         make_keys(keys)
         issue_keys(keys, Holder("server", 0), folder / "carried")
     with nothing_left_behind(), ExitStack() as undo:
-        servers = [one(folder, 0, keys), one(folder, 1, keys and folder / "carried")]
+        servers = [one(folder, 0, keys, lag), one(folder, 1, keys and folder / "carried", lag)]
         yield Both([undo.enter_context(server) for server in servers], keys)
 
 
 @contextmanager
-def one(folder: Path, number: int, keys: Path | None = None) -> Iterator[Daemon]:
+def one(folder: Path, number: int, keys: Path | None = None, lag: int = 0) -> Iterator[Daemon]:
     """One of two servers; the second has the token of the first."""
     state = folder / f"state-{number}"
     if number and keys is None and not state.exists():
         state.mkdir(mode=0o700)
         shutil.copy(folder / "state-0" / "token", state / "token")
-    with daemon(state, keys, views=folder / "views") as served:
+    with daemon(state, keys, views=folder / "views", lag=lag) as served:
         yield served
 
 
@@ -109,6 +111,27 @@ def test_servers_are_killed_one_after_the_other_and_each_push_counts_once(
     assert fate.num_kills > 2
 
 
+@pytest.mark.usefixtures(slow_lines.__name__)
+@pytest.mark.parametrize(("consistency", "lag"), [("bsp", 1), ("asynchronous", 2)])
+def test_clients_say_again_what_a_replica_lacks_that_comes_to_serve(
+    consistency: str, lag: int, tmp_path: Path, fate: Fate
+) -> None:
+    train(consistency, 141, fate, tmp_path, lag=lag)
+    assert fate.num_kills > 2
+    assert SlowLine.num_lost > 0
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("consistency", ["bsp", "ssp:2", "essp:2", "asynchronous"])
+@pytest.mark.parametrize("stride", range(20, 300, 7))
+@pytest.mark.usefixtures(slow_lines.__name__)
+def test_each_push_counts_once_wherever_servers_are_killed_whose_replicas_lag(
+    consistency: str, stride: int, tmp_path: Path, fate: Fate
+) -> None:
+    train(consistency, stride, fate, tmp_path, lag=1 + stride % 3)
+    assert fate.num_kills > 0
+
+
 @pytest.mark.campaign
 @pytest.mark.parametrize("consistency", ["bsp", "ssp:2", "essp:2", "asynchronous"])
 @pytest.mark.parametrize("stride", range(20, 300, 7))
@@ -119,7 +142,7 @@ def test_each_push_counts_once_wherever_servers_are_killed(
     assert fate.num_kills > 0
 
 
-def train(consistency: str, stride: int, fate: Fate, folder: Path, keys: Path | None = None) -> None:
+def train(consistency: str, stride: int, fate: Fate, folder: Path, keys: Path | None = None, lag: int = 0) -> None:
     """Have two workers push into slots of their own and into rows, while servers are killed, and check what counts."""
     seen: dict[int, torch.Tensor] = {}
 
@@ -141,7 +164,7 @@ def train(consistency: str, stride: int, fate: Fate, folder: Path, keys: Path | 
             ps.barrier()
             seen[ps.rank] = torch.cat([slots.pull().flatten(), users.pull([0, -1]).flatten()])
 
-    with pair(folder, keys) as both:
+    with pair(folder, keys, lag) as both:
         fate.stride = stride
         together(lambda: work(both), lambda: work(both))
         fate.stride = 0
@@ -204,6 +227,45 @@ def test_what_only_one_server_has_is_not_served_by_the_other(tmp_path: Path) -> 
                 second.connect("job", token=first.state / "token")
         with one(tmp_path, 0) as again, again.connect("job") as ps:
             assert add_one(ps, open_sum(ps)) == 2.0
+
+
+@pytest.mark.parametrize(("lag", "is_noted"), [(0, True), (2, False)])
+def test_a_replica_that_is_told_to_end_notes_that_it_has_saved_all_where_it_cannot_lag(
+    lag: int, is_noted: bool, tmp_path: Path
+) -> None:
+    with nothing_left_behind(), one(tmp_path, 0, lag=lag) as first, first.connect("job") as ps:
+        table = open_sum(ps)
+        with one(tmp_path, 1, lag=lag) as second:
+            first.told.wait("namespace 'job' has a replica")
+            assert add_one(ps, table) == 1.0
+        assert (second.namespaces._state.saved_view("job") > 0) == is_noted
+        assert add_one(ps, table) == 2.0
+
+
+@pytest.mark.usefixtures(slow_lines.__name__)
+def test_a_server_that_is_told_to_end_tells_a_replica_that_lags_all_before_that_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SlowLine, "share", 0.0)
+    with pair(tmp_path, lag=3) as both, both.connect() as ps:
+        table = open_sum(ps)
+        both.servers[0].told.wait("namespace 'job' has a replica")
+        assert add_one(ps, table) == 1.0
+        both.servers[0].gateway.stop()
+        both.servers[1].told.wait("namespace 'job' is served by its replica from now on")
+        assert SlowLine.num_lost == 0
+        assert add_one(ps, table) == 2.0
+
+
+def test_servers_of_a_folder_agree_on_the_lag(tmp_path: Path) -> None:
+    views = tmp_path / "views"
+    agree_on_lag(views, 2)
+    agree_on_lag(views, 2)
+    with pytest.raises(UsageError, match=r"--lag is 0, and '2' for the servers that came before, as .*/views/lag says"):
+        agree_on_lag(views, 0)
+    with pytest.raises(UsageError, match=r"--lag is -1, expected a number of clocks from 0 to 9999"):
+        agree_on_lag(tmp_path / "others", -1)
+    assert not (tmp_path / "others").exists()
 
 
 @pytest.fixture

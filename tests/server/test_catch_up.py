@@ -51,7 +51,7 @@ def promoted() -> ServerCore:
 def caught_up(*items: object, patience_s: float = 60.0) -> tuple[CatchUp, list[object], bool]:
     """Return the state after these items, what was handled of them at once, and whether it has come to its end."""
     left, handled = list(items), list[object]()
-    catch_up = CatchUp(0, 1, promoted(), 2, [])
+    catch_up = CatchUp("server 0", 1, promoted(), 2, [])
     is_done = catch_up.run(lambda _: left.pop(0) if left else Stop(), handled.append, patience_s)
     return catch_up, handled, is_done
 
@@ -84,7 +84,8 @@ def test_a_worker_that_has_died_is_not_waited_for_and_what_may_be_lost_is_told()
 
 
 def test_a_death_of_which_the_replica_has_heard_before_counts() -> None:
-    catch_up = CatchUp(0, 1, promoted(), 2, [Died(worker, 0, "it was killed") for worker in range(NUM_WORKERS)])
+    deaths: list[object] = [Died(worker, 0, "it was killed") for worker in range(NUM_WORKERS)]
+    catch_up = CatchUp("server 0", 1, promoted(), 2, deaths)
     assert catch_up.run(lambda _: Stop(), lambda _: None, 60.0)
     assert len(catch_up.losses()) == NUM_WORKERS
 

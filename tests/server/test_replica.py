@@ -20,7 +20,7 @@ from paceline.server.buffers import ReceiveBuffers
 from paceline.server.connections import Stop
 from paceline.server.journal import Asked, encode_written
 from paceline.server.line_watch import LineWatch
-from paceline.server.recovery import Declarations
+from paceline.server.recovery import Declarations, Recovery
 from paceline.server.replay import Replay
 from paceline.server.replica import Follower
 from paceline.server.replica_link import ReplicaLink
@@ -356,7 +356,7 @@ class Following:
     listener: Listener
     items: list[object] = field(default_factory=list)
     done: list[object] = field(default_factory=list)
-    outcome: Future[list[object] | None] = field(default_factory=Future)
+    outcome: Future[Recovery | None] = field(default_factory=Future)
 
     def start(self, patience_s: float = PATIENCE_S) -> None:
         parts: Any = SimpleNamespace(load=self.done.append, declarations=Declarations())
@@ -400,7 +400,7 @@ def test_a_replica_does_what_it_is_told_and_serves_once_its_head_is_gone(other: 
     connection = following.attach()
     following.send(connection, 2, happened(Timeout(), 7.0))
     connection.close()
-    assert following.outcome.result(PATIENCE_S) == [death]
+    assert following.outcome.result(PATIENCE_S) == Recovery(postponed=[death], served="server 0")
     assert following.done == [b"state", (Timeout(), 7.0)]
     assert other.votes.decided == "promoted"
     [line] = other.told

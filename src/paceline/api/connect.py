@@ -93,7 +93,11 @@ def _join_remote(location: ServeUrl, shown: ClientCredentials, rank: int | None,
     admitted = entry.admitted
     session = assemble_session(
         SessionConfig(
-            settings=WorkerSettings(Sender(admitted.generation, admitted.rank, admitted.incarnation), num_servers=1),
+            settings=WorkerSettings(
+                Sender(admitted.generation, admitted.rank, admitted.incarnation),
+                num_servers=1,
+                keeps_pushes=admitted.keeps_pushes,
+            ),
             transport=entry.transport,
             addresses=(str(location),),
             options=WorkerOptions(wait_timeout_s(), LEASE_S, checks_memory()),

@@ -23,6 +23,7 @@ TOKEN_NAME: Final = "token"
 TOKEN_BYTES: Final = 32
 REPLICATED_LEASE_S: Final = 15.0
 MAX_WORKERS: Final = 1 << 16  # of a job, as far as messages can say
+MAX_LAG: Final = 9999  # clocks by which answers may be ahead of replicas
 
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_WORKERS)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)]

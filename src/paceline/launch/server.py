@@ -191,6 +191,7 @@ def serve(
         ReplicaNews(),
         f"server {rank} cannot see whether a replica comes or its machine is to leave",
     )
+    timeout_s, lag = spec.join_timeout_s, spec.replica_lag
     node = ServerNode(
         settings,
         listener,
@@ -204,7 +205,7 @@ def serve(
         tell=tell,
         note_given_up=_tell_given_up if rank == LEAD else lambda _, __: None,
         replica=replica_link(spec, rank, views, transport, process, lambda: watch.seen),
-        follows=Follower(rank, views, listener, spec.join_timeout_s, tell) if is_replica else None,
+        follows=Follower(rank, views, listener, timeout_s, tell, lag=lag) if is_replica else None,
     )
     threading.Thread(target=obey, args=(node,), name="paceline-orders", daemon=True).start()
     write_private(published, listener.address.encode())

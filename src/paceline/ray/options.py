@@ -4,17 +4,17 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
 
 from cyclopts import Parameter
 
 from paceline.errors import UsageError
 from paceline.job.environment import asked_servers
+from paceline.job.spec import MAX_LAG
 
 if TYPE_CHECKING:
     from paceline.launch.plan import LocalRun
 
-MOST_LAG: Final = 9999  # clocks, as PACELINE_SERVERS can say
 Spread = Literal["pack", "spread", "strict-pack", "strict-spread"]
 
 
@@ -108,8 +108,8 @@ class RayOptions:
         """Raise UsageError for numbers that make no replicas."""
         if self.replicas not in (0, 1):
             raise UsageError(f"--replicas is {self.replicas:g}, expected 1 for a replica of each server, or 0")
-        if not 0 <= self.lag <= MOST_LAG or self.lag != int(self.lag):
-            raise UsageError(f"--lag is {self.lag:g}, expected a number of clocks from 0 to {MOST_LAG}")
+        if not 0 <= self.lag <= MAX_LAG or self.lag != int(self.lag):
+            raise UsageError(f"--lag is {self.lag:g}, expected a number of clocks from 0 to {MAX_LAG}")
         if self.lag and not self.replicas:
             raise UsageError(f"--lag is {self.lag}: replicas may lag, and there are none. Add --replicas 1")
         if self.replicas and self.place_servers != "spread":

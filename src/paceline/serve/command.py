@@ -16,6 +16,7 @@ from paceline.job.folders import require_text
 from paceline.job.machines import ANY_ADDRESS, format_host_port, look_up, parse_host_port
 from paceline.observe.export.prometheus import check_free
 from paceline.serve.access import server_access
+from paceline.serve.lag import agree_on_lag
 from paceline.serve.orders import LISTENER, LOCK, ServeOrders
 from paceline.serve.state import StateFolder
 from paceline.serve.supervise import ServeProcess, ServeSupervisor, most_regions, take_from
@@ -37,6 +38,7 @@ def serve(
     alone: Annotated[bool, Parameter(negative="")] = False,
     metrics: str | None = None,
     views: Path | None = None,
+    lag: int = 0,
 ) -> int:
     """Serve jobs that come and go, and keep their state on disk, until Ctrl-C or SIGTERM.
 
@@ -67,6 +69,9 @@ def serve(
     views
         Folder that the servers of several machines see, best on a third one: then each namespace is served by one of
         them, and another one has a replica, which serves once that machine is lost. Made if missing.
+    lag
+        Clocks of each client by which answers may be ahead of the replica, the same for all servers of --views: then
+        clients keep what the replica lacks, and no step waits for it. By default answers wait for the replica.
     """
     for folder in (state, *(() if views is None else (views,))):
         require_text(folder)
@@ -83,7 +88,9 @@ def serve(
         or_previous=or_previous,
         metrics=metrics or "",
         views="" if views is None else str(views.absolute()),
+        lag=lag,
     )
+    _check_lag(orders)
     if metrics is not None and not take_over:
         check_free(metrics)
     if take_over:
@@ -118,6 +125,14 @@ def _check_allowed(paths: tuple[str, ...]) -> None:
         module, _, member = path.partition(":")
         if not all(part.isidentifier() for part in (*module.split("."), member)):
             raise UsageError(f"--allow is {path[:60]!r}, expected a rule or function of yours, as package.module:Name")
+
+
+def _check_lag(orders: ServeOrders) -> None:
+    """Raise UsageError where there are no replicas to lag, or the other servers have another number."""
+    if orders.views:
+        agree_on_lag(Path(orders.views), orders.lag)
+    elif orders.lag:
+        raise UsageError(f"--lag is {orders.lag}: replicas may lag, and there are none. Add --views")
 
 
 def _take_over(orders: ServeOrders, listen: str | None) -> int:

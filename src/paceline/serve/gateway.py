@@ -189,7 +189,9 @@ class Namespaces:
             return False
 
     def _with_servers(self, accepted: EnterAccepted) -> EnterAccepted:
-        return accepted if self._companions is None else replace(accepted, servers=self._companions.addresses)
+        if self._companions is None:
+            return accepted
+        return replace(accepted, servers=self._companions.addresses, keeps_pushes=self._companions.lag > 0)
 
     def standing(self, name: str) -> NamespaceStanding:
         """Return what this server has of a namespace. Raises OSError, UsageError for what cannot be a name."""

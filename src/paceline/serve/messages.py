@@ -33,7 +33,8 @@ class EnterFrame(msgspec.Struct, frozen=True):
 class EnterAccepted(msgspec.Struct, frozen=True, tag="admitted"):
     """Take part as this life of this worker, soon. `size`: of so many, as far as is known now.
 
-    `servers`: addresses of all that may come to serve the namespace; empty for this server alone.
+    `servers`: addresses of all that may come to serve the namespace; empty for this server alone. `keeps_pushes`: keep
+    what is applied until the replica has it, which may lag.
     """
 
     rank: Rank
@@ -41,6 +42,7 @@ class EnterAccepted(msgspec.Struct, frozen=True, tag="admitted"):
     generation: int
     size: int
     servers: tuple[str, ...] = ()
+    keeps_pushes: bool = False
 
 
 class EnterRefused(msgspec.Struct, frozen=True, tag="turned-away"):

@@ -533,6 +533,8 @@ class Namespace:
             name=f"namespace '{self.name}'",
             noted=self._note_beside,
             ended=self._save_followed,
+            begins=self._begin_to_serve,
+            lag=self._replicas.lag,
         )
         node = self._make_node(generation, 0, follower)
         node.do(self._take_over)  # comes to it when it serves
@@ -541,13 +543,19 @@ class Namespace:
     def _note_beside(self, content: bytes) -> None:
         self._beside = content
 
-    def _take_over(self, held: ServerState) -> None:
-        """Serve from now on, in the place of the server whose replica this has been."""
+    def _begin_to_serve(self) -> None:
+        """Let clients in, which may have to say again what this server lacks before it serves."""
         self._followed = 0
+
+    def _take_over(self, held: ServerState) -> None:
+        """Serve in the place of the server whose replica this has been."""
         self._go_on(held, OpenNamespace.decode(self._beside).reserved_anew(time.monotonic()))
 
     def _save_followed(self, core: ServerCore, tables: ServedTables, view: int) -> None:
-        """Save what was acknowledged by the server whose replica this has been until it ended, in this view."""
+        """Save what the server has said whose replica this has been until it ended.
+
+        `view`: in which that is all it has acknowledged; 0 for none.
+        """
         assert self._replicas is not None
         held = ServerState(core, tables, lambda: False, tables.declare)
         try:
@@ -558,7 +566,8 @@ class Namespace:
                     cut.write(self._folder.path)
                 finally:
                     cut.opened.close()
-            self._replicas.note_saved(view)
+            if view:
+                self._replicas.note_saved(view)
         except REQUEST_ERRORS as error:
             self._config.tell(
                 f"namespace '{self.name}' could not be saved here, the server that serves it has to be there when it "
@@ -734,6 +743,8 @@ class Namespace:
             self._note_all_saved()
         else:
             self._note_unsaved(DeadlineExceeded(f"the snapshot before was not on disk after {SAVE_TIMEOUT_S:g} s"))
+        if self._node is not None:
+            self._node.replica.wait_received()  # one that lags has all before it serves
         raise _Stopped
 
     def _note_unsaved(self, error: Exception) -> None:

@@ -40,6 +40,7 @@ class ServeOrders(msgspec.Struct, frozen=True, kw_only=True):
         checks: read all that was saved before clients are let in, and say what is damaged.
         metrics: port, or HOST:PORT, at which Prometheus scrapes; empty for none.
         views: absolute path of the folder that servers see which stand in for each other; empty for none.
+        lag: clocks by which their replicas may lag.
         ends: save and end at once, as the process before was told to.
     """
 
@@ -54,6 +55,7 @@ class ServeOrders(msgspec.Struct, frozen=True, kw_only=True):
     ends: bool = False
     metrics: str = ""
     views: str = ""
+    lag: int = 0
 
     def encode(self) -> bytes:
         """Return a message."""

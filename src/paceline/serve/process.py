@@ -81,7 +81,7 @@ def serve_state(
         )
         companions = None
         if orders.views:
-            companions = Companions(Path(orders.views), folder, orders.address, transport, tell)
+            companions = Companions(Path(orders.views), folder, orders.address, transport, tell, orders.lag)
         namespaces = Namespaces(folder, transport, hosting, companions)
         undo.enter_context(watching_revoked(keys / REVOKED_NAME if keys else None, namespaces.expel))
         gateway = Gateway(accepting, namespaces)

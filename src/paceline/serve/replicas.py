@@ -2,6 +2,7 @@
 
 Each has a folder of its own for its state, and all see one other folder, of views:
 
+    VIEWS/lag                             see `lag.py`
     VIEWS/servers/4711                    where the server with this number listens
     VIEWS/namespaces/NAME/server-0.view-3 the third view of a namespace: numbers of its head and its replica
 
@@ -21,12 +22,14 @@ from typing import TYPE_CHECKING, Final, final
 import msgspec
 
 from paceline.errors import AuthenticationFailed, PacelineError, PeerError, UsageError
-from paceline.job.folders import make_private, names_in
+from paceline.job.folders import names_in
 from paceline.job.views import NO_PROCESS, View, Views
 from paceline.serve.access import DEFAULT_NAMESPACE
+from paceline.serve.lag import agree_on_lag
 from paceline.serve.messages import EnterFrame, EnterRequest, NamespaceStanding, encode
 from paceline.serve.standing import ask_standing
 from paceline.serve.state import folder_name, write_durably
+from paceline.server.replica_lag import ReplicaLag
 from paceline.server.replica_link import ReplicaLink
 from paceline.server.replica_place import ReplicaPlace
 from paceline.version import __version__
@@ -183,18 +186,26 @@ class Companions:
         address: where this server listens, tcp://HOST:PORT as others reach it.
         transport: makes connections to the others.
         tell: called with a line for the operator, from any thread.
+        lag: clocks by which replicas may lag, the same for all that see the folder.
     """
 
     def __init__(
-        self, folder: Path, state: StateFolder, address: str, transport: Transport, tell: Callable[[str], None]
+        self,
+        folder: Path,
+        state: StateFolder,
+        address: str,
+        transport: Transport,
+        tell: Callable[[str], None],
+        lag: int = 0,
     ) -> None:
-        """Note where this server listens; raises UsageError for a folder that others can write in, OSError."""
-        make_private(folder, "name another folder for --views")
+        """Note where this server listens; raises UsageError as `agree_on_lag`, OSError."""
+        agree_on_lag(folder, lag)
         (folder / _SERVERS).mkdir(mode=0o700, exist_ok=True)
         self._folder = folder
         self._transport = transport
         self.state: Final = state
         self.tell: Final = tell
+        self.lag: Final = lag
         self._told: dict[int, str] = {}  # why a server cannot be asked, by its number
         self._address = address
         self.own: Final = own_number(state)
@@ -401,7 +412,12 @@ class NamespaceReplicas:
             view = self.views.newest() if alive else None
             return [] if view is None else [place(view.number + 1, other) for other in alive]
 
-        return ReplicaLink(find=find, beside=beside, replaces=False)
+        return ReplicaLink(find=find, beside=beside, replaces=False, lag=ReplicaLag(self.lag) if self.lag else None)
+
+    @property
+    def lag(self) -> int:
+        """Return by how many clocks of each client the replica may lag."""
+        return self._companions.lag
 
     def _may_have_more(self, view: View) -> bool:
         """Return whether the replica of a view may serve yet, or has saved what this server has not."""

@@ -27,14 +27,14 @@ class CatchUp:
     """Which workers have not repeated what they keep, and what of what they say is handled meanwhile.
 
     Args:
-        server: its rank.
+        served: what is served, for messages.
         num_servers: of the job.
         core: of the server, as its replica knows it.
         lag: by how many clocks of each worker this process may be behind.
         postponed: items that have come before; and then all that are to be handled after this, in order.
     """
 
-    server: int
+    served: str
     num_servers: int
     core: ServerCore
     lag: int
@@ -103,7 +103,7 @@ class CatchUp:
         clock = self.core.finished(worker)
         seen = f"; others have read values with its clocks {clock} to {self._reached - 1}"
         return (
-            f"worker {worker} (incarnation {incarnation}) did not come back to server {self.server}, whose replica "
+            f"worker {worker} (incarnation {incarnation}) did not come back to {self.served}, whose replica "
             f"serves: what it had pushed there from clock {clock} on, of {self.lag} clocks and the open one at most, "
             f"is lost as far as the replica had not received it{seen if self._reached > clock else ''}"
         )

@@ -216,10 +216,10 @@ class ServerNode:
             recovery = self._restore()
             if self.follows is not None:
                 replay = Replay(self._parts(), self._tables, self._receive_buffers, self._handle, self._do_request)
-                items = self.follows.follow(replay, self._acceptor.get)
-                if items is None:
+                recovery = self.follows.follow(replay, self._acceptor.get)
+                if recovery is None:
                     return
-                recovery, self.follows = Recovery(postponed=items, lagged=self.replica.lag is not None), None
+                self.follows = None
                 self._tables.host.follows = False
             self.replica.open(self._parts().dump())
             self._acceptor.open()
@@ -769,7 +769,7 @@ class ServerNode:
         """Wait for what workers repeat, then go on where the process before ended; False if told to stop meanwhile."""
         self._handle(Resumed())
         watch, patience_s = Stopwatch(), self.settings.lease_s
-        if recovery.lagged and not self._catch_up(recovery):
+        if recovery.lag and not self._catch_up(recovery):
             return False
         num_servers, core, peers = self.settings.num_servers, self._core, self._peers
         pushes = RepeatedPushes(num_servers, core, self._tables, peers, recovery, self._handle, self._on_incoming)
@@ -786,9 +786,9 @@ class ServerNode:
 
     def _catch_up(self, recovery: Recovery) -> bool:
         """Wait until workers have said again what this process has not seen; False if told to stop meanwhile."""
-        lag, settings = 0 if self.replica.lag is None else self.replica.lag.clocks, self.settings
-        catch_up = CatchUp(settings.server, settings.num_servers, self._core, lag, recovery.postponed)
-        if not catch_up.run(self._acceptor.get, self._handle_item, settings.lease_s):
+        lag, num_servers = recovery.lag, self.settings.num_servers
+        catch_up = CatchUp(recovery.served, num_servers, self._core, lag, recovery.postponed)
+        if not catch_up.run(self._acceptor.get, self._handle_item, self.settings.lease_s):
             return False
         losses = catch_up.losses()
         for text in losses:

@@ -118,14 +118,16 @@ class Recovery:
         wanted: pushes whose tensors have not come again.
         repeated: pushes of unfinished updates that have come again, to be answered once these are made.
         postponed: what else has arrived, in order.
-        lagged: this process may lack what workers were answered, and say again.
+        lag: by how many clocks this process may lack what workers were answered, and say again.
+        served: what is served, for messages about that.
     """
 
     unfinished: list[ServerEffect] = field(default_factory=list[ServerEffect])
     wanted: set[PushId] = field(default_factory=set[PushId])
     repeated: list[Push] = field(default_factory=list[Push])
     postponed: list[object] = field(default_factory=list[object])
-    lagged: bool = False
+    lag: int = 0
+    served: str = ""
     _needed: set[PushId] = field(default_factory=set[PushId])  # by unfinished updates
 
     def want(self, held: list[tuple[str, PushId]]) -> None:

@@ -18,6 +18,7 @@ from paceline.core.server import ServerCore
 from paceline.errors import DeadlineExceeded, PeerError
 from paceline.server.connections import Stop
 from paceline.server.line_watch import LOOK_S, SILENT, LineWatch
+from paceline.server.recovery import Recovery
 from paceline.server.replay import Replay
 from paceline.server.replica_messages import (
     ANSWER_TIMEOUT_S,
@@ -56,7 +57,10 @@ class Follower:
         tell: called with a line for the user when this process begins to serve.
         name: of what is served, for messages; by default the server with its rank.
         noted: called with what is kept of the server beside its node, each time the head says it.
-        ended: called when this process is not to serve, with what it has of the view in which it was the replica.
+        ended: called when this process is not to serve, with what it has, and the view in which it was the replica, 0
+            where more may have been acknowledged.
+        begins: called when this process is to serve, before it waits for workers.
+        lag: by how many clocks of each worker answers may have been ahead of this process.
     """
 
     rank: int
@@ -67,15 +71,18 @@ class Follower:
     name: str = ""
     noted: Callable[[bytes], None] = lambda _: None
     ended: Callable[[ServerCore, ServedTables, int], None] | None = None
+    begins: Callable[[], None] = lambda: None
+    lag: int = 0
     _view: int = 0
     _counts: bool = False  # as the replica: what it was given is whole, and in a view
+    _has_all: bool = False  # the head has ended, and said so
 
     @property
     def _served(self) -> str:
         return self.name or f"server {self.rank}"
 
-    def follow(self, replay: Replay, next_item: Callable[[float], object | None]) -> list[object] | None:
-        """Block while the head serves; return the items that have come meanwhile, or None if told to stop.
+    def follow(self, replay: Replay, next_item: Callable[[float], object | None]) -> Recovery | None:
+        """Block while the head serves; return what is left to do before this process serves, or None if told to stop.
 
         Raises:
             Superseded: this process is not to serve, as the head goes on without it.
@@ -106,13 +113,13 @@ class Follower:
             self._leave(replay)
             return None
         replay.drop_fresh()
-        return items
+        return Recovery(postponed=items, lag=self.lag, served=self._served)
 
     def _leave(self, replay: Replay) -> None:
-        """Tell with what this process ends, if it was the replica: that has all which was acknowledged in its view."""
+        """Tell with what this process ends, if it was the replica."""
         if self.ended is not None and self._counts:
             replay.drop_fresh()
-            self.ended(replay.parts.core, replay.tables, self._view)
+            self.ended(replay.parts.core, replay.tables, self._view if self._has_all or not self.lag else 0)
 
     def _accept_head(self, is_stopped: Callable[[], bool]) -> Connection | None:
         watch = Stopwatch(2 * LOOK_S)
@@ -156,6 +163,7 @@ class Follower:
             except PeerError as error:
                 return None if since_stop is not None or is_stopped() else str(error)
             if isinstance(message, Ended):
+                self._has_all = True
                 return None
             if isinstance(message, Leaving):
                 return _HANDED_OVER
@@ -181,6 +189,7 @@ class Follower:
             raise Superseded(f"the replica of {self._served} cannot tell whether it serves: {error}") from error
         if not serves:
             raise Superseded(f"{self._served} goes on without its replica, or had not begun: {lost}")
+        self.begins()
         self.tell(f"{self._served} is served by its replica from now on: {lost}")
 
 
