@@ -51,6 +51,7 @@ app.command("paceline.tools.afterwards:trace", name="trace", help="Write what a 
 app.command("paceline.tools.export:export", name="export", help="Pass on what a run reports, to trackers.")
 app.command("paceline.tools.replay:replay", name="replay", help="Do again what servers have done, to the bit.")
 app.command("paceline.tools.scale:scale", name="scale", help="Change the number of workers of a job that runs.")
+app.command("paceline.launch.rendezvous.spare:spare", name="spare", help="Have servers of a running job here, too.")
 app.command("paceline.tools.tune.command:tune", name="tune", help="Search over the hyperparameters of a script.")
 app.command("paceline.launch.manifests.command:launch", name="launch", help="Write what Slurm or Kubernetes takes.")
 app.command("paceline.tools.compare.command:compare", name="compare", help="Run a script under several strategies.")

@@ -35,19 +35,29 @@ def started(network: ShapedNetwork, folder: Path, servers: str) -> Iterator[list
 
 
 @contextmanager
-def worker_on(network: ShapedNetwork, folder: Path, servers: str, host: int) -> Iterator[subprocess.Popen[str]]:
-    """Start the worker of a host, as a launcher does that tells ranks alone."""
+def worker_on(
+    network: ShapedNetwork, folder: Path, servers: str, host: int, size: int | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """Start the worker of a host, as a launcher does that tells ranks alone; by default all hosts have one."""
     variables = {
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": network.address(0),
         "MASTER_PORT": MASTER_PORT,
         "RANK": str(host),
-        "WORLD_SIZE": str(len(network.lines)),
+        "WORLD_SIZE": str(size or len(network.lines)),
         "PACELINE_RUN_DIR": str(folder / "runs"),
         "PACELINE_SERVERS": servers,
     }
+    with process_on(network, host, variables, str(WORKER), str(folder)) as worker:
+        yield worker
+
+
+@contextmanager
+def process_on(
+    network: ShapedNetwork, host: int, variables: dict[str, str], *arguments: str
+) -> Iterator[subprocess.Popen[str]]:
     worker = subprocess.Popen(
-        network.command(host, sys.executable, str(WORKER), str(folder)),
+        network.command(host, sys.executable, *arguments),
         env=os.environ | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -229,6 +239,36 @@ def test_a_machine_that_was_lost_comes_again_and_has_its_worker_and_its_servers(
     assert "worker 1 takes the place of the process that was worker 1 before it" in told[1][1]
     for rank in range(2):
         assert f"this machine is back, and has a replica of server {rank} again" in told[1][1]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.campaign)])
+def test_a_spare_has_the_servers_of_a_machine_that_is_lost_or_leaves(how: signal.Signals, tmp_path: Path) -> None:
+    """What it has is what counts: the process of the first machine that serves is killed after that."""
+    tmp_path.chmod(0o700)
+    first, second = STOPS
+    with hosts(3) as network, ExitStack() as running:
+        workers = [running.enter_context(worker_on(network, tmp_path, REPLICATED, host, 2)) for host in range(2)]
+        wait_at(workers, tmp_path, first)
+        command = ("-m", "paceline", "spare", str(tmp_path / "runs"))
+        spare = running.enter_context(process_on(network, 2, {}, *command))
+        assert spare.stderr is not None
+        assert "this machine is node 2 of the job in" in spare.stderr.readline()
+        network.signal(1, how)
+        (tmp_path / f"go-{first}").touch()
+        workers[1].wait(PATIENCE_S)
+        left = [workers[0], spare]
+        wait_for(left, lambda: all(has_two_processes(tmp_path, rank, lost=1) for rank in range(2)))
+        wait_for(left, (tmp_path / f"at-{second}-0").exists)
+        os.kill(server_pid(tmp_path, 0, 0), signal.SIGKILL)
+        (tmp_path / f"go-{second}").touch()
+        _, errors = workers[0].communicate(timeout=PATIENCE_S)
+        _, said = spare.communicate(timeout=PATIENCE_S)
+
+    assert (workers[0].returncode, spare.returncode) == (0, 0), errors + said
+    num_clocks = first + (how == signal.SIGTERM)  # one that is told to leave finishes a clock
+    assert (tmp_path / "bits-0").read_text().endswith(rows_of((NUM_CLOCKS, num_clocks)))
+    assert "a machine with a process of server 0 is gone, or leaves; this one has another, its replica" in said
+    assert "server 0 is served by its replica from now on" in said
 
 
 def nodes_of(folder: Path, rank: int) -> tuple[int, int] | None:

@@ -17,7 +17,7 @@ NUM_NODES = 4
 def nodes(tmp_path: Path) -> Iterator[list[NodePlaces]]:
     """Four nodes, each with a server of its own and the replica of the one before."""
     with ExitStack() as running:
-        found = [NodePlaces(tmp_path, node, NUM_NODES, NUM_NODES) for node in range(NUM_NODES)]
+        found = [NodePlaces(tmp_path, node, NUM_NODES) for node in range(NUM_NODES)]
         for node in found:
             running.callback(node.close)
             Views(tmp_path, node.node).change(FIRST)
@@ -33,7 +33,7 @@ def taken(nodes: list[NodePlaces]) -> dict[int, list[tuple[int, int]]]:
 
 def again(folder: Path, node: int) -> NodePlaces:
     """A node that comes again, and tries to start the processes that it began with, which are claimed."""
-    found = NodePlaces(folder, node, NUM_NODES, NUM_NODES)
+    found = NodePlaces(folder, node, NUM_NODES)
     assert not found.claim(node, FIRST.head)
     assert not found.claim((node - 1) % NUM_NODES, FIRST.replica)
     return found
@@ -62,7 +62,7 @@ def test_a_node_that_was_believed_gone_starts_no_other_process(
 ) -> None:
     assert Views(tmp_path, 0).dismiss(FIRST.number)
     monkeypatch.setattr(node_places, "SILENCE_S", 0.0)
-    hasty = NodePlaces(tmp_path, 4, 5, NUM_NODES)  # to which all others are silent
+    hasty = NodePlaces(tmp_path, 4, NUM_NODES)  # to which all others are silent
     try:
         assert hasty.take_over() == [(0, 3)]
     finally:

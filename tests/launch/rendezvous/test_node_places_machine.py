@@ -1,6 +1,7 @@
 """Nodes are lost, leave, come again and take places over in every order: a process is started once.
 
-Servers are whole again, and where all nodes are there, on the nodes on which they were at the beginning.
+Servers are whole again, and where all nodes are there, on the nodes on which they were at the beginning. Spares come,
+and leave or are lost as others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from paceline.launch.rendezvous import node_places
 from paceline.launch.rendezvous.node_places import NodePlaces, PlaceClaims, is_to_hand_over, on_other_nodes
 
 NUM_NODES = 4
-ALL = range(NUM_NODES)  # nodes, and servers: one begins on each, and has its replica on the next
+ALL = range(NUM_NODES)  # servers, and nodes at the start: one begins on each, and has its replica on the next
+NUM_SPARES = 3
+LATER = st.integers(1, NUM_NODES + NUM_SPARES - 1)  # nodes but for the first
 ROUNDS = 16  # in which everything that is due happens
 
 
@@ -32,7 +35,7 @@ class Places(RuleBasedStateMachine):
         self.undo.callback(pytest.MonkeyPatch.undo, patch := pytest.MonkeyPatch())
         patch.setattr(node_places, "SETTLED_S", 0.0)
         self.folder = Path(self.undo.enter_context(TemporaryDirectory()))
-        self.nodes = [NodePlaces(self.folder, node, NUM_NODES, NUM_NODES) for node in ALL]
+        self.nodes = [NodePlaces(self.folder, node, NUM_NODES) for node in ALL]
         self.views = [Views(self.folder, rank) for rank in ALL]
         self.claims = [PlaceClaims(self.folder, rank) for rank in ALL]
         self.alive, self.leaving, self.lost = set(ALL), set[int](), set[int]()
@@ -68,7 +71,7 @@ class Places(RuleBasedStateMachine):
         elif view.replica != NO_PROCESS and not has_replica:
             assert self.views[rank].dismiss(view.number)
 
-    @rule(node=st.integers(1, NUM_NODES - 1))
+    @rule(node=LATER)
     def lose(self, node: int) -> None:
         """A node is gone with all that runs there; the first has the folder."""
         if node in self.alive:
@@ -88,7 +91,7 @@ class Places(RuleBasedStateMachine):
             self.note_ended(rank)
             self.begin(rank, process + NUM_PLACES, node)
 
-    @rule(node=st.sampled_from(ALL))
+    @rule(node=st.one_of(st.just(0), LATER))
     def leave(self, node: int) -> None:
         if node in self.alive:
             self.nodes[node].leave()
@@ -97,13 +100,20 @@ class Places(RuleBasedStateMachine):
     @rule(node=st.integers(1, NUM_NODES - 1))
     def come_again(self, node: int) -> None:
         if node not in self.alive:
-            self.nodes[node] = NodePlaces(self.folder, node, NUM_NODES, NUM_NODES)
+            self.nodes[node] = NodePlaces(self.folder, node, NUM_NODES)
             self.alive.add(node)
             self.leaving.discard(node)
             self.begin(node, FIRST.head, node)  # which are claimed
             self.begin((node - 1) % NUM_NODES, FIRST.replica, node)
 
-    @rule(node=st.sampled_from(ALL))
+    @rule()
+    def a_spare_comes(self) -> None:
+        if len(self.nodes) < NUM_NODES + NUM_SPARES:
+            self.nodes.append(NodePlaces(self.folder, None, NUM_NODES))
+            assert self.nodes[-1].node == len(self.nodes) - 1
+            self.alive.add(self.nodes[-1].node)
+
+    @rule(node=st.one_of(st.just(0), LATER))
     def take_over(self, node: int) -> None:
         if node in self.alive:
             for rank, process in self.nodes[node].take_over():
@@ -138,8 +148,9 @@ class Places(RuleBasedStateMachine):
         """Let everything happen that is due: servers are whole then, on nodes that stay, if there are two."""
         try:
             for _ in range(ROUNDS):
+                for node in range(len(self.nodes)):
+                    self.take_over(node)
                 for index in ALL:
-                    self.take_over(index)
                     self.enlist(index)
                     self.hand_over(index)
             staying = self.alive - self.leaving
@@ -148,7 +159,7 @@ class Places(RuleBasedStateMachine):
                 homes = {self.running[rank, view.head], self.running[rank, view.replica]}
                 assert len(homes) == NUM_PLACES
                 assert homes <= staying
-                if len(staying) == NUM_NODES:
+                if staying >= set(ALL):
                     assert homes == {rank, (rank + 1) % NUM_NODES}, "what came again has what it had"
                 assert not any(self.nodes[node].is_needed() for node in self.alive & self.leaving if not self.lost)
         finally:

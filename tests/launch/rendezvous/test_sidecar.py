@@ -76,7 +76,7 @@ def test_a_place_that_has_moved_to_another_node_has_no_other_process_here(
 ) -> None:
     monkeypatch.setattr(sidecar, "ENTRY", "no_such_program")
     Views(tmp_path, 0).change(FIRST)
-    nodes = [NodePlaces(tmp_path, node, num_nodes=3, num_servers=1) for node in (1, 2)]
+    nodes = [NodePlaces(tmp_path, node, num_servers=1) for node in (1, 2)]
     assert nodes[1].claim(0, 5)
     servers = SidecarServers(tmp_path, range(0), "", range(1), nodes[0])
     for watch in servers._watches[:1]:
@@ -92,7 +92,7 @@ def test_a_disk_that_is_full_when_a_process_has_ended_is_waited_for(
     monkeypatch.setattr(sidecar, "ENTRY", "no_such_program")
     monkeypatch.setattr(sidecar, "LOOK_S", 0.01)
     Views(tmp_path, 0).change(FIRST)
-    node = NodePlaces(tmp_path, 1, num_nodes=2, num_servers=1)
+    node = NodePlaces(tmp_path, 1, num_servers=1)
     claim, num_failures = node.claim, 3
 
     def claim_later(rank: int, process: int) -> bool:
@@ -134,11 +134,11 @@ def test_a_folder_that_cannot_be_read_when_a_process_has_ended_is_told(
 def beside_a_node_that_is_gone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> SidecarServers:
     """The servers of the last node of three, of which the second one had the replica of server 0."""
     monkeypatch.setattr(sidecar, "LOOK_S", 0.01)
-    views, gone = Views(folder, 0), NodePlaces(folder, 1, num_nodes=3, num_servers=1)
+    views, gone = Views(folder, 0), NodePlaces(folder, 1, num_servers=1)
     views.change(FIRST)
     assert PlaceClaims(folder, 0).claim(0, node=0)
     assert gone.claim(0, 1)
-    servers = SidecarServers(folder, range(0), "", range(0), NodePlaces(folder, 2, num_nodes=3, num_servers=1))
+    servers = SidecarServers(folder, range(0), "", range(0), NodePlaces(folder, 2, num_servers=1))
     assert not servers.pids
     gone.close()
     assert views.dismiss(FIRST.number)

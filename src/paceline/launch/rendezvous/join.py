@@ -364,9 +364,7 @@ def _work(started: BootstrapResult, liveness_lock: LivenessLock, undo: ExitStack
         assignment.sidecars,
         listening_host(spec, started.founder) if assignment.sidecars else "",
         assignment.replicas,
-        NodePlaces(run_dir, assignment.node, assignment.num_nodes, assignment.num_servers)
-        if assignment.replicas
-        else None,
+        NodePlaces(run_dir, assignment.node, assignment.num_servers) if assignment.replicas else None,
     )
     undo.callback(sidecars.kill)
     if started.guard is not None:

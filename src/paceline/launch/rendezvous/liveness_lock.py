@@ -142,16 +142,16 @@ class LivenessLock:
 
     @staticmethod
     def acquire(
-        run_dir: Path, role: Member, index: int | None, count: int, silence_s: float = SILENCE_S
+        run_dir: Path, role: Member, index: int | None, count: int, silence_s: float = SILENCE_S, *, first: int = 0
     ) -> "LivenessLock":
-        """Take part as process `index` of `count`, or as the lowest free one.
+        """Take part as process `index` of `count`, or as the lowest free one from `first` on.
 
         A place whose process has ended without having finished is free, unless it was that of a server, whose values
         went with it. Blocks for up to `silence_s`, a minute, to see whether one on a machine that may be gone lives.
 
         Raises UsageError when another process has that index.
         """
-        places = range(count) if index is None else (index,)
+        places = range(first, first + count) if index is None else (index,)
         # Not the process's number: threads share it, and containers of one host name count processes alike.
         unfinished = run_dir / f".{role}.{secrets.token_hex(8)}"
         with ExitStack() as undo:
@@ -213,6 +213,13 @@ def missing_ranks(run_dir: Path, role: Role, count: int) -> list[int]:
     """Return the ranks of a role that have never come."""
     present = names_in(run_dir)
     return [index for index in range(count) if _name(role, index) not in present]
+
+
+def indices_in(run_dir: Path, role: Member) -> set[int]:
+    """Return the places of a role in which a process has come, whether it takes part still or not."""
+    stem = f"{role}-"
+    names = [name for name in names_in(run_dir) if name.startswith(stem) and name.endswith(SUFFIX)]
+    return {int(name.removeprefix(stem).removesuffix(SUFFIX)) for name in names}
 
 
 def newest_life(run_dir: Path, role: Member, index: int) -> int:

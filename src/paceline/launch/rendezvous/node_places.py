@@ -10,6 +10,9 @@ is made before the one here ends, and a process here that serves has its replica
 
 The node that has started the first process in a place is the home of that place. A node that comes again gets back the
 places that it is the home of: it claims their next processes, and asks what serves elsewhere to hand over to those.
+
+A spare is a node without workers that comes while the job runs, with a number behind the others. It is the home of no
+place, and takes those that come to it.
 """
 
 from __future__ import annotations
@@ -20,12 +23,13 @@ from typing import Final, final
 from paceline.job.addresses import process_name
 from paceline.job.folders import make_once, names_in
 from paceline.job.views import FIRST, NO_PROCESS, NUM_PLACES, View, Views
-from paceline.launch.rendezvous.liveness_lock import LifeWatch, LivenessLock
+from paceline.launch.rendezvous.liveness_lock import LifeWatch, LivenessLock, indices_in
 from paceline.stopwatch import Stopwatch
 
 ROLE: Final = "node"
 LEAVING: Final = ".leaving"  # of the names of files by which nodes say that they are about to leave
 HANDOVER: Final = ".handover-"  # of the names of files by which a server is asked to have its replica serve, by view
+MAX_SPARES: Final = 1000  # that come at one moment
 SETTLED_S: Final = 30.0  # a node has lived that takes part for good
 SILENCE_S: Final = 15.0  # as long as a cut is waited for; a node that was believed gone too early costs a process
 
@@ -73,22 +77,22 @@ class NodePlaces:
 
     Args:
         run_dir: the folder of the job, which all nodes see.
-        node: the number of this node.
-        num_nodes: of the job.
+        node: the number of this node; None for a spare, once all nodes with workers have come.
         num_servers: of the job.
     """
 
-    def __init__(self, run_dir: Path, node: int, num_nodes: int, num_servers: int) -> None:
+    def __init__(self, run_dir: Path, node: int | None, num_servers: int) -> None:
         """Show other nodes from now on that this one lives; raises UsageError when another process has its number."""
-        self.node: Final = node
         self._run_dir = run_dir
-        self._life = LivenessLock.acquire(run_dir, ROLE, node, num_nodes, SILENCE_S)
+        behind = len(indices_in(run_dir, ROLE))
+        self._life = LivenessLock.acquire(run_dir, ROLE, node, MAX_SPARES, SILENCE_S, first=behind)
+        self.node: Final = self._life.index
         self._ran = Stopwatch()
-        (run_dir / _leaving_name(node)).unlink(missing_ok=True)  # of an earlier life
+        (run_dir / _leaving_name(self.node)).unlink(missing_ok=True)  # of an earlier life
         self._life.start_heartbeat()
         self._claimed = set[tuple[int, int]]()  # in this life
         self._brought_home = set[tuple[int, int]]()  # of these, by servers: those that brought a place back to its home
-        self._watches = [LifeWatch(run_dir, ROLE, other, SILENCE_S) for other in range(num_nodes)]
+        self._watches: dict[int, LifeWatch] = {}  # of the nodes that have come
         self._claims = [PlaceClaims(run_dir, rank) for rank in range(num_servers)]
         self._views = [Views(run_dir, rank) for rank in range(num_servers)]
 
@@ -122,13 +126,15 @@ class NodePlaces:
         self._brought_home |= {place for place in taken if self.is_home(*place)}
         return taken
 
-    def _staying(self, leaving: set[int]) -> list[bool]:
-        """Return for each node whether it lives, and is not about to leave."""
-        living = [watch.is_taken() for watch in self._watches]
+    def _staying(self, leaving: set[int]) -> dict[int, bool]:
+        """Return for each node whether it lives, and is not about to leave; one that has just come may be missing."""
+        for node in indices_in(self._run_dir, ROLE) - self._watches.keys():
+            self._watches[node] = LifeWatch(self._run_dir, ROLE, node, SILENCE_S)
+        living = {node: watch.is_taken() for node, watch in self._watches.items()}
         living[self.node] = True  # whatever a file server says of it
-        return [lives and node not in leaving for node, lives in enumerate(living)]
+        return {node: lives and node not in leaving for node, lives in living.items()}
 
-    def _due(self, rank: int, staying: list[bool], leaving: set[int]) -> int | None:
+    def _due(self, rank: int, staying: dict[int, bool], leaving: set[int]) -> int | None:
         """Return the process of a server that this node is to start in the place of one of another node, if any."""
         view, claims = self._views[rank].newest(), self._claims[rank]
         if view is None:
@@ -142,13 +148,13 @@ class NodePlaces:
             return latest + NUM_PLACES
         if holder != self.node and claims.home(place) == self.node:
             return latest + NUM_PLACES
-        if staying[holder] and holder != head:  # it starts another process itself
+        if staying.get(holder, True) and holder != head:  # it starts another process itself
             return None
         if view.replica != NO_PROCESS and claims.node_of(view.replica) not in leaving:  # it may serve yet
             return None
         return latest + NUM_PLACES if next_node(head, staying) == self.node else None
 
-    def _ask_for_handover(self, rank: int, staying: list[bool]) -> None:
+    def _ask_for_handover(self, rank: int, staying: dict[int, bool]) -> None:
         """Ask a process to have its replica serve where that brings a place home.
 
         That is so where the replica has brought a place home that serves from the start; and where the place of what
@@ -160,7 +166,8 @@ class NodePlaces:
         serves_again = view.replica % NUM_PLACES == FIRST.head and (rank, view.replica) in self._brought_home
         head, replica = claims.node_of(view.head), claims.node_of(view.replica)
         home_of_replica = claims.home(view.replica % NUM_PLACES)
-        is_apart = self.node not in (head, replica) and (replica == home_of_replica or not staying[home_of_replica])
+        is_settled = replica == home_of_replica or not staying.get(home_of_replica, True)
+        is_apart = self.node not in (head, replica) and is_settled
         comes_back = self.is_home(rank, view.head) and is_apart
         if serves_again or comes_back:
             ask_for_handover(self._run_dir, rank, view)
@@ -227,11 +234,11 @@ def _handover_name(rank: int, view: int) -> str:
     return f"{process_name(rank, 0)}{HANDOVER}{view}"
 
 
-def next_node(node: int, living: list[bool]) -> int | None:
+def next_node(node: int, living: dict[int, bool]) -> int | None:
     """Return the first node after this one, in a circle, that lives; None where no other does.
 
-    >>> next_node(1, [True, True, False]), next_node(0, [True, False, False])
+    >>> next_node(1, {0: True, 1: True, 2: False}), next_node(0, {0: True, 1: False, 2: False})
     (0, None)
     """
-    others = (other % len(living) for other in range(node + 1, node + len(living)))
-    return next((other for other in others if living[other]), None)
+    others = sorted(other for other in living if other != node and living[other])
+    return next((other for other in others if other > node), others[0] if others else None)

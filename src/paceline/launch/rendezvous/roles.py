@@ -90,7 +90,7 @@ class RoleAssignment(msgspec.Struct, frozen=True, kw_only=True):
         num_serving: how many of the servers are ranks of the launcher, and not sidecars of a worker.
         sidecars: the numbers of the servers that it starts; none before it is known on which node it is.
         replicas: the numbers of the servers of which it starts the replicas.
-        node: the number of its node, where servers have replicas, of `num_nodes`.
+        node: the number of its node, where servers have replicas.
         has_replicas: whether servers have replicas at all.
         replica_lag: clocks by which these may lag.
         is_founder: whether it is the one that sets the job up, and tells the others where they meet.
@@ -107,7 +107,6 @@ class RoleAssignment(msgspec.Struct, frozen=True, kw_only=True):
     summary: str
     replicas: range = range(0)
     node: int = 0
-    num_nodes: int = 1
     has_replicas: bool = False
     replica_lag: int = 0
 
@@ -164,7 +163,6 @@ def assign_role(detected: Detected, asked: str | None) -> RoleAssignment:
         summary=_summary(detected, num_workers, _where(servers, num_workers)),
         replicas=range(behind, behind + servers.num_sidecars) if starts and servers.has_replicas else range(0),
         node=node or 0,
-        num_nodes=detected.num_nodes if everywhere else 1,
         has_replicas=servers.has_replicas,
         replica_lag=servers.replica_lag,
     )

@@ -41,14 +41,20 @@ class SidecarServers:
     """Server processes, children of this one, that end with it."""
 
     def __init__(
-        self, run_dir: Path, ranks: range, host: str, replicas: range = range(0), node: NodePlaces | None = None
+        self,
+        run_dir: Path,
+        ranks: range,
+        host: str,
+        replicas: range = range(0),
+        node: NodePlaces | None = None,
+        imports: Path | None = None,
     ) -> None:
         """Start them, and `replicas` of others. By TCP they listen at `host`, an address of this machine.
 
         `node`: what other nodes know of the places here, where servers have replicas; closed with this.
+        `imports`: where an update rule of the user's own, for example, is found; by default beside the script.
         """
-        # What lies beside the script, an update rule of the user's own for example, is there for a server too.
-        self._environment = with_import_path(inherited(), Path(sys.path[0]).absolute())
+        self._environment = with_import_path(inherited(), imports or Path(sys.path[0]).absolute())
         self._run_dir, self._host = run_dir, host
         self._node = node
         self._ending = threading.Event()

@@ -1,0 +1,132 @@
+"""`paceline spare`: a machine more for the servers of a job that torchrun, srun or mpirun has started with replicas."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Final, final
+
+from paceline.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, UsageError
+from paceline.job.addresses import CLUSTER_NAME
+from paceline.job.folders import check_folder, names_in
+from paceline.job.spec import TOKEN_NAME, ClusterSpec
+from paceline.launch.rendezvous.join import listening_host
+from paceline.launch.rendezvous.liveness_lock import process_info, wait_all_ended
+from paceline.launch.rendezvous.node_places import NodePlaces
+from paceline.launch.rendezvous.sidecar import SidecarServers
+from paceline.notices import NEWS, tell
+
+_ENDING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def spare(job: Path, /) -> int:
+    """Have servers of a running job on this machine, too, as soon as one of its machines is lost or leaves.
+
+    For jobs of torchrun, srun or mpirun whose servers have replicas (PACELINE_SERVERS=node:1+replicas:1). No worker
+    runs here. Call it where the script lies if that names update rules of its own. Blocks until the job is over;
+    SIGTERM and Ctrl-C have what serves here move to other machines first.
+
+    Parameters
+    ----------
+    job
+        The folder of the job, or the one that PACELINE_RUN_DIR names if it has one job that runs.
+    """
+    run_dir = find_job(job)
+    spec = ClusterSpec.read(run_dir / CLUSTER_NAME)
+    if not spec.has_replicas:
+        raise UsageError(
+            f"the servers of the job in {run_dir} have no replicas, and do not move to another machine: start the job "
+            "with PACELINE_SERVERS=node:1+replicas:1"
+        )
+    first = process_info(run_dir, "worker", 0)
+    refusal = first.refusal("the first process of the job")
+    if refusal is not None:
+        raise UsageError(refusal)
+    host = listening_host(spec, first.machine)
+    with _told_to_end() as told:
+        node = NodePlaces(run_dir, None, spec.num_servers)
+        servers = SidecarServers(run_dir, range(0), host, node=node, imports=Path.cwd())
+        tell(f"this machine is node {node.node} of the job in {run_dir}, a spare for those that are lost", NEWS)
+        try:
+            return _stay(spec, servers, told)
+        finally:
+            servers.kill()
+
+
+def find_job(folder: Path) -> Path:
+    """Return the folder of a job that has begun: this one, or the only one in it; raises UsageError."""
+    try:
+        found = [path for path in (folder, *sorted(folder.iterdir())) if _has_begun(path)]
+    except OSError as error:
+        raise UsageError(f"cannot look into {folder}: {error.strerror}") from error
+    if len(found) != 1:
+        several = ", ".join(map(str, found)) or "none"
+        raise UsageError(
+            f"{folder} is not the folder of a job that runs, or of one such job alone (there: {several}): name the "
+            "folder of the job, on a file system that its machines share"
+        )
+    check_folder(found[0])
+    return found[0]
+
+
+def _has_begun(path: Path) -> bool:
+    """Return whether this is the folder of a job that has begun and not ended; of other users, what they let see."""
+    return path.is_dir() and os.access(path, os.R_OK | os.X_OK) and {TOKEN_NAME, CLUSTER_NAME} <= names_in(path)
+
+
+@final
+class _Told:
+    """What has been told to this process: that the job is over, or a signal that has it end."""
+
+    def __init__(self) -> None:
+        self.something: Final = threading.Event()
+        self.is_over: Final = threading.Event()
+        self.signal = 0
+
+    def note_over(self) -> None:
+        """Note that the job is over."""
+        self.is_over.set()
+        self.something.set()
+
+    def note_signal(self, number: int, _frame: FrameType | None) -> None:
+        """Note the first signal; a second one ends the process at once."""
+        for each in _ENDING:
+            signal.signal(each, signal.SIG_DFL)
+        self.signal = number
+        self.something.set()
+
+
+@contextmanager
+def _told_to_end() -> Generator[_Told]:
+    told = _Told()
+    before = {number: signal.getsignal(number) for number in _ENDING}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as SIGHUP is under nohup
+            signal.signal(number, told.note_signal)
+    try:
+        yield told
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stay(spec: ClusterSpec, servers: SidecarServers, told: _Told) -> int:
+    """Block until the job is over, or what serves here has moved after a signal; return the exit code."""
+
+    def wait_over() -> None:
+        wait_all_ended(spec)
+        told.note_over()
+
+    threading.Thread(target=wait_over, name="paceline-job", daemon=True).start()
+    told.something.wait()
+    if told.is_over.is_set():
+        servers.wait(spec.grace_s)
+        return 0
+    tell("this machine leaves, once its servers have moved to others; a second signal ends it at once", NEWS)
+    servers.leave(told.is_over.is_set)
+    return EXIT_INTERRUPTED if told.signal == signal.SIGINT else EXIT_PREEMPTED

@@ -1,0 +1,98 @@
+"""A machine that comes to a running job for its servers: which job it finds, and which one it is no use for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.launch.rendezvous.test_node_places import NUM_NODES
+
+from paceline.errors import EXIT_INTERRUPTED, UsageError
+from paceline.job.addresses import CLUSTER_NAME, SPEC_NAME
+from paceline.job.spec import ClusterSpec, write_token
+from paceline.job.views import FIRST, Views
+from paceline.launch.rendezvous.liveness_lock import LivenessLock, ProcessInfo
+from paceline.launch.rendezvous.node_places import NodePlaces
+from paceline.launch.rendezvous.spare import find_job, spare
+
+DEADLINE_S = 120.0
+
+
+def job(folder: Path, *, has_replicas: bool = True) -> ClusterSpec:
+    """A job that has begun, of one worker."""
+    folder.mkdir(mode=0o700, parents=True)
+    write_token(folder)
+    spec = ClusterSpec(
+        job="a7", num_workers=1, num_servers=1, transport="shm", run_dir=str(folder), has_replicas=has_replicas
+    )
+    for name in (SPEC_NAME, CLUSTER_NAME):
+        spec.write(folder / name)
+    return spec
+
+
+def test_the_only_job_of_a_folder_is_found(tmp_path: Path) -> None:
+    job(tmp_path / "runs" / "one")
+    (tmp_path / "runs" / "over").mkdir()
+    (tmp_path / "runs" / "notes").touch()
+    assert find_job(tmp_path / "runs" / "one") == tmp_path / "runs" / "one" == find_job(tmp_path / "runs")
+    job(tmp_path / "runs" / "two")
+    with pytest.raises(UsageError, match=r"or of one such job alone \(there: .*/runs/one, .*/runs/two\): name"):
+        find_job(tmp_path / "runs")
+    with pytest.raises(UsageError, match=r"is not the folder of a job that runs, .* \(there: none\)"):
+        find_job(tmp_path / "runs" / "over")
+    with pytest.raises(UsageError, match=r"cannot look into .*/runs/none: No such file or directory"):
+        find_job(tmp_path / "runs" / "none")
+
+
+def test_a_job_without_replicas_has_no_use_for_a_spare(tmp_path: Path) -> None:
+    job(tmp_path / "run", has_replicas=False)
+    with pytest.raises(UsageError, match=r"the servers of the job in .*/run have no replicas"):
+        spare(tmp_path / "run")
+
+
+def test_a_job_of_another_version_takes_no_spare(tmp_path: Path) -> None:
+    job(tmp_path / "run")
+    worker = LivenessLock.acquire(tmp_path / "run", "worker", 0, 1)
+    info = msgspec.structs.replace(ProcessInfo.own(), version="0.1")
+    (tmp_path / "run" / "worker-0.life").write_bytes(msgspec.json.encode(info))
+    with pytest.raises(UsageError, match=r"the first process of the job on .* runs paceline 0\.1, and this process"):
+        spare(tmp_path / "run")
+    worker.release()
+
+
+def test_spares_have_numbers_behind_the_nodes_of_the_start(tmp_path: Path) -> None:
+    nodes = [NodePlaces(tmp_path, node, NUM_NODES) for node in range(NUM_NODES)]
+    spares = [NodePlaces(tmp_path, None, NUM_NODES) for _ in range(2)]
+    spares[0].close()
+    spares.append(NodePlaces(tmp_path, None, NUM_NODES))
+    assert [one.node for one in spares] == [NUM_NODES, NUM_NODES + 1, NUM_NODES + 2]
+    for one in (*nodes, *spares):
+        one.close()
+
+
+def test_a_spare_ends_by_a_signal_and_with_the_job(tmp_path: Path) -> None:
+    spec = job(tmp_path / "run")
+    Views(tmp_path / "run", 0).change(FIRST)
+    node, worker = (
+        NodePlaces(tmp_path / "run", 0, spec.num_servers),
+        LivenessLock.acquire(Path(spec.run_dir), "worker", 0, 1),
+    )
+    assert node.claim(0, FIRST.head)
+    assert node.claim(0, FIRST.replica)
+    command = [sys.executable, "-m", "paceline", "spare", str(tmp_path)]
+    first, second = (subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2))
+    for process in (first, second):
+        assert process.stderr is not None
+        assert "a spare for those that are lost" in process.stderr.readline()
+    os.kill(first.pid, signal.SIGINT)
+    _, said = first.communicate(timeout=DEADLINE_S)
+    assert (first.returncode, "this machine leaves" in said) == (EXIT_INTERRUPTED, True), said
+    worker.release()
+    _, said = second.communicate(timeout=DEADLINE_S)
+    assert (second.returncode, said) == (0, "")
+    node.close()
