@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import pytest
 
-from paceline.errors import UsageError
+from paceline.errors import CheckpointError, UsageError
 from paceline.job.machines import Machine, this_machine
 from paceline.launch.rendezvous.detect import detect
 from paceline.launch.rendezvous.join import join_started_job
@@ -45,6 +45,31 @@ def test_a_mistake_in_where_servers_are_is_told_to_a_script_alone_too(monkeypatc
         join_started_job(None)
 
 
+@pytest.mark.parametrize(
+    ("cause", "said"),
+    [
+        ({"PACELINE_SERVERS": "everywhere"}, "servers is 'everywhere', expected first:M"),
+        ({"PACELINE_SERVERS": "ranks:2"}, "servers as ranks:2 leave no worker of 2 ranks: start more, or take fewer"),
+        ({"PACELINE_RESUME": "/none"}, "/none"),
+    ],
+    ids=["text", "ranks", "snapshots"],
+)
+def test_where_the_first_process_refuses_to_start_the_job_the_others_end_at_once_with_what_it_said(
+    cause: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**SECOND, "XDG_CACHE_HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    with monkeypatch.context() as first:
+        for name, value in {"RANK": "0", **cause}.items():
+            first.setenv(name, value)
+        with pytest.raises((UsageError, CheckpointError), match=said):
+            join_started_job(None)
+
+    refused = f"the first process of the job, on {this_machine()}, does not start it: .*{said}"
+    with pytest.raises(UsageError, match=refused):
+        join_started_job(None)
+
+
 def test_a_process_on_another_machine_than_the_launcher_counts_is_refused(tmp_path: Path, second: str) -> None:
     store = FolderRendezvous(tmp_path, second)
     store.invite(Invitation(str(tmp_path), Machine("elsewhere"), VERSION))
@@ -74,7 +99,12 @@ def test_a_folder_without_room_is_told_with_what_to_do(tmp_path: Path, monkeypat
     for name, value in {**SECOND, "RANK": "0", "PACELINE_RUN_DIR": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("paceline.launch.rendezvous.join.make_folder", fail)
-    with pytest.raises(UsageError, match=rf"take part in its job, by {tmp_path}: No space left .*; free some space"):
+    told = rf"take part in its job, by {tmp_path}: No space left .*; free some space"
+    with pytest.raises(UsageError, match=told):
+        join_started_job(None)
+
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(UsageError, match=f"the first process of the job, on {this_machine()}, .*{told}"):
         join_started_job(None)
 
 

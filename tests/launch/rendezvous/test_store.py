@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed import TCPStore
@@ -28,10 +29,12 @@ from paceline.launch.rendezvous.liveness_lock import (
     wait_end,
 )
 from paceline.launch.rendezvous.roster import Roster, declare_complete, wait_complete, wait_settled
-from paceline.launch.rendezvous.store import FolderRendezvous, Invitation, TorchRendezvous
+from paceline.launch.rendezvous.store import FolderRendezvous, Invitation, JobRefusal, TorchRendezvous
 
 LOCKS = "paceline.launch.rendezvous.liveness_lock"
 HERE = Invitation("/run", Machine("host"))
+NO_JOB = JobRefusal("servers is 'x', expected first:M", Machine("host"))
+REFUSED = "the first process of the job, on host, does not start it: servers is 'x', expected first:M"
 
 LEFT_OPEN = """
 import sys
@@ -119,11 +122,40 @@ def test_two_runs_of_one_name_at_once_are_refused(tmp_path: Path) -> None:
     board.close()
 
 
-def test_a_folder_in_which_others_can_write_is_refused(tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
+def test_a_refusal_is_found_when_its_process_has_ended_and_the_next_run_replaces_it(tmp_path: Path) -> None:
+    FolderRendezvous(tmp_path, "job").refuse(NO_JOB)
+    for _ in range(2):
+        with pytest.raises(UsageError, match=REFUSED):
+            FolderRendezvous(tmp_path, "job").wait_invitation(0.0)
 
-    with pytest.raises(UsageError, match="others than you can write in"):
-        FolderRendezvous(tmp_path, "job").invite(HERE)
+    board = FolderRendezvous(tmp_path, "job")
+    board.invite(HERE)
+    assert FolderRendezvous(tmp_path, "job").wait_invitation(0.0) == HERE
+    FolderRendezvous(tmp_path, "job").refuse(NO_JOB)  # of another run of this name, which has not begun
+    assert FolderRendezvous(tmp_path, "job").wait_invitation(0.0) == HERE
+    board.close()
+
+
+def test_a_refusal_of_an_earlier_run_is_none_and_goes_with_the_next_job_of_any_name(tmp_path: Path) -> None:
+    FolderRendezvous(tmp_path, "job").refuse(NO_JOB)
+    os.utime(tmp_path / "job.meeting", (1e9, 1e9))
+
+    with pytest.raises(DeadlineExceeded, match=r"has not told .*job\.meeting"):
+        FolderRendezvous(tmp_path, "job").wait_invitation(0.05)
+
+    board = FolderRendezvous(tmp_path, "next")
+    board.invite(HERE)
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "next.meeting"}
+    board.close()
+
+
+def test_a_folder_in_which_others_can_write_is_refused_by_all(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    board = FolderRendezvous(tmp_path, "job")
+
+    for call in (lambda: board.invite(HERE), lambda: board.refuse(NO_JOB), lambda: board.wait_invitation(60.0)):
+        with pytest.raises(UsageError, match="others than you can write in"):
+            call()
 
 
 def test_the_folder_of_a_job_is_private(tmp_path: Path) -> None:
@@ -147,6 +179,18 @@ def test_the_store_of_a_launcher_has_one_invitation_for_each_start() -> None:
         first.invite(HERE)
     with pytest.raises(DeadlineExceeded, match=r"rank 0 has not told .* within 0\.05 s where the job meets"):
         again.wait_invitation(0.05)
+
+
+def test_the_store_of_a_launcher_has_one_refusal_for_each_start() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5))
+    first, again = (TorchRendezvous("127.0.0.1", store.port, restart) for restart in (0, 1))
+    first.refuse(NO_JOB)
+    again.invite(HERE)
+    again.refuse(NO_JOB)
+
+    with pytest.raises(UsageError, match=REFUSED):
+        first.wait_invitation(1.0)
+    assert again.wait_invitation(1.0) == HERE
 
 
 def test_a_store_that_is_not_there() -> None:
@@ -391,6 +435,7 @@ def test_a_waiting_process_hears_at_once_that_the_founder_of_the_job_is_gone(tmp
 def test_an_invitation_of_another_user_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     board = FolderRendezvous(tmp_path, "job")
     board.invite(HERE)
+    monkeypatch.setattr(store, "make_private", Mock())  # the folder is of that user, too
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
 
     with pytest.raises(UsageError, match="belongs to another user"):

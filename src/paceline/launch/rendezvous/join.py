@@ -10,14 +10,14 @@ whose servers or folder others need stays until then.
 import secrets
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final, final
 
 import msgspec
 
-from paceline.errors import UsageError
+from paceline.errors import CheckpointError, PacelineError, UsageError
 from paceline.job.addresses import CLUSTER_NAME, SPEC_NAME
 from paceline.job.credentials.holders import KEYS_NAME, Holder
 from paceline.job.environment import (
@@ -56,7 +56,14 @@ from paceline.launch.rendezvous.liveness_lock import (
     wait_all_ended,
 )
 from paceline.launch.rendezvous.node_places import NodePlaces
-from paceline.launch.rendezvous.roles import RoleAssignment, Servers, assign_nodes, assign_role, requested_servers
+from paceline.launch.rendezvous.roles import (
+    RoleAssignment,
+    Servers,
+    assign_nodes,
+    assign_role,
+    is_founder,
+    requested_servers,
+)
 from paceline.launch.rendezvous.roster import (
     START_TIMEOUT_S,
     Roster,
@@ -66,7 +73,7 @@ from paceline.launch.rendezvous.roster import (
     wait_settled,
 )
 from paceline.launch.rendezvous.sidecar import SidecarServers
-from paceline.launch.rendezvous.store import Invitation, RendezvousStore, open_store
+from paceline.launch.rendezvous.store import Invitation, JobRefusal, RendezvousStore, open_store
 from paceline.launch.script_exit import leave_after_crash
 from paceline.launch.snapshots import options_of_environment, resumption, with_snapshots
 from paceline.notices import NEWS, tell
@@ -201,15 +208,16 @@ def bootstrap_process(detected: Detected, asked: str | None, undo: ExitStack) ->
         UsageError: launcher and `asked` make no sense together, or this process cannot be in this job.
         DeadlineExceeded: not all have come in time; the message names the missing ones.
     """
-    timeout_s, assignment = start_timeout_s(START_TIMEOUT_S), assign_role(detected, asked)
-    servers = requested_servers(detected, asked)
     store = open_store(detected)
     undo.callback(store.close)
-    invitation, guard = (
-        _set_up(assignment, detected, store, undo)
-        if assignment.is_founder
-        else (_find_founder(detected, store, timeout_s), None)
-    )
+    with _refusal_told(detected, store):
+        timeout_s, assignment = start_timeout_s(START_TIMEOUT_S), assign_role(detected, asked)
+        servers = requested_servers(detected, asked)
+        invitation, guard = (
+            _set_up(assignment, detected, store, undo)
+            if assignment.is_founder
+            else (_find_founder(detected, store, timeout_s), None)
+        )
     run_dir = Path(invitation.run_dir)
     liveness_lock = _take_part(run_dir, assignment, undo)
     if liveness_lock is not None and detected.may_span:
@@ -238,6 +246,24 @@ def bootstrap_process(detected: Detected, asked: str | None, undo: ExitStack) ->
         guard=guard,
         timeout_s=timeout_s,
     )
+
+
+@contextmanager
+def _refusal_told(detected: Detected, store: RendezvousStore) -> Generator[None]:
+    """Have the others of the job end at once where the process that they wait for cannot set it up."""
+    try:
+        yield
+    except (UsageError, CheckpointError, OSError) as error:
+        reason = _cannot_take_part(error) if isinstance(error, OSError) else error
+        if is_founder(detected):
+            with suppress(OSError, PacelineError):  # then the others wait to the end, and this error says why
+                store.refuse(JobRefusal(str(reason), this_machine()))
+        raise
+
+
+def _cannot_take_part(error: OSError) -> UsageError:
+    where = asked_folder() or "the folder where its processes meet"
+    return UsageError(f"this process cannot take part in its job, by {where}: {explain(error)}")
 
 
 def _set_up(
@@ -335,18 +361,16 @@ def join_started_job(servers: str | None) -> JoinedJob | None:
         UsageError: launcher and `servers` make no sense, or not together; or there is no place for the job's files.
         DeadlineExceeded: not all have come in time; the message names the missing ones.
     """
-    asked = servers or asked_servers()
-    if asked is not None:
-        Servers.parse(asked)  # report a mistake even without a launcher
-    detected = detect(inherited())
+    asked, detected = servers or asked_servers(), detect(inherited())
     if detected is None:
+        if asked is not None:
+            Servers.parse(asked)  # report a mistake even without a launcher
         return None
     with ExitStack() as undo:
         try:
             started = bootstrap_process(detected, asked, undo)
         except OSError as error:
-            where = asked_folder() or "the folder where its processes meet"
-            raise UsageError(f"this process cannot take part in its job, by {where}: {explain(error)}") from error
+            raise _cannot_take_part(error) from error
         liveness_lock = started.liveness_lock
         if liveness_lock is None:
             _schedule(started)

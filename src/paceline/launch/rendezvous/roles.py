@@ -139,6 +139,13 @@ def assign_nodes(detected: Detected, machines: Sequence[Machine], index: int, *,
     )
 
 
+def is_founder(detected: Detected) -> bool:
+    """Return whether this process sets the job up: the scheduler where there is one, else the first worker."""
+    if detected.launcher == "DMLC":
+        return detected.role == "scheduler"
+    return detected.role in ("worker", None) and detected.rank == 0
+
+
 def assign_role(detected: Detected, asked: str | None) -> RoleAssignment:
     """Return what this process is, with servers where they were `asked` for; raises UsageError where that cannot be."""
     servers = requested_servers(detected, asked)
@@ -159,7 +166,7 @@ def assign_role(detected: Detected, asked: str | None) -> RoleAssignment:
         num_servers=servers.num_ranks + servers.num_sidecars * (detected.num_nodes if everywhere else 1),
         num_serving=servers.num_ranks,
         sidecars=range(start, start + servers.num_sidecars) if starts else range(0),
-        is_founder=detected.rank == 0,
+        is_founder=is_founder(detected),
         summary=_summary(detected, num_workers, _where(servers, num_workers)),
         replicas=range(behind, behind + servers.num_sidecars) if starts and servers.has_replicas else range(0),
         node=node or 0,
@@ -169,7 +176,7 @@ def assign_role(detected: Detected, asked: str | None) -> RoleAssignment:
 
 
 def _given_role(detected: Detected) -> RoleAssignment:
-    """Return the role that the launcher itself has given: the scheduler sets the job up where there is one."""
+    """Return the role that the launcher itself has given."""
     role = detected.role or "worker"
     return RoleAssignment(
         role=role,
@@ -178,7 +185,7 @@ def _given_role(detected: Detected) -> RoleAssignment:
         num_servers=detected.num_servers,
         num_serving=detected.num_servers,
         sidecars=range(0),
-        is_founder=role == "scheduler" or (detected.launcher != "DMLC" and role == "worker" and detected.rank == 0),
+        is_founder=is_founder(detected),
         summary=_summary(detected, detected.size, f"{_counted(detected.num_servers, 'server')} of its own"),
     )
 

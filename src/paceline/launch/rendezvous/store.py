@@ -19,6 +19,7 @@ from paceline.errors import DeadlineExceeded, PeerError, UsageError
 from paceline.job.environment import asked_folder, cache_folder
 from paceline.job.folders import ANOTHER_FOLDER, INTERVAL_SHARED_S, make_private, names_in, wait_for
 from paceline.job.machines import Machine
+from paceline.job.spec import write_private
 from paceline.launch.rendezvous.detect import Detected
 from paceline.launch.rendezvous.liveness_lock import is_held
 
@@ -49,6 +50,17 @@ class Invitation(msgspec.Struct, frozen=True):
             ) from error
 
 
+class JobRefusal(msgspec.Struct, frozen=True):
+    """Why there is no job, in the words of the process that was to set it up, and its machine."""
+
+    reason: str
+    machine: Machine
+
+    def error(self) -> UsageError:
+        """Return what the others of the job end with."""
+        return UsageError(f"the first process of the job, on {self.machine}, does not start it: {self.reason}")
+
+
 class RendezvousStore(Protocol):
     """Where one process of a job tells the others where they meet."""
 
@@ -56,8 +68,12 @@ class RendezvousStore(Protocol):
         """Tell it; raises UsageError when another process has."""
         ...
 
+    def refuse(self, refusal: JobRefusal) -> None:
+        """Tell it in the place of an invitation; nothing where there is one. Raises OSError and PacelineError."""
+        ...
+
     def wait_invitation(self, timeout_s: float) -> Invitation:
-        """Block until it is told; raises DeadlineExceeded when it is not in time."""
+        """Block until it is told; raises DeadlineExceeded when it is not in time, UsageError for a refusal."""
         ...
 
     def close(self) -> None:
@@ -92,19 +108,26 @@ class TorchRendezvous:
             )
         store.set(self._key, msgspec.json.encode(invitation).decode())
 
+    def refuse(self, refusal: JobRefusal) -> None:
+        """Tell it; see `RendezvousStore.refuse`."""
+        store = self._connect(10.0)
+        if store.add(f"{self._key}/count", 1) == 1:
+            store.set(self._key, msgspec.json.encode(refusal).decode())
+
     def wait_invitation(self, timeout_s: float) -> Invitation:
         """Block until it is told; see `RendezvousStore.wait_invitation`."""
         deadline_s = time.monotonic() + timeout_s
         store = self._connect(timeout_s)
         try:
             store.wait([self._key], timedelta(seconds=max(0.001, deadline_s - time.monotonic())))
-            return Invitation.read(store.get(self._key), f"the store of the launcher at {self._where}")
+            told = _read_told(store.get(self._key), f"the store of the launcher at {self._where}")
         except RuntimeError as error:
             raise DeadlineExceeded(
                 f"rank 0 has not told {socket.gethostname()} within {timeout_s:g} s where the job meets, in the store "
                 f"of the launcher at {self._where}: is it there, and does it call paceline.init()? "
                 f"({_first_line(error)})"
             ) from error
+        return _accepted(told)
 
     def close(self) -> None:
         """Leave the store as it is: it ends with the launcher."""
@@ -123,7 +146,11 @@ class TorchRendezvous:
 
 @final
 class FolderRendezvous:
-    """A file in a folder, which the inviting process holds locked: one that is not locked is of an earlier run."""
+    """A file in a folder, which the inviting process holds locked: one that is not locked is of an earlier run.
+
+    A refusal stays when its process has ended, without a lock. It counts for processes that began before it was told: a
+    later run of the same name begins after it.
+    """
 
     def __init__(self, folder: Path, key: str) -> None:
         self._path = folder / f"{key}{SUFFIX}"
@@ -133,7 +160,7 @@ class FolderRendezvous:
         """Tell it in place of what an earlier run may have told here; see `RendezvousStore.invite`."""
         make_private(self._path.parent, ANOTHER_FOLDER)
         with _locked(self._path.parent):
-            if _read(self._path) is not None:
+            if isinstance(_read(self._path), Invitation):
                 raise UsageError(
                     f"another run has the same name, and goes on: it holds {self._path} locked. Wait until it has "
                     "ended, or let PACELINE_RUN_DIR name another folder for each"
@@ -146,9 +173,17 @@ class FolderRendezvous:
             os.fsync(self._descriptor)  # for other machines too, though the file stays open
             unfinished.rename(self._path)
 
+    def refuse(self, refusal: JobRefusal) -> None:
+        """Tell it; see `RendezvousStore.refuse`."""
+        make_private(self._path.parent, ANOTHER_FOLDER)
+        with _locked(self._path.parent):
+            if not isinstance(_read(self._path), Invitation):
+                write_private(self._path, msgspec.json.encode(refusal))
+
     def wait_invitation(self, timeout_s: float) -> Invitation:
         """Block until it is told; see `RendezvousStore.wait_invitation`."""
-        return wait_for(
+        make_private(self._path.parent, ANOTHER_FOLDER)  # else the first process can tell nothing in it
+        told = wait_for(
             lambda: _read(self._path) if self._path.name in names_in(self._path.parent) else None,
             timeout_s,
             lambda: (
@@ -159,6 +194,7 @@ class FolderRendezvous:
             ),
             INTERVAL_SHARED_S,
         )
+        return _accepted(told)
 
     def close(self) -> None:
         """Remove the file."""
@@ -196,8 +232,8 @@ def _locked(folder: Path) -> Generator[None]:
         os.close(descriptor)
 
 
-def _read(path: Path) -> Invitation | None:
-    """Return what a process that still lives tells in this file."""
+def _read(path: Path) -> Invitation | JobRefusal | None:
+    """Return what a process that still lives tells in this file, or a refusal since this process began."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -205,7 +241,34 @@ def _read(path: Path) -> Invitation | None:
     with open(descriptor, "rb") as file:
         if os.fstat(descriptor).st_uid != os.geteuid():
             raise UsageError(f"{path} belongs to another user: it is not from this job. Remove it")
-        return Invitation.read(file.read(), str(path)) if is_held(descriptor) else None
+        if is_held(descriptor):
+            return _read_told(file.read(), str(path))
+        return _as_refusal(file.read()) if os.fstat(descriptor).st_mtime >= _began_s() else None
+
+
+def _began_s() -> float:
+    """Return when this process was started, in seconds since 1970."""
+    import psutil  # deferred: few processes are refused
+
+    return psutil.Process().create_time()
+
+
+def _read_told(content: bytes, where: str) -> Invitation | JobRefusal:
+    """Read what was told at a place; raises UsageError when it is neither."""
+    return _as_refusal(content) or Invitation.read(content, where)
+
+
+def _as_refusal(content: bytes) -> JobRefusal | None:
+    with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return msgspec.json.decode(content, type=JobRefusal)
+    return None
+
+
+def _accepted(told: Invitation | JobRefusal) -> Invitation:
+    """Return an invitation; raises UsageError for a refusal."""
+    if isinstance(told, JobRefusal):
+        raise told.error()
+    return told
 
 
 def _sweep(folder: Path) -> None:
