@@ -5,6 +5,7 @@ No kernel tells of a file that another machine writes, so waiting for one means 
 
 import errno
 import os
+import pwd
 import secrets
 import stat
 import sys
@@ -20,6 +21,7 @@ from paceline.stopwatch import Stopwatch
 
 ANOTHER_FOLDER: Final = "name another folder, PACELINE_RUN_DIR=..."  # for what processes of a job meet in
 INTERVAL_S: Final = 0.005
+_SUPERUSER: Final = 0
 INTERVAL_SHARED_S: Final = 0.05  # where each look is a question to a file server
 
 _Found = TypeVar("_Found")
@@ -95,14 +97,34 @@ def require_text(folder: Path) -> None:
 
 
 def make_private(folder: Path, advice: str) -> None:
-    """Make the folder if it is missing; raises UsageError, with advice, where others than this user can write."""
+    """Make the folder if it is missing; raises UsageError, with advice, where others than this user can write.
+
+    Args:
+        folder: to be of this user alone.
+        advice: which other folder to name, and how.
+    """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
     except OSError as error:
         raise UsageError(f"cannot use the folder {folder}: {error.strerror}; {advice}") from error
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
+    if found.st_uid != os.geteuid():
+        raise UsageError(f"others than you can write in {folder}: {_of_another_user(found.st_uid)}; {advice}")
+    if stat.S_IMODE(found.st_mode) & 0o022:
         raise UsageError(f"others than you can write in {folder}: chmod 700 it; or {advice}")
+
+
+def _of_another_user(owner: int) -> str:
+    """Say whose a file or folder is that should be of this user."""
+    return f"it belongs to {_user(owner)}, and this process runs as {_user(os.geteuid())}"
+
+
+def _user(number: int) -> str:
+    """Return what a user is called, as far as this machine knows."""
+    try:
+        return f"user {pwd.getpwuid(number).pw_name} ({number})"
+    except KeyError:  # in a container, or of another machine
+        return f"user {number}"
 
 
 def check_private(folder: Path, private: Iterable[Path]) -> None:
@@ -112,7 +134,12 @@ def check_private(folder: Path, private: Iterable[Path]) -> None:
             found = path.stat()
         except OSError as error:
             raise UsageError(f"cannot read {path}: {error.strerror}") from error
-        if found.st_uid not in (0, os.geteuid()) or stat.S_IMODE(found.st_mode) & forbidden:
+        if found.st_uid not in (_SUPERUSER, os.geteuid()):
+            raise UsageError(
+                f"others than you can get at what lets clients in, with {path}: {_of_another_user(found.st_uid)}; run "
+                "it as that user, or name another folder, and make new keys if others may have seen them"
+            )
+        if stat.S_IMODE(found.st_mode) & forbidden:
             raise UsageError(
                 f"{path} has mode {stat.S_IMODE(found.st_mode):04o} and owner {found.st_uid}: others than you can get "
                 f"at what lets clients in. Make it yours alone with `chmod {'700' if path == folder else '600'}`, and "

@@ -1,0 +1,42 @@
+"""Folders of other users are refused with words that name the owner, and with what can be done."""
+
+import os
+import pwd
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.job.folders import check_private, make_private
+
+STRANGER = 12345
+
+
+@pytest.fixture
+def owner(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Be another user, without a name, from now on; returns what is said of the owner of what was made before."""
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: STRANGER)
+    return f"it belongs to user {pwd.getpwuid(own).pw_name} \\({own}\\), and this process runs as user {STRANGER}; "
+
+
+def test_a_folder_of_another_user_is_refused_without_advice_that_only_its_owner_could_follow(
+    tmp_path: Path, owner: str
+) -> None:
+    with pytest.raises(UsageError, match=f"^others than you can write in {tmp_path}: {owner}name another folder$"):
+        make_private(tmp_path, "name another folder")
+
+
+def test_keys_of_another_user_are_refused_likewise(tmp_path: Path, owner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.job.folders._SUPERUSER", -1)  # whose keys all may use; the tests may run as that one
+    with pytest.raises(UsageError, match=f"clients in, with {tmp_path}: {owner}run it as that user, or name another"):
+        check_private(tmp_path, [])
+
+
+def test_a_folder_of_this_user_that_others_can_write_in_is_refused_with_what_mends_it(tmp_path: Path) -> None:
+    tmp_path.chmod(0o770)
+    told = f"others than you can write in {tmp_path}: chmod 700 it; or name another folder"
+    with pytest.raises(UsageError, match=told):
+        make_private(tmp_path, "name another folder")
+    with pytest.raises(UsageError, match=r"has mode 0770 .* Make it yours alone with `chmod 700`"):
+        check_private(tmp_path, [])
