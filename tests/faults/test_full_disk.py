@@ -15,7 +15,8 @@ from paceline.job.spec import write_private
 
 PAGE_BYTES = 4096
 ADVICE = (
-    "No space left on device; free some space, or name another folder (TMPDIR, --run-dir, PACELINE_RUN_DIR, --state)"
+    "No space left on device; free some space, or name another folder (TMPDIR, --run-dir, PACELINE_RUN_DIR, --state, "
+    "--views)"
 )
 
 

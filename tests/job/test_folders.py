@@ -1,13 +1,14 @@
-"""Folders of other users are refused with words that name the owner, and with what can be done."""
+"""Folders that cannot be used are refused with words that name them, their owner and what can be done."""
 
 import os
 import pwd
+import re
 from pathlib import Path
 
 import pytest
 
 from paceline.errors import UsageError
-from paceline.job.folders import check_private, make_private
+from paceline.job.folders import check_private, make_once, make_private
 
 STRANGER = 12345
 
@@ -40,3 +41,15 @@ def test_a_folder_of_this_user_that_others_can_write_in_is_refused_with_what_men
         make_private(tmp_path, "name another folder")
     with pytest.raises(UsageError, match=r"has mode 0770 .* Make it yours alone with `chmod 700`"):
         check_private(tmp_path, [])
+
+
+def test_a_file_for_which_there_is_no_room_is_named_and_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match=re.escape(f"No space left on device: '{tmp_path / 'view'}'")):
+        make_once(tmp_path / "view", b"1")
+    assert not any(tmp_path.iterdir())

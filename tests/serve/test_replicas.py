@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -266,6 +268,50 @@ def test_servers_of_a_folder_agree_on_the_lag(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--lag is -1, expected a number of clocks from 0 to 9999"):
         agree_on_lag(tmp_path / "others", -1)
     assert not (tmp_path / "others").exists()
+
+
+def test_a_folder_of_views_without_room_is_named_to_clients_and_to_the_operator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with nothing_left_behind(), one(tmp_path, 0) as served:
+        with monkeypatch.context() as full:
+            full.setattr(os, "fsync", fail)
+            with pytest.raises(Refused, match=rf"namespace 'job': {tmp_path}/views/.*: No space left .*; free some"):
+                served.connect("job")
+        assert any(f"namespace 'job': {tmp_path}/views/" in line for line in served.told.lines), served.told.lines
+        with served.connect("job") as ps:
+            assert add_one(ps, open_sum(ps)) == 1.0
+
+
+def test_a_folder_of_views_that_is_not_to_be_read_is_told_once_until_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "_LOOK_S", 0.01)
+    monkeypatch.setattr(replicas, "_FILL_S", 0.01)
+    looked, folder = threading.Semaphore(0), tmp_path / "views" / "servers"
+    look: Callable[[Companions], None] = Companions._look
+
+    def watched(self: Companions) -> None:
+        try:
+            look(self)
+        finally:
+            looked.release()
+
+    monkeypatch.setattr(Companions, "_look", watched)
+    with nothing_left_behind(), one(tmp_path, 0) as served:
+        shutil.rmtree(folder)
+        folder.touch()
+        served.told.wait(
+            f"the folder of --views cannot be used, no namespace gets a replica: {folder}: Not a directory"
+        )
+        while looked.acquire(blocking=False):
+            pass
+        for _ in range(3):
+            assert looked.acquire(timeout=DEADLINE_S)
+    assert len([line for line in served.told.lines if "--views cannot be used" in line]) == 1
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import secrets
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Final, TypeVar
@@ -38,6 +38,16 @@ def names_in(folder: Path) -> set[str]:
         return set()
 
 
+@contextmanager
+def naming(path: Path) -> Generator[None]:
+    """Have an OSError that says no file, as one of a full disk, name this one."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def make_once(path: Path, content: bytes) -> bool:
     """Make a file of mode 0600, whole at once, unless it is there; return whether this call has made it.
 
@@ -50,7 +60,7 @@ def make_once(path: Path, content: bytes) -> bool:
     """
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        with naming(path), open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -7,8 +7,7 @@ own, and never travels by command line or environment.
 import os
 import secrets
 import stat
-from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -17,7 +16,7 @@ import msgspec
 from paceline.core.settings import LEASE_S, WAIT_TIMEOUT_S
 from paceline.errors import UsageError
 from paceline.job.choices import ScaleName, TraceLevel, TransportName
-from paceline.job.folders import wait_for
+from paceline.job.folders import naming, wait_for
 
 TOKEN_NAME: Final = "token"
 TOKEN_BYTES: Final = 32
@@ -169,13 +168,3 @@ def write_private(path: Path, content: bytes) -> None:
             file.write(content)
         unfinished.rename(path)
         undo.pop_all()
-
-
-@contextmanager
-def naming(path: Path) -> Generator[None]:
-    """Have an OSError that says no file, as one of a full disk, name this one."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise

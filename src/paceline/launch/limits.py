@@ -14,7 +14,7 @@ FILES_OF_LAUNCHER: Final = 24
 FILES_OF_PROCESS: Final = 5
 MANY_FILES: Final = 1 << 20
 
-_DISK: Final = "free some space, or name another folder (TMPDIR, --run-dir, PACELINE_RUN_DIR, --state)"
+_DISK: Final = "free some space, or name another folder (TMPDIR, --run-dir, PACELINE_RUN_DIR, --state, --views)"
 _REMEDIES: Final[Mapping[int, str]] = {
     errno.EMFILE: "raise the limit in the shell that starts it, `ulimit -n 4096`",
     errno.ENFILE: "the whole machine has no more: end other programs, or raise fs.file-max",

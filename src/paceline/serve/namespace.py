@@ -468,7 +468,8 @@ class Namespace:
         except CannotGoOn as error:
             problem = f"namespace '{self.name}' goes on from its newest snapshot when it is next asked for: {error}"
         except (CheckpointError, OSError) as error:
-            problem = self.failure = f"namespace '{self.name}': {error}"
+            reason = explain(error) if isinstance(error, OSError) else error
+            problem = self.failure = f"namespace '{self.name}': {reason}"
         finally:
             if problem:
                 if not self.failure:

@@ -24,6 +24,7 @@ import msgspec
 from paceline.errors import AuthenticationFailed, PacelineError, PeerError, UsageError
 from paceline.job.folders import names_in
 from paceline.job.views import NO_PROCESS, View, Views
+from paceline.launch.limits import explain
 from paceline.serve.access import DEFAULT_NAMESPACE
 from paceline.serve.lag import agree_on_lag
 from paceline.serve.messages import EnterFrame, EnterRequest, NamespaceStanding, encode
@@ -287,16 +288,21 @@ class Companions:
         )
 
     def _look_on(self) -> None:
-        fill_s = 0.0
+        fill_s, problem = 0.0, ""
         while not self._ending.is_set():
             self._wanted.wait(_FILL_S)
             self._wanted.clear()
             if self._ending.is_set():
                 return
-            with suppress(OSError):  # tried again
+            try:
                 self._look()
                 if self._alive and time.monotonic() >= fill_s:
                     fill_s = time.monotonic() + (_LOOK_S if self._fill(self._alive) else _FILL_S)
+                problem = ""
+            except OSError as error:  # tried again
+                if problem != str(error):
+                    self.tell(f"the folder of --views cannot be used, no namespace gets a replica: {explain(error)}")
+                problem = str(error)
             self._ending.wait(_LOOK_S)
 
     def _look(self) -> None:

@@ -20,8 +20,7 @@ from typing import Final, final
 from urllib.parse import unquote
 
 from paceline.errors import CheckpointError, UsageError
-from paceline.job.folders import make_private
-from paceline.job.spec import naming
+from paceline.job.folders import make_private, naming
 from paceline.snapshots.files import sync
 from paceline.snapshots.folder import Snapshot, has_any, set_aside, snapshots_in
 
@@ -37,7 +36,7 @@ _PLAIN: Final = frozenset("abcdefghijklmnopqrstuvwxyz0123456789-_")
 def write_durably(path: Path, content: bytes) -> None:
     """Replace a file, readable by this user alone; after a loss of power the old or the new one is there."""
     unfinished = path.with_name(f".{path.name}")
-    with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+    with naming(path), open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
