@@ -173,6 +173,8 @@ def test_distributed_checkpoints_and_parquet_have_the_same_values(folder: Path, 
     ("options", "problem"),
     [
         (SnapshotOptions(snapshot_every="10m"), "add --snapshots DIR"),
+        (SnapshotOptions(keep=5), "--keep is 5, and nothing says where snapshots go: add --snapshots DIR"),
+        (SnapshotOptions(keep=3, resume=Path("x")), "--keep is 3, .*: add --snapshots DIR"),
         (SnapshotOptions(snapshots=Path("x"), snapshot_every="often"), "expected auto, or a time"),
         (SnapshotOptions(snapshots=Path("x"), snapshot_every="-3s"), "expected auto, or a time"),
         (SnapshotOptions(snapshots=Path("x"), keep=0), "--keep is 0"),

@@ -28,7 +28,7 @@ def with_snapshots(spec: ClusterSpec, asked: SnapshotOptions) -> ClusterSpec:
     """
     if asked.snapshots is not None:
         folder = str(_writable(asked.snapshots.absolute()))
-        spec = replace(spec, snapshots=folder, snapshot_every_s=asked.every_s, snapshots_kept=asked.keep)
+        spec = replace(spec, snapshots=folder, snapshot_every_s=asked.every_s, snapshots_kept=asked.num_kept)
     if asked.resume is None:
         return spec
     found = _whole(asked.resume.absolute())

@@ -27,13 +27,13 @@ import msgspec
 from paceline.errors import CheckpointError, UsageError
 from paceline.job.folders import open_file
 from paceline.snapshots.files import Count, FileEntry, digest_of, sync, write_file
+from paceline.snapshots.options import DEFAULT_KEEP
 from paceline.version import __version__
 
 FORMAT: Final = "paceline snapshot 1"
 MANIFEST: Final = "manifest.json"
 MANIFEST_DIGEST: Final = "manifest.sha256"
 INDEX: Final = "model.safetensors.index.json"
-DEFAULT_KEEP: Final = 3
 MAX_MANIFEST_BYTES: Final = 256 << 20
 _PREFIX: Final = "snapshot-"
 _UNFINISHED: Final = ".unfinished-"

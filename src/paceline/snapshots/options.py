@@ -12,6 +12,7 @@ from paceline.errors import UsageError
 _SECONDS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _AUTO: Final = "auto"
 LEAST_AUTO_S: Final = 60.0
+DEFAULT_KEEP: Final = 3
 # While a snapshot is written, steps of a dense model take half as long again or more, of rows a tenth.
 _AUTO_TIMES: Final = 10.0
 
@@ -29,15 +30,20 @@ class SnapshotOptions:
         How long to wait between two, 10m or 90s for example, or auto (the default): so long that one is
         written in a tenth of the time at most.
     keep
-        How many snapshots stay; older ones are removed.
+        How many snapshots stay, by default 3; older ones are removed.
     resume
         Go on from the newest snapshot in this folder, with any number of workers and servers.
     """
 
     snapshots: Path | None = None
     snapshot_every: str | None = None
-    keep: int = 3
+    keep: int | None = None
     resume: Path | None = None
+
+    @property
+    def num_kept(self) -> int:
+        """How many snapshots stay."""
+        return DEFAULT_KEEP if self.keep is None else self.keep
 
     @property
     def every_s(self) -> float:
@@ -53,12 +59,11 @@ class SnapshotOptions:
 
     def validate(self) -> None:
         """Raise UsageError for options that do not go together, or make no sense."""
-        if self.keep < 1:
+        if self.num_kept < 1:
             raise UsageError(f"--keep is {self.keep}, expected 1 or more")
-        if self.snapshot_every is not None and self.snapshots is None:
-            raise UsageError(
-                f"--snapshot-every is {self.snapshot_every}, and nothing says where snapshots go: add --snapshots DIR"
-            )
+        for option, value in (("--snapshot-every", self.snapshot_every), ("--keep", self.keep)):
+            if value is not None and self.snapshots is None:
+                raise UsageError(f"{option} is {value}, and nothing says where snapshots go: add --snapshots DIR")
         assert self.every_s >= 0
 
 

@@ -18,7 +18,6 @@ from paceline.core.consistency import Consistency
 from paceline.core.partition import Range
 from paceline.errors import CheckpointError, DeadlineExceeded, PacelineError, UsageError
 from paceline.snapshots.folder import (
-    DEFAULT_KEEP,
     Snapshot,
     SnapshotManifest,
     SnapshotTable,
@@ -27,7 +26,7 @@ from paceline.snapshots.folder import (
     write_snapshot,
 )
 from paceline.snapshots.increments import Increments, marks_of
-from paceline.snapshots.options import LEAST_AUTO_S, auto_interval_s
+from paceline.snapshots.options import DEFAULT_KEEP, LEAST_AUTO_S, auto_interval_s
 from paceline.snapshots.reading import row_pieces, saved_dense, saved_rows, spec_of
 from paceline.snapshots.writing import CutOfTable, FolderWriter, NoBase
 from paceline.update.rows.layout import RowPiece
