@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,7 @@ from paceline.errors import UsageError
 
 Choice = bool | int | float | str
 ARGS: Final = "args"
+_YAML_PLACE: Final = re.compile(r'\s+in "<byte string>", (.+)')
 
 _FORMATS: Final[Mapping[str, ModuleType]] = {
     ".toml": as_toml,
@@ -69,15 +71,27 @@ def read_mapping(path: Path) -> dict[str, object]:
             f"{path}: reading YAML needs PyYAML, not installed here: pip install 'paceline[tune]', or write it as TOML"
         ) from error
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: a day that no month has
-        raise UsageError(f"{path} cannot be read: {error}") from error
+        raise UsageError(f"{path} cannot be read: {_in_one_line(error)}") from error
     if twice:
         raise UsageError(f"{path}: {twice}: only one of them would count, name it once")
+    if found is None:
+        raise UsageError(f"{path} is empty, expected names with values")
     if not isinstance(found, dict):
-        raise UsageError(f"{path}: expected names with values, got {type(found).__name__}")
+        raise UsageError(f"{path}: expected names with values, got {found!r:.100}")
     for name in found:
         if not isinstance(name, str):
             raise UsageError(f"{path}: expected names with values, got the name {name!r}: put it in quotes")
     return found
+
+
+def _in_one_line(error: Exception) -> str:
+    r"""Return what a parser has found; that of YAML says it in several lines, each with a place in a file without name.
+
+    >>> _in_one_line(ValueError('while parsing\n  in "<byte string>", line 1, column 4\nfound no end'))
+    'while parsing (line 1, column 4), found no end'
+    """
+    found = _YAML_PLACE.sub(r" (\1)", str(error)).replace("\n", ", ")
+    return found.replace("that cannot start any token", "that cannot start any token, such as a tab")
 
 
 def _duplicate_key(data: bytes, format_of: ModuleType) -> str:

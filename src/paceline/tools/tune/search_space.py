@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -22,6 +22,8 @@ OF_THE_RUN: Final = "run."  # prefix of a parameter that is an option of `paceli
 OURS: Final = ("config", "run-dir", "progress", "quiet", "traceback")  # options that the search sets for every trial
 MAX_COMBINATIONS: Final = 10_000
 
+_NUMBER: Final = "a number, of at most 64 bits if it is whole"
+_WHOLE_NUMBER: Final = "a whole number"
 _NAME: Final = re.compile(r"[A-Za-z][\w.-]*")
 _Whole = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
@@ -106,6 +108,27 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return [dict(zip(self.parameters, one, strict=True)) for one in product(*points)]
 
 
+# What each may be, for messages.
+_OF_SPAN: Final[Mapping[str, str]] = {
+    "low": _NUMBER,
+    "high": _NUMBER,
+    "log": "true or false",
+    "steps": f"{_WHOLE_NUMBER} of at most 64 bits",
+}
+_OF_SEARCH: Final[Mapping[str, str]] = {
+    "parameters": "names with values",
+    "method": f"one of {', '.join(get_args(Method))}",
+    "trials": _WHOLE_NUMBER,
+    "metric": f"one of {', '.join(get_args(Metric))}",
+    "direction": f"one of {', '.join(get_args(Direction))}",
+    "seed": _WHOLE_NUMBER,
+    "pruning": f"one of {', '.join(get_args(Pruning))}",
+    "every": _WHOLE_NUMBER,
+    "run": "options of `paceline run`, each with one value, such as workers: 2",
+}
+_Described = TypeVar("_Described", Span, Search)
+
+
 def read_search(told: Mapping[str, object], source: str) -> Search:
     """Return a search, given its description from a file or a call.
 
@@ -117,16 +140,15 @@ def read_search(told: Mapping[str, object], source: str) -> Search:
         >>> search.method, search.minimizes
         ('tpe', True)
     """
+    _require_known(told, _OF_SEARCH, source)
     parameters = told.get("parameters")
     if not isinstance(parameters, Mapping) or not parameters:
         raise UsageError(
-            f"{source}: there is nothing to search: expected parameters, such as lr: {{low: 0.01, high: 1}}"
+            f"{source}: there is nothing to search: expected parameters with their values, such as parameters: "
+            "{lr: {low: 0.01, high: 1}}"
         )
     specs = {str(name): _read_parameter(str(name), value, source) for name, value in parameters.items()}
-    try:
-        search = msgspec.convert({**told, "parameters": {}}, Search)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"{source}: {error}") from error
+    search = _convert({**told, "parameters": {}}, Search, _OF_SEARCH, source, strict=True)
     options = {option_name(name): value for name, value in search.run.items()}
     if len(options) < len(search.run):
         twice = _first_twice(map(option_name, search.run))
@@ -140,20 +162,62 @@ def _read_parameter(name: str, told: object, source: str) -> Span | tuple[Choice
     where = f"{source}: parameter '{name}'"
     if not _NAME.fullmatch(name):
         raise UsageError(f"{where}: a name has letters, digits, dots, dashes and underscores, and begins with a letter")
+    if isinstance(told, Mapping):
+        span = _read_span(told, where)
+        _check_span(span, where)
+        return span
     try:
-        if isinstance(told, Mapping):
-            span = msgspec.convert(told, Span, strict=False)  # PyYAML takes 1e-4 for text
-            _check_span(span, where)
-            return span
         choices = msgspec.convert(told, tuple[Choice, ...])
     except msgspec.ValidationError as error:
-        raise UsageError(f"{where}: {error}; expected a list of values, or low and high") from error
+        raise UsageError(
+            f"{where} is {_shown(told)}, expected a list of values, each a number, a text, true or false, or low and "
+            "high"
+        ) from error
     twice = [choice for place, choice in enumerate(choices) if choice in choices[:place]]  # True is 1, for Optuna too
     if not choices or twice:
         raise UsageError(f"{where}: expected different values, got {f'{twice[0]} twice' if twice else 'none'}")
     if any(isinstance(choice, float) and not math.isfinite(choice) for choice in choices):
         raise UsageError(f"{where}: expected numbers that are finite, got {list(choices)}")
     return choices
+
+
+def _read_span(told: Mapping[str, object], where: str) -> Span:
+    _require_known(told, _OF_SPAN, where)
+    for name in ("low", "high"):
+        if name not in told:
+            raise UsageError(f"{where}: {name} is missing: expected low and high, or a list of values")
+    return _convert(told, Span, _OF_SPAN, where, strict=False)  # PyYAML takes 1e-4 for text
+
+
+def _require_known(told: Mapping[str, object], expected: Mapping[str, str], where: str) -> None:
+    """Raise UsageError for a name that means nothing here."""
+    unknown = [name for name in told if name not in expected]
+    if unknown:
+        raise UsageError(f"{where}: '{unknown[0]}' is not known here, expected {', '.join(expected)}")
+
+
+def _convert(
+    told: Mapping[str, object], kind: type[_Described], expected: Mapping[str, str], where: str, *, strict: bool
+) -> _Described:
+    """Return what is described, whose names are known and there; raises UsageError for a value that does not fit."""
+    for field in msgspec.structs.fields(kind):
+        try:
+            if field.name in told:
+                msgspec.convert(told[field.name], field.type, strict=strict)
+        except msgspec.ValidationError as error:
+            raise UsageError(
+                f"{where}: {field.name} is {_shown(told[field.name])}, expected {expected[field.name]}"
+            ) from error
+    return msgspec.convert(told, kind, strict=strict)
+
+
+def _shown(value: object) -> str:
+    """Return a value as a message has it.
+
+    >>> _shown(None), _shown("x")
+    ('empty', "'x'")
+    """
+    return "empty" if value is None else f"{value!r:.100}"
 
 
 def _check_span(span: Span, where: str) -> None:
