@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from tests.tidy.tree import ROOT
 
 from paceline import cli
 from paceline.errors import PeerError
@@ -165,6 +167,31 @@ def test_the_module_is_the_command() -> None:
 
     assert result.returncode == 2
     assert result.stderr.startswith("paceline: there is no script /nowhere/train.py")
+
+
+# Ctrl-C arrives while what the command line needs is imported.
+INTERRUPTED = """
+import runpy, signal, sys
+class Interrupt:
+    def find_spec(self, name, path, target=None):
+        if name == "cyclopts":
+            signal.raise_signal(signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupt())
+"""
+
+
+@pytest.mark.parametrize("how", ["module", "command"])
+def test_a_command_that_is_interrupted_while_it_is_imported_ends_without_a_traceback(how: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, _, function = project["scripts"]["paceline"].partition(":")
+    run = {
+        "module": "runpy.run_module('paceline', run_name='__main__')",
+        "command": f"from {module} import {function}; {function}()",  # as an installer writes it
+    }
+    result = subprocess.run([sys.executable, "-c", INTERRUPTED + run[how]], capture_output=True, text=True, check=False)
+
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 
 def completions(line: str, folder: Path) -> list[str]:
