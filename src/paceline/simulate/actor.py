@@ -101,6 +101,7 @@ class SimulatedWorker:
     leaving: bool = False
     left: bool = False
     failed: str = ""
+    alarm: float | None = None
     paused_until: float = 0.0
     waited_s: float = 0.0
     finished_at: float = 0.0  # when its newest clock was finished
@@ -119,7 +120,6 @@ class SimulatedWorker:
     _unanswered: dict[PushId, set[int]] = field(default_factory=dict[PushId, set[int]])
     _asked: dict[str, int] = field(default_factory=dict[str, int])  # the clock of the last read, by table
     _reading: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])  # reads whose values have yet to come
-    _alarm: float | None = None
 
     def __post_init__(self) -> None:
         """Make the core."""
@@ -172,20 +172,7 @@ class SimulatedWorker:
         self.world.record(f"worker {self.worker}.{self.incarnation}", event, effects)
         for effect in effects:
             self._perform(effect)
-        self._set_alarm()
-
-    def _set_alarm(self) -> None:
-        deadline = self.core.next_deadline()
-        if deadline is None or (self._alarm is not None and self._alarm <= deadline):
-            return
-        self._alarm = alarm = max(self.world.now, deadline)
-
-        def ring() -> None:
-            if self._alarm == alarm:  # else an earlier one has replaced it
-                self._alarm = None
-                self._ring()
-
-        self.world.at(alarm - self.world.now, ring)
+        self.world.set_alarm(self, self._ring)
 
     def _ring(self) -> None:
         if self.paused_until > self.world.now:
@@ -195,7 +182,7 @@ class SimulatedWorker:
         if deadline is not None and deadline <= self.world.now:
             self._handle(Timeout())
         else:
-            self._set_alarm()
+            self.world.set_alarm(self, self._ring)
 
     def _perform(self, effect: WorkerEffect) -> None:
         match effect:

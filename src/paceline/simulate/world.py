@@ -192,6 +192,20 @@ class World:
         self._sent += 1
         heapq.heappush(self._heap, (due, self._sent, action))
 
+    def set_alarm(self, owner: SimulatedWorker | _Server, ring: Callable[[], None]) -> None:
+        """Have `ring` called at the next deadline of the owner's core; an earlier deadline replaces a later one."""
+        deadline = owner.core.next_deadline()
+        if deadline is None or (owner.alarm is not None and owner.alarm <= deadline):
+            return
+        owner.alarm = alarm = max(self.now, deadline)
+
+        def go_off() -> None:
+            if owner.alarm == alarm:  # else an earlier one has replaced it
+                owner.alarm = None
+                ring()
+
+        self.at(alarm - self.now, go_off)
+
     def record(self, name: str, event: object, effects: object) -> None:
         """Add a line to the trace, if one is kept."""
         if self.trace is not None:
@@ -356,7 +370,7 @@ class World:
         self._note_bounds(server, event, effects)
         for effect in effects:
             self._perform(server, entry, effect)
-        self._set_alarm(server, entry)
+        self.set_alarm(entry, lambda: self._ring(server, entry))
 
     def _note_bounds(self, server: int, event: ServerEvent, effects: list[ServerEffect]) -> None:
         """Record where bounds move, and then which pulls come: those of a step follow its tick."""
@@ -367,25 +381,12 @@ class World:
         for pull in pulls:
             self.histories[pull.table].admitted(server, pull)
 
-    def _set_alarm(self, server: int, entry: _Server) -> None:
-        deadline = entry.core.next_deadline()
-        if deadline is None or (entry.alarm is not None and entry.alarm <= deadline):
-            return
-        entry.alarm = alarm = max(self.now, deadline)
-
-        def ring() -> None:
-            if entry.alarm == alarm:  # else an earlier one has replaced it
-                entry.alarm = None
-                self._ring(server, entry)
-
-        self.at(alarm - self.now, ring)
-
     def _ring(self, server: int, entry: _Server) -> None:
         deadline = entry.core.next_deadline()
         if deadline is not None and deadline <= self.now:
             self._to_server(server, Timeout())
         else:
-            self._set_alarm(server, entry)
+            self.set_alarm(entry, lambda: self._ring(server, entry))
 
     # -- effects of servers ------------------------------------------------------------------------------------------
 
