@@ -17,13 +17,12 @@ from tests.serve.daemon import Daemon, daemon
 import paceline
 from paceline.api.session import Session
 from paceline.core.messages import Left, WorkerRefused
-from paceline.errors import ConnectionLost, PeerError, Refused, UsageError
+from paceline.errors import PeerError, Refused, UsageError
 from paceline.serve.access import ClientCredentials, ServeUrl
 from paceline.serve.client import NamespaceTransport, addresses_of
 from paceline.serve.messages import EnterFrame, NamespaceStanding, decode_answer
-from paceline.serve.namespace import HandoffQueue, Namespace
+from paceline.serve.namespace import Namespace
 from paceline.server.connections import Connections
-from paceline.transport import MemoryTransport
 from paceline.transport.base import Connection
 from paceline.versions.places import find_places
 from paceline.wire.messages import Hello, encode
@@ -392,21 +391,6 @@ def test_a_namespace_without_clients_that_the_disk_does_not_take_is_not_tried_at
         assert namespace._due_s < time.monotonic() + 11.0  # not an hour
         namespace._due_s = 0.0
         served.wait_empty()
-
-
-@pytest.mark.parametrize("is_early", [True, False])
-def test_a_connection_that_is_handed_to_a_namespace_as_it_ends_is_ended(is_early: bool) -> None:
-    transport = MemoryTransport()
-    listener, queue = transport.listen("memory://gateway"), HandoffQueue("namespace 'job'")
-    client = transport.connect(listener.address, b"", timeout_s=10.0)
-    steps = [lambda: queue.hand_over(listener.accept(timeout_s=10.0)), queue.close]
-    for step in steps if is_early else reversed(steps):
-        step()
-    with pytest.raises(ConnectionLost):
-        client.receive(timeout_s=10.0)
-    with pytest.raises(ConnectionLost, match="namespace 'job' is closed"):
-        queue.accept(timeout_s=10.0)
-    listener.close()
 
 
 def test_a_client_has_left_though_the_answer_is_lost_and_its_namespace_has_ended(

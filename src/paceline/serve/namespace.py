@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -47,8 +46,8 @@ from paceline.server.tables import ServerState
 from paceline.snapshots.folder import snapshots_in
 from paceline.snapshots.increments import Increments
 from paceline.snapshots.options import LEAST_AUTO_S, auto_interval_s
+from paceline.transport.accept_queue import AcceptQueue
 from paceline.transport.base import EMPTY, AllocateBody, Connection, Frame, MeasuresSilence, PeerIdentity
-from paceline.transport.deadline import seconds
 from paceline.update.lasting import Record
 from paceline.wire.malformed import REQUEST_ERRORS, describe_error
 from paceline.wire.messages import Hello, decode, encode
@@ -141,45 +140,6 @@ class NamespaceConnection:
                 refusal = WorkerRefused(Sender(hello.generation, hello.rank, hello.incarnation), reason)
                 self.send(encode(refusal), timeout_s=_REFUSAL_TIMEOUT_S)
         self.close()
-
-
-@final
-class HandoffQueue:
-    """A `Listener` whose connections come from the gateway."""
-
-    def __init__(self, address: str) -> None:
-        self.address: Final = address
-        self._changed = threading.Condition()
-        self._waiting: deque[Connection] = deque()
-        self._closed = False
-
-    def hand_over(self, connection: Connection) -> None:
-        """Queue a connection for `accept`; after `close` it is ended."""
-        with self._changed:
-            if not self._closed:
-                self._waiting.append(connection)
-                self._changed.notify_all()
-                return
-        connection.close()
-
-    def accept(self, *, timeout_s: float) -> Connection:
-        """Wait for the next connection; see `Listener.accept`."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._closed or bool(self._waiting), timeout_s):
-                raise DeadlineExceeded(f"waited {seconds(timeout_s)} for a client of {self.address}; none came")
-            if self._closed:
-                raise ConnectionLost(f"{self.address} is closed")
-            return self._waiting.popleft()
-
-    def close(self) -> None:
-        """Accept no more, and end the connections in the queue. Idempotent."""
-        with self._changed:
-            self._closed = True
-            left = list(self._waiting)
-            self._waiting.clear()
-            self._changed.notify_all()
-        for connection in left:
-            connection.close()
 
 
 class NamespaceConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -303,7 +263,7 @@ class Namespace:
         self._head: NamespaceConnection | None = None
         self._beside = b""  # what the head has said of its admission
         self._workers = workers
-        self._handoffs = HandoffQueue(f"namespace '{name}'")
+        self._handoffs = AcceptQueue[Connection](f"namespace '{name}'")
         self._changed = threading.Condition()
         # Guarded by `_changed`. The node exists while it serves; the calls are those that wait for it.
         self._node: ServerNode | None = None
@@ -336,12 +296,12 @@ class Namespace:
 
     def hand_over(self, admitted: NamespaceConnection) -> None:
         """Serve an admitted client."""
-        self._handoffs.hand_over(admitted)
+        self._handoffs.put(admitted)
 
     def follow(self, head: NamespaceConnection) -> None:
         """Do what the head says; called once, where this server has the replica."""
         self._head = head
-        self._handoffs.hand_over(head)
+        self._handoffs.put(head)
 
     @property
     def is_followed(self) -> bool:

@@ -1,7 +1,7 @@
 """Carries frames over memory, shared memory, TCP or TLS; knows no message.
 
-Other folders use `base`, `buffer_pool`, `buffers`, `carrier`, `deadline`, `file_watch`, `frames`, `lasting_memory`,
-`memory`, `peer_identity`, `poller`, `segments`, `shm`, `tcp`, `tls`.
+Other folders use `accept_queue`, `base`, `buffer_pool`, `buffers`, `carrier`, `deadline`, `file_watch`, `frames`,
+`lasting_memory`, `memory`, `peer_identity`, `poller`, `segments`, `shm`, `tcp`, `tls`.
 """
 
 from paceline.transport.base import EMPTY, AllocateBody, Connection, Credentials, Frame, Limits, Listener, Transport

@@ -14,17 +14,18 @@ import select
 import socket
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Final, final
 
-from paceline.errors import ConnectionLost, DeadlineExceeded, PacelineError, PeerError
+from paceline.errors import PacelineError, PeerError
+from paceline.transport.accept_queue import AcceptQueue
 from paceline.transport.base import Limits
 from paceline.transport.channel import OutOfTime, SocketChannel
-from paceline.transport.deadline import Deadline, seconds
+from paceline.transport.deadline import Deadline
 from paceline.transport.handshake import Handshake, HandshakeResult
 from paceline.transport.rate_limited_log import Notice, RateLimitedLog
 from paceline.transport.stream import StreamConnection
@@ -81,7 +82,7 @@ class StreamListener:
         self._limited_log = RateLimitedLog(notice)
         self._changed = threading.Condition()
         self._shaking: dict[_Client, None] = {}  # in the order of their beginning
-        self._arrived: deque[StreamConnection] = deque()
+        self._arrived = AcceptQueue[StreamConnection](address)
         self._closed = False
         # Used by the listening thread alone: clients that have said nothing, by descriptor, and those that wait for a
         # place to shake hands in, both in the order of their coming; and the threads of handshakes.
@@ -102,12 +103,7 @@ class StreamListener:
 
     def accept(self, *, timeout_s: float) -> StreamConnection:
         """Wait for the next connection; see `Listener.accept`."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._closed or bool(self._arrived), timeout_s):
-                raise DeadlineExceeded(f"waited {seconds(timeout_s)} for a connection at {self.address}; none came")
-            if self._closed:
-                raise ConnectionLost(f"the listener at {self.address} was closed")
-            return self._arrived.popleft()
+        return self._arrived.accept(timeout_s=timeout_s)
 
     def close(self) -> None:
         """Stop listening; see `Listener.close`."""
@@ -116,6 +112,7 @@ class StreamListener:
                 return
             self._closed = True
             self._changed.notify_all()
+        self._arrived.close()
         os.eventfd_write(self._wake, 1)
         self._thread.join()
         self._socket.close()
@@ -128,9 +125,6 @@ class StreamListener:
         for thread in self._greeters:
             thread.join()
         os.close(self._wake)
-        for connection in self._arrived:
-            connection.close()
-        self._arrived.clear()
         self._limited_log.tell_rest()
 
     def _listen(self) -> None:
@@ -272,13 +266,12 @@ class StreamListener:
                 self._complain(error, f"{client.name} was turned away: {_reason(error)}")
         with self._changed:
             del self._shaking[client]
-            if connection is not None and not self._closed:
-                self._arrived.append(connection)
-            else:
+            if connection is None:
                 client.channel.close()
-            self._changed.notify_all()
             if not self._closed:
                 os.eventfd_write(self._wake, 1)
+        if connection is not None:
+            self._arrived.put(connection)
 
     def _complain(self, error: Exception, text: str) -> None:
         if not self._limited_log.add(type(error).__name__, text):

@@ -10,6 +10,7 @@ from itertools import count
 from typing import Final, NamedTuple, final
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
+from paceline.transport.accept_queue import AcceptQueue
 from paceline.transport.base import EMPTY, NO_IDENTITY, AllocateBody, Frame, Limits, check_identity, strip_scheme
 from paceline.transport.buffers import check_size, copied, destination, flat, fresh_buffer, map_private
 from paceline.transport.deadline import seconds
@@ -296,37 +297,20 @@ class MemoryListener:
     def __init__(self, address: str, transport: "MemoryTransport") -> None:
         self.address: Final = address
         self._transport = transport
-        self._arrived: deque[MemoryConnection] = deque()
-        self._changed = threading.Condition()
-        self._closed = False
+        self._arrived = AcceptQueue[MemoryConnection](address)
 
     def accept(self, *, timeout_s: float) -> MemoryConnection:
         """Wait for the next connection; see `Listener.accept`."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._closed or bool(self._arrived), timeout_s):
-                raise DeadlineExceeded(f"waited {seconds(timeout_s)} for a connection at {self.address}; none came")
-            if self._closed:
-                raise ConnectionLost(f"the listener at {self.address} was closed")
-            return self._arrived.popleft()
+        return self._arrived.accept(timeout_s=timeout_s)
 
     def close(self) -> None:
         """Stop listening; see `Listener.close`."""
-        with self._changed:
-            self._closed = True
-            waiting = list(self._arrived)
-            self._arrived.clear()
-            self._changed.notify_all()
-        for connection in waiting:
-            connection.close()
+        self._arrived.close()
         self._transport.forget(self)
 
     def offer(self, connection: MemoryConnection) -> bool:
         """Hand over the listening side's end; False when closed."""
-        with self._changed:
-            if not self._closed:
-                self._arrived.append(connection)
-                self._changed.notify_all()
-            return not self._closed
+        return self._arrived.put(connection)
 
 
 @final
