@@ -34,6 +34,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional
 
+from paceline.update.dtypes import dtype_name
 from paceline.wire.deltas import WordBytes, apply_delta, apply_difference, encode_delta, encode_difference
 from paceline.wire.versions import CHUNK_BYTES
 
@@ -243,7 +244,7 @@ class Increment:
         same_chunks = [base[start : start + CHUNK_BYTES] == now[start : start + CHUNK_BYTES] for start in starts]
         sent = {name: Sent.of(way, base, now, word_bytes, rounds) for name, way in WAYS.items()}
         same = float(np.mean(words[0] == words[1]))
-        dtype = str(new.dtype).removeprefix("torch.")
+        dtype = dtype_name(new.dtype)
         return Increment(model, rule, dtype, steps, len(now), float(np.mean(same_chunks)), same, sent)
 
     def __str__(self) -> str:

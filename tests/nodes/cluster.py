@@ -29,8 +29,8 @@ from paceline.transport import (
     TcpTransport,
     Transport,
 )
+from paceline.update.dtypes import torch_dtype
 from paceline.update.named_rules import Add
-from paceline.update.placement import torch_dtype
 from paceline.update.rules import RuleSpec
 from paceline.update.table import Scale, Segment, TableSpec
 from paceline.wire.requests import AwaitValues, Initialise
@@ -211,7 +211,7 @@ def open_table(node: WorkerNode, spec: TableSpec, first: Tensor | None = None) -
     """Open a table as a session does: worker 0 gives the first values, all wait for them."""
     cache = DenseClient.open(node.context, spec).cache
     if node.settings.sender.worker == 0:
-        values = torch.zeros(spec.numel, dtype=torch_dtype(spec)) if first is None else first
+        values = torch.zeros(spec.numel, dtype=torch_dtype(spec.dtype)) if first is None else first
         parts = [memoryview(cache.part(values, span.server).numpy()).cast("B") for span in cache.spans]
         node.rpc.call_all(lambda number: Initialise(number, spec.name), "initialise", parts)
     node.rpc.call_all(lambda number: AwaitValues(number, spec.name), "first values")

@@ -61,6 +61,13 @@ def test_few_modules_stand_at_the_root() -> None:
     assert len(modules) <= MAX_ROOT_MODULES, modules
 
 
+def test_dtypes_and_their_names_are_converted_in_one_module() -> None:
+    home = SOURCE / "update" / "dtypes.py"
+    sources = [path for path in python_files("src") if path.is_relative_to(SOURCE)]
+    converting = re.compile(r"""removeprefix\(["']torch\.["']\)|getattr\(torch, [\w.]*dtype""")
+    assert [path for path in sources if converting.search(path.read_text())] == [home]
+
+
 def test_every_folder_says_first_what_is_in_it() -> None:
     silent: list[str] = []
     for folder in {path.parent for path in python_files("src") if path.is_relative_to(SOURCE)}:

@@ -18,6 +18,7 @@ from paceline.core.calls import checked, checked_late
 from paceline.core.consistency import Consistency
 from paceline.errors import NoWeight, UsageError
 from paceline.training.embedding_gradients import EmbeddingLookup
+from paceline.update.dtypes import dtype_name
 from paceline.update.rates import divided
 from paceline.update.rows.spec import FilterSpec, First, Lifecycle
 from paceline.update.rules import RuleSpec
@@ -414,7 +415,7 @@ def _dtype(dtype: torch.dtype | None) -> DType:
         raise UsageError(
             f"an embedding's dtype is {brief(dtype)}, expected a dtype of torch, torch.float32 for example."
         )
-    return cast("DType", str(dtype or torch.get_default_dtype()).removeprefix("torch."))
+    return cast("DType", dtype_name(dtype or torch.get_default_dtype()))
 
 
 def _described(lookup: EmbeddingLookup, num: int | None) -> str:

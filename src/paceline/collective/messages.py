@@ -21,9 +21,10 @@ from paceline.collective.failures import FailureReports
 from paceline.collective.group import NEVER, WorkerSet, connect_members, group_of
 from paceline.collective.operations import values_of
 from paceline.collective.process_group import OwnGroup
-from paceline.collective.signature import NUM_WORDS, CallSignature, name_of
+from paceline.collective.signature import NUM_WORDS, CallSignature
 from paceline.errors import PeerError, UsageError
 from paceline.torch_private import Store
+from paceline.update.dtypes import dtype_name
 from paceline.worker.validation import brief
 from paceline.worker.waits import About
 
@@ -122,8 +123,8 @@ class _Pair:
             return found
         if (like.dtype, like.shape) != (found.dtype, found.shape):
             raise UsageError(
-                f"worker {self.worker_set.rank}, {what}: expected {name_of(like.dtype)} {tuple(like.shape)}, got "
-                f"{name_of(found.dtype)} {call.shape}."
+                f"worker {self.worker_set.rank}, {what}: expected {dtype_name(like.dtype)} {tuple(like.shape)}, got "
+                f"{dtype_name(found.dtype)} {call.shape}."
             )
         return found.to(like.device)
 

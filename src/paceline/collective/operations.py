@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from paceline.collective.call_queue import QueuedCall
-from paceline.collective.signature import MOVED_ALONE, Op, name_of
+from paceline.collective.signature import MOVED_ALONE, Op
 from paceline.errors import UsageError
 from paceline.torch_private import AllgatherOptions, AllreduceOptions, BroadcastOptions, ReduceOptions
+from paceline.update.dtypes import dtype_name
 
 # Dtypes that Gloo cannot add, or would round after each addition, are added as another dtype and rounded once.
 _ADDED_AS: Final = {
@@ -37,7 +38,9 @@ def require_reducible(tensor: Tensor, op: Op, pattern: str) -> None:
     whole = not (tensor.is_floating_point() or tensor.is_complex())
     sums = ("sum", "mean")
     if tensor.dtype in MOVED_ALONE or (whole and op == "mean"):
-        raise UsageError(f"{pattern} ({op}) got a tensor of {name_of(tensor.dtype)}: convert it first, .double() say.")
+        raise UsageError(
+            f"{pattern} ({op}) got a tensor of {dtype_name(tensor.dtype)}: convert it first, .double() say."
+        )
     if op not in sums and (tensor.is_complex() or tensor.layout != torch.strided):
         kind = "complex" if tensor.is_complex() else "sparse"
         raise UsageError(f"{pattern} ({op}) got a {kind} tensor, which has only {' and '.join(sums)}.")

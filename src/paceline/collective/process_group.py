@@ -26,6 +26,7 @@ from paceline.collective.torch_backend import NAME
 from paceline.errors import PeerError, UsageError
 from paceline.torch_private import AllgatherOptions
 from paceline.transport.deadline import Deadline
+from paceline.update.dtypes import dtype_name
 
 Options = Any  # torch has a class of them for each call
 
@@ -591,7 +592,7 @@ def _require_alike(tensors: Sequence[Tensor]) -> None:
     """Raise UsageError unless tensors have one dtype and number of values."""
     kinds = {(tensor.dtype, tensor.numel()) for tensor in tensors}
     if len(kinds) > 1:
-        told = " and ".join(sorted(f"{size} x {str(dtype).removeprefix('torch.')}" for dtype, size in kinds))
+        told = " and ".join(sorted(f"{size} x {dtype_name(dtype)}" for dtype, size in kinds))
         raise UsageError(f"a call got tensors of {told}, expected as many values of one dtype of each worker.")
 
 

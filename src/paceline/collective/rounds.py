@@ -24,6 +24,7 @@ from paceline.collective.peers import ROUND_TAG, SEGMENT_TAG, Peers
 from paceline.errors import PeerError, UsageError
 from paceline.transport.base import EMPTY
 from paceline.transport.deadline import Deadline
+from paceline.update.dtypes import dtype_name
 
 # Small enough that the slots of some workers stay in the cache between being filled and being taken.
 SLOT_BYTES: Final = 1 << 21
@@ -76,7 +77,7 @@ class Call(msgspec.Struct, frozen=True):
         """Return an encoded call in words; it comes from another process and may hold any numbers."""
         kind, dtype, num_elements, how = _CALL.unpack(encoded)
         name = KINDS[kind] if 0 <= kind < len(KINDS) else "an unknown call"
-        of = str(DTYPES[dtype]).removeprefix("torch.") if 0 <= dtype < len(DTYPES) else "another dtype"
+        of = dtype_name(DTYPES[dtype]) if 0 <= dtype < len(DTYPES) else "another dtype"
         return name if name in ("barrier", "refused") else f"{name} of {num_elements} x {of} ({how})"
 
 

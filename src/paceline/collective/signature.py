@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from paceline.errors import UsageError
+from paceline.update.dtypes import dtype_name
 
 Pattern = Literal[
     "broadcast", "reduce", "all_reduce", "all_gather", "backward", "update", "trained", "step", "forward", "send"
@@ -66,8 +67,8 @@ class CallSignature(msgspec.Struct, frozen=True):
         """
         if tensor.dtype not in _DTYPES or tensor.ndim > _MAX_DIMS:
             raise UsageError(
-                f"{pattern} got a tensor of {name_of(tensor.dtype)} with {tensor.ndim} dimensions, expected one of "
-                f"{', '.join(map(name_of, _DTYPES))} with at most {_MAX_DIMS}."
+                f"{pattern} got a tensor of {dtype_name(tensor.dtype)} with {tensor.ndim} dimensions, expected one of "
+                f"{', '.join(map(dtype_name, _DTYPES))} with at most {_MAX_DIMS}."
             )
         call = CallSignature(0, pattern, op, root, tensor.dtype, tuple(tensor.shape))
         if tensor.layout == torch.strided:
@@ -102,10 +103,10 @@ class CallSignature(msgspec.Struct, frozen=True):
         if self.pattern == "trained":
             return "forward of an all-reduced model after requires_grad has changed"
         if self.pattern == "step":
-            return f"step of {self.root} micro-batches of {name_of(self.dtype)} {self.shape}"
+            return f"step of {self.root} micro-batches of {dtype_name(self.dtype)} {self.shape}"
         sparse = f" with {self.sparse_dim} sparse dimensions" if self.sparse_dim else ""
         root = {"broadcast": f" from worker {self.root}", "reduce": f" to worker {self.root}"}.get(self.pattern, "")
-        return f"{self.pattern}{op} of {name_of(self.dtype)} {self.shape}{sparse}{root}"
+        return f"{self.pattern}{op} of {dtype_name(self.dtype)} {self.shape}{sparse}{root}"
 
     @property
     def where(self) -> str:
@@ -128,8 +129,3 @@ def require_same(own: CallSignature, calls: Sequence[CallSignature], rank: int) 
 def _comparable(call: CallSignature) -> CallSignature:
     """Return a call without the fields that may differ between workers."""
     return replace(call, num_values=0, weight=0.0, digest=0)
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """Return what a dtype is called: "float32"."""
-    return str(dtype).removeprefix("torch.")

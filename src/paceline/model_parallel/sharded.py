@@ -22,6 +22,7 @@ from paceline.errors import UsageError
 from paceline.model_parallel.split_layers import RankShare
 from paceline.torch_private import is_view, tree_map_only
 from paceline.transport.buffers import fresh_buffer
+from paceline.update.dtypes import dtype_name
 
 Guard = Callable[[], AbstractContextManager[None]]
 
@@ -112,7 +113,7 @@ def shard_fully(
         UsageError: a model without parameters, with several dtypes, or that is sharded.
     """
     parameters = list(model.parameters())
-    dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
+    dtypes = {dtype_name(parameter.dtype) for parameter in parameters}
     if len(dtypes) != 1 or is_sharded(model):
         what = "is sharded already" if is_sharded(model) else f"has parameters of {' and '.join(dtypes) or 'no dtype'}"
         raise UsageError(

@@ -44,11 +44,12 @@ from paceline.transport.buffer_pool import Buffer, BufferPool, ExactAllocator
 from paceline.transport.buffers import LentMemory, fresh_buffer
 from paceline.update.clipping import CLIP_NORM
 from paceline.update.cuts import TableCut
+from paceline.update.dtypes import torch_dtype
 from paceline.update.factors import MatrixPart, matrix_parts, packed_elements, unpack
 from paceline.update.kernels import Kernel
 from paceline.update.lasting import ShardMemory
 from paceline.update.named_rules import resolve
-from paceline.update.placement import as_tensor, spans, torch_dtype
+from paceline.update.placement import as_tensor, spans
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.rules import Hyper, UpdateRule
 from paceline.update.shard import Contribution, Shard
@@ -141,7 +142,7 @@ class ServedDenseTable:
         """Allocate the values and create the rule."""
         spec, host = self.spec, self.host
         transport, server = host.transport, host.settings.server
-        self.consistency, self._dtype = Consistency.parse(spec.consistency), torch_dtype(spec)
+        self.consistency, self._dtype = Consistency.parse(spec.consistency), torch_dtype(spec.dtype)
         rule = resolve(spec.rule, host.allowed_paths)  # first: imports nothing that is not allowed
         parts = spans(spec, host.settings)
         size_bytes = parts[server].length * self._dtype.itemsize

@@ -17,6 +17,7 @@ from paceline.core.partition import Range
 from paceline.errors import CheckpointError, PeerError, UsageError
 from paceline.snapshots.folder import Snapshot, SnapshotTable
 from paceline.snapshots.tensor_files import TensorFile
+from paceline.update.dtypes import torch_dtype
 from paceline.update.rows.layout import IDS, RowPiece
 from paceline.update.rows.spec import RowTableSpec, row_differences
 from paceline.update.rules import Hyper
@@ -97,7 +98,7 @@ class SavedDense:
         """Return what a server with this range loads; see `Shard.load_state`. It copies the values of the range."""
         pieces, found = cut(self.spec, span), dict[str, Tensor]()
         values = [piece.cut(self._whole_of(piece)).reshape(-1) for piece in pieces]
-        found[VALUES] = torch.cat(values) if values else torch.empty(0, dtype=getattr(torch, self.spec.dtype))
+        found[VALUES] = torch.cat(values) if values else torch.empty(0, dtype=torch_dtype(self.spec.dtype))
         for piece in pieces:
             shape = self.spec.segments[piece.segment].shape
             for name, state in self.states(piece.segment).items():

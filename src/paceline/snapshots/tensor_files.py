@@ -15,28 +15,17 @@ from torch import Tensor
 
 from paceline.errors import CheckpointError
 from paceline.job.folders import open_file
+from paceline.update.dtypes import SAFETENSORS_NAMES, torch_dtype
 
 _MAX_HEADER_BYTES: Final = 100_000_000  # as safetensors itself allows
-_NAMES: Final = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-_DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, dtype) for dtype, name in _NAMES.items()}
+_DTYPES: Final = {theirs: torch_dtype(name) for name, theirs in SAFETENSORS_NAMES.items()}
 
 
 def dtype_of(name: str) -> torch.dtype:
     """Return a dtype by its name in torch; raises CheckpointError for one that no file has."""
-    if name not in _NAMES:
+    if name not in SAFETENSORS_NAMES:
         raise CheckpointError(f"a tensor of dtype '{name[:40]}' cannot be in a snapshot")
-    return _DTYPES[_NAMES[name]]
+    return torch_dtype(name)
 
 
 def header_of(tensors: Sequence[tuple[str, str, Sequence[int]]], about: Mapping[str, str]) -> bytes:
@@ -45,7 +34,7 @@ def header_of(tensors: Sequence[tuple[str, str, Sequence[int]]], about: Mapping[
     end = 0
     for name, dtype, shape in tensors:
         start, end = end, end + torch.Size(shape).numel() * dtype_of(dtype).itemsize
-        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        entries[name] = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = msgspec.json.encode(entries)
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

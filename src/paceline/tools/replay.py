@@ -97,13 +97,14 @@ def _shown(moment: "Moment", table: str | None) -> list[str]:
     if table is None:
         return []
     from paceline.launch.replaying import tensors_of
+    from paceline.update.dtypes import dtype_name
 
     lines: list[str] = []
     for name, tensor in tensors_of(moment, table).items():
         flat = tensor.flatten()
         some = ", ".join(f"{number:.6g}" for number in flat[:_SHOWN].tolist())
         more = ", ..." if len(flat) > _SHOWN else ""
-        lines.append(f"  {table}.{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}: {some}{more}")
+        lines.append(f"  {table}.{name} {tuple(tensor.shape)} {dtype_name(tensor.dtype)}: {some}{more}")
         if tensor.is_floating_point() and len(flat):
             lines.append(
                 f"    from {flat.min():.6g} to {flat.max():.6g}, mean {flat.double().mean():.6g}, "

@@ -23,17 +23,13 @@ from paceline.errors import UsageError
 from paceline.torch_private import version_of
 from paceline.training.device_copies import DeviceCopies
 from paceline.training.hooks import call_if_alive
-from paceline.update.table import DType, Segment, position_hint, positional_name
+from paceline.update.dtypes import dtype_name, torch_dtype
+from paceline.update.table import TABLE_DTYPES, DType, Segment, position_hint, positional_name
 from paceline.worker.cache import Readable, TableCache
 from paceline.worker.table import Table
 
 # Of tensors that can lie in a table.
-_DTYPES: dict[torch.dtype, DType] = {
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-}
+_DTYPES: dict[torch.dtype, DType] = {torch_dtype(name): name for name in TABLE_DTYPES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +67,7 @@ class FlatParameters:
         for name, tensor in named.items():
             first_of.setdefault(tensor.dtype, name)
         if len(first_of) != 1 or not first_of.keys() <= _DTYPES.keys():
-            found = ", ".join(f"{str(dtype).removeprefix('torch.')} ('{name}')" for dtype, name in first_of.items())
+            found = ", ".join(f"{dtype_name(dtype)} ('{name}')" for dtype, name in first_of.items())
             raise UsageError(
                 f"the tensors of one table have the dtypes {found or 'of nothing: there are none'}; expected one of "
                 f"{', '.join(_DTYPES.values())} for all. {_advice(first_of)}"
@@ -100,7 +96,7 @@ class FlatParameters:
 
     def empty(self) -> Tensor:
         """Return an uninitialised flat vector."""
-        return torch.empty(self.numel, dtype=getattr(torch, self.dtype), device="cpu")
+        return torch.empty(self.numel, dtype=torch_dtype(self.dtype), device="cpu")
 
     def pack_values(self, out: Tensor) -> None:
         """Copy the tensors into a flat vector."""

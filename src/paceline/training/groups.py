@@ -21,6 +21,7 @@ from paceline.training.fsdp import FullySharded
 from paceline.training.model_checks import require_own_memory
 from paceline.training.state import checked_by_all, hyperparameters, numbered_for, optimizer_over
 from paceline.training.strategy import Distributed, HeldTensor, Settings, Strategy, TrainingJob, require_fresh
+from paceline.update.dtypes import dtype_name
 from paceline.update.table import Segment
 
 _WHOLE: Final = frozenset({"state", "param_groups"})  # keys that the state_dict of every optimizer has
@@ -126,7 +127,7 @@ class GroupShare(msgspec.Struct, frozen=True):
         if len(found) == 1:
             return [self]
         return [
-            replace(self, patterns=f"{self.patterns}.{str(dtype).removeprefix('torch.')}", indices=tuple(indices))
+            replace(self, patterns=f"{self.patterns}.{dtype_name(dtype)}", indices=tuple(indices))
             for dtype, indices in found.items()
         ]
 

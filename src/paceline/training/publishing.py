@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from paceline.core.calls import listed
 from paceline.errors import UsageError
 from paceline.torch_private import saved_buffers
+from paceline.update.dtypes import dtype_name
 from paceline.wire.versions import PublishedTensor, VersionLayout, encode_layout
 from paceline.worker.parts import PartedTable
 from paceline.worker.table import Table
@@ -47,7 +48,7 @@ class _Plan(msgspec.Struct, frozen=True):
             shape = tuple(one.tensor.shape)
             tensors.append(PublishedTensor(name, one.table.name, one.start, shape, one.table.spec.dtype))
         for name, tensor in rest.items():
-            dtype = str(tensor.dtype).removeprefix("torch.")
+            dtype = dtype_name(tensor.dtype)
             tensors.append(PublishedTensor(name, "", at, tuple(tensor.shape), dtype))
             at += tensor.nbytes
         tables = {one.table.name: one.table for _, one in places}

@@ -20,6 +20,7 @@ from paceline.core.partition import Range
 from paceline.errors import PacelineError, ProtocolBug, UsageError
 from paceline.training.flat import FlatParameters, laid_out_like
 from paceline.training.state_checks import class_of, require_form, require_hyper, require_numbers, require_states
+from paceline.update.dtypes import torch_dtype
 from paceline.update.named_rules import granularity
 from paceline.update.placement import spans
 from paceline.update.rules import Hyper
@@ -109,7 +110,7 @@ def check_state(
 
 def _stand_ins(spec: TableSpec) -> list[tuple[str, Tensor]]:
     """Return tensors without values in place of the parameters of a table, in the order in which torch numbers them."""
-    dtype: torch.dtype = getattr(torch, spec.dtype)
+    dtype = torch_dtype(spec.dtype)
     ordered = sorted(spec.segments, key=lambda segment: segment.group)
     return [(segment.name, torch.empty(segment.shape, dtype=dtype, device="meta")) for segment in ordered]
 
@@ -332,7 +333,7 @@ def _cut_state(spec: TableSpec, piece: SegmentPiece, name: str, value: object) -
         raise UsageError(f"{where} is a {type(value).__name__}, expected a tensor. Save it with a newer torch.")
     is_like_values = value.is_floating_point() and (value.dim() > 0 or not segment.shape)
     if is_like_values and name != "step":  # as torch does when it loads
-        value = value.to(getattr(torch, spec.dtype))
+        value = value.to(torch_dtype(spec.dtype))
     if piece.whole or not value.dim():
         return value.detach().cpu().contiguous()  # in the order of the shape, whatever that in memory was
     if tuple(value.shape) != segment.shape:

@@ -13,11 +13,12 @@ Example:
     >>> paceline.update.FTRL(alpha=0.1, l1=1.0).name  # row tables only, as are RowwiseAdagrad and a few more
     'ftrl'
 
-Other folders use `clipping`, `cuts`, `factors`, `filters`, `filters.check`, `filters.encoding`, `filters.key_cache`,
-`filters.pipeline`, `filters.traffic`, `functions`, `hyper_checks`, `kernels`, `lasting`, `named_rules`, `placement`,
-`rates`, `rows.changes`, `rows.column`, `rows.contribution`, `rows.cuts`, `rows.export`, `rows.index`,
-`rows.initializers`, `rows.layout`, `rows.ops`, `rows.pending`, `rows.read_ahead`, `rows.rules`, `rows.spec`,
-`rows.store`, `rows.torch_ops`, `rows.walk`, `rules`, `shard`, `summing`, `table`, `torch_rule`, `user_code`.
+Other folders use `clipping`, `cuts`, `dtypes`, `factors`, `filters`, `filters.check`, `filters.encoding`,
+`filters.key_cache`, `filters.pipeline`, `filters.traffic`, `functions`, `hyper_checks`, `kernels`, `lasting`,
+`named_rules`, `placement`, `rates`, `rows.changes`, `rows.column`, `rows.contribution`, `rows.cuts`, `rows.export`,
+`rows.index`, `rows.initializers`, `rows.layout`, `rows.ops`, `rows.pending`, `rows.read_ahead`, `rows.rules`,
+`rows.spec`, `rows.store`, `rows.torch_ops`, `rows.walk`, `rules`, `shard`, `summing`, `table`, `torch_rule`,
+`user_code`.
 """
 
 from importlib import import_module

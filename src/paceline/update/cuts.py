@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol, final
 import torch
 
 from paceline.errors import UsageError
+from paceline.update.dtypes import dtype_name
 from paceline.update.summing import CHUNK
 from paceline.update.table import ShardLayout
 
@@ -96,7 +97,7 @@ class ShardCut:
         self._parts = {name: part.view(torch.uint8) for name, part in parts.items()}
         self._has_room = has_room
         num = next(iter(parts.values())).numel()
-        dtypes = tuple((name, str(part.dtype).removeprefix("torch.")) for name, part in parts.items())
+        dtypes = tuple((name, dtype_name(part.dtype)) for name, part in parts.items())
         self.layout: Final = ShardLayout(num, CHUNK, dtypes, tuple(held))
         self._items = {name: part.element_size() for name, part in parts.items()}
         self.num_pieces: Final = -(-num // CHUNK)

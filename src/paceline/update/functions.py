@@ -36,6 +36,7 @@ from torch.nn.functional import softshrink
 
 from paceline.core.calls import checked, shown
 from paceline.errors import UsageError
+from paceline.update.dtypes import torch_dtype
 from paceline.update.rows.initializers import first_rows
 from paceline.update.rows.spec import First
 from paceline.update.rows.walk import RowWalk
@@ -211,7 +212,7 @@ def _rows(rows: RowWalk) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _first_rows(rows: RowWalk, parts: Iterator[tuple[Tensor, Tensor, Tensor]], k: int) -> Tensors:
     """Return the k rows of least order, with memory for those and one piece."""
-    dtype: torch.dtype = getattr(torch, rows.spec.dtype)
+    dtype = torch_dtype(rows.spec.dtype)
     none: Tensors = {
         "ids": torch.empty(0, dtype=torch.int64),
         "values": torch.empty((0, rows.spec.width), dtype=dtype),

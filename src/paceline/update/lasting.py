@@ -21,8 +21,9 @@ import msgspec
 import torch
 
 from paceline.errors import ProtocolBug, UsageError
+from paceline.update.dtypes import dtype_name, torch_dtype
 from paceline.update.native_steps import ITEM_BYTES, NO_UNDO, Undo
-from paceline.update.placement import as_tensor, torch_dtype
+from paceline.update.placement import as_tensor
 from paceline.update.rows.layout import IDS, layouts, use_columns
 from paceline.update.rows.memory import PIECE_ROWS
 from paceline.update.rules import Hyper
@@ -93,8 +94,8 @@ class SavedTensors:
         memory, found = self._lasting.region(self._region(number), 0), dict[str, torch.Tensor]()
         length = int.from_bytes(memory[:_LENGTH_BYTES], "little")
         start = _aligned(_LENGTH_BYTES + length)
-        for name, dtype_name, shape in _decoder.decode(memory[_LENGTH_BYTES : _LENGTH_BYTES + length]):
-            empty = torch.empty(shape, dtype=getattr(torch, dtype_name), device="meta")
+        for name, dtype, shape in _decoder.decode(memory[_LENGTH_BYTES : _LENGTH_BYTES + length]):
+            empty = torch.empty(shape, dtype=torch_dtype(dtype), device="meta")
             if empty.nbytes:
                 found[name] = as_tensor(memory[start : start + empty.nbytes], empty.dtype).view(shape)
             else:
@@ -115,7 +116,7 @@ class SavedTensors:
 def _entry(name: str, tensor: Tensor) -> _Entry:
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
         raise ProtocolBug(f"'{name}' is on {tensor.device} and {tensor.layout}, expected a plain tensor of main memory")
-    return name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+    return name, dtype_name(tensor.dtype), tuple(tensor.shape)
 
 
 def _aligned(size_bytes: int) -> int:
@@ -424,7 +425,7 @@ class ShardMemory:
         num_threads: int,
         saver: Executor | None = None,
     ) -> None:
-        self._lasting, self._prefix, self._dtype = lasting, f"table/{spec.name}/", torch_dtype(spec)
+        self._lasting, self._prefix, self._dtype = lasting, f"table/{spec.name}/", torch_dtype(spec.dtype)
         item_bytes, num_pieces = self._dtype.itemsize, len(cut(spec, span))
         self.value_bytes: Final = span.length * item_bytes
         self.memory: Final = region_of(lasting, self._values_name, max(1, self.value_bytes))[: self.value_bytes]

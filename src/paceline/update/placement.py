@@ -14,16 +14,9 @@ from paceline.core.settings import ServerSettings, WorkerSettings
 from paceline.errors import UsageError
 from paceline.update.named_rules import granularity
 from paceline.update.rows.ops import RowOps
-from paceline.update.rows.spec import RowTableSpec
 from paceline.update.table import TableSpec
 
 NUM_PIECES: Final = 1024  # of all rows, about as many in each; a server's share is rounded to them
-_DTYPES: Final = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 
 def spans(spec: TableSpec, settings: WorkerSettings | ServerSettings) -> tuple[Range, ...]:
@@ -73,11 +66,6 @@ class RowSharding:
         before = [0, *accumulate(pieces)]
         counts = [before[stop] - before[start] for start, stop in pairwise((0, *self._ends))]
         return (torch.arange(ids.numel()) if ids.numel() in counts else order).split_with_sizes(counts)
-
-
-def torch_dtype(spec: TableSpec | RowTableSpec) -> torch.dtype:
-    """Return the element type of a table."""
-    return _DTYPES[spec.dtype]
 
 
 def as_tensor(body: memoryview, dtype: torch.dtype) -> torch.Tensor:

@@ -14,6 +14,7 @@ from paceline.errors import ProtocolBug, UsageError
 from paceline.update.chunked import Chunked
 from paceline.update.clipping import CLIP_NORM, clipping, combined_norm, without_clip
 from paceline.update.cuts import ShardCut
+from paceline.update.dtypes import torch_dtype
 from paceline.update.kernels import Kernel
 from paceline.update.lasting import ShardMemory, ShardSettings
 from paceline.update.placement import as_tensor
@@ -139,7 +140,7 @@ class Shard:
         self.span = span
         self._shape = (span.length,)
         self.is_whole = span.length == spec.numel  # no other server has a part of the table
-        self._dtype: torch.dtype = getattr(torch, spec.dtype)
+        self._dtype = torch_dtype(spec.dtype)
         self._lasting = lasting
         self.cold = ""  # why the shard does not last any more
         self._when_idle = when_idle

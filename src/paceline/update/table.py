@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from paceline.core.partition import Range
 
 DType: TypeAlias = Literal["float32", "float64", "bfloat16", "float16"]
+TABLE_DTYPES: tuple[DType, ...] = get_args(DType)
 Scale: TypeAlias = Literal["sum", "mean", "samples"]
 NonFinite: TypeAlias = Literal["reject", "zero", "halt", "ignore"]
 

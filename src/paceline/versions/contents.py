@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from paceline.errors import PeerError
+from paceline.update.dtypes import dtype_name
 from paceline.versions.link import LeasedPart, PartMemory
 from paceline.wire.deltas import WordBytes
 from paceline.wire.versions import PublishedTensor, VersionLayout, decode_layout, whole_digest
 
 _DTYPES: Final = {
-    str(dtype).removeprefix("torch."): dtype
+    dtype_name(dtype): dtype
     for dtype in (
         torch.float32,
         torch.float64,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paceline.errors import Refused, UsageError
 from paceline.transport.deadline import Deadline
+from paceline.update.dtypes import torch_dtype
 from paceline.update.rows.spec import RowTableSpec
 from paceline.versions.link import Gone, ReaderLink
 from paceline.versions.links import ServerLinks
@@ -199,7 +200,7 @@ class RowFeed:
 
 
 def _no_values(spec: RowTableSpec) -> Tensor:
-    return torch.empty((0, spec.width), dtype=getattr(torch, spec.dtype))
+    return torch.empty((0, spec.width), dtype=torch_dtype(spec.dtype))
 
 
 def _cursor(positions: list[_Position]) -> str:

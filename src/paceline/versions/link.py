@@ -17,7 +17,7 @@ from paceline.transport.base import EMPTY, Connection
 from paceline.transport.buffers import fresh_buffer
 from paceline.transport.deadline import Deadline
 from paceline.transport.segments import PeerMemory
-from paceline.update.placement import torch_dtype
+from paceline.update.dtypes import torch_dtype
 from paceline.update.rows.changes import LogEntry
 from paceline.update.rows.spec import RowTableSpec
 from paceline.versions.places import PublishingServers
@@ -260,7 +260,7 @@ class ReaderLink:
     def fetch_rows(self, piece: int, spec: RowTableSpec, only: RowChoice | None = None) -> tuple[Tensor, Tensor]:
         """Return the ids, (n,), and values, (n, width), of a piece of the rows that were shown, which is had once."""
         fetched, body = self._answer(self._ask(FetchRows(self._next(), piece, only)), RowsFetched)
-        ids, values, _ = changes_of(body, [(fetched.num_rows, 0)], spec.width, torch_dtype(spec))[0]
+        ids, values, _ = changes_of(body, [(fetched.num_rows, 0)], spec.width, torch_dtype(spec.dtype))[0]
         return ids, values
 
     def ask_changes(self, table: str, log: str, since: int, wait_s: float, only: RowChoice | None = None) -> int:
@@ -275,7 +275,7 @@ class ReaderLink:
         """
         fetched, body = self._answer(number, ChangesFetched)
         nums = [(each.num_rows, each.num_removed) for each in fetched.entries]
-        found = changes_of(body, nums, spec.width, torch_dtype(spec))
+        found = changes_of(body, nums, spec.width, torch_dtype(spec.dtype))
         return fetched, [LogEntry(head.clock, *each) for head, each in zip(fetched.entries, found, strict=True)]
 
     def _map(self, leased: LeasedPart, index: int, into: PartMemory) -> None:

@@ -16,7 +16,7 @@ from paceline.core.calls import checked_late
 from paceline.core.consistency import Consistency
 from paceline.errors import DeadlineExceeded, PacelineError, UsageError
 from paceline.transport.deadline import Deadline, patience_s
-from paceline.update.placement import torch_dtype
+from paceline.update.dtypes import torch_dtype
 from paceline.update.rows.column import RowColumn
 from paceline.update.rows.index import RowIndex
 from paceline.update.rows.initializers import first_rows
@@ -45,7 +45,7 @@ class RowCopy:
 
     def __init__(self, spec: RowTableSpec) -> None:
         self._spec = spec
-        self._dtype = torch_dtype(spec)
+        self._dtype = torch_dtype(spec.dtype)
         self._ops = row_ops()
         self._index = RowIndex(self._ops, RowColumn(1, torch.int64))
         self._values = RowColumn(spec.width, self._dtype)

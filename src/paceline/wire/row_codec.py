@@ -16,8 +16,8 @@ from torch import Tensor
 
 from paceline.errors import PeerError
 from paceline.transport.base import EMPTY
+from paceline.update.dtypes import torch_dtype
 from paceline.update.filters.encoding import RowEncoding, codec_of
-from paceline.update.placement import torch_dtype
 from paceline.update.rows.rules import RowRule
 from paceline.update.rows.spec import RowTableSpec
 
@@ -150,7 +150,7 @@ def _from_bytes(body: memoryview, dtype: torch.dtype) -> Tensor:
 
 def body_layouts(spec: RowTableSpec, rule: RowRule) -> tuple[RowBodyLayout, RowBodyLayout]:
     """Return the layouts of a table's rows in pushes and in the frames of servers."""
-    dtype = torch_dtype(spec)
+    dtype = torch_dtype(spec.dtype)
     widths = {column.name: column.width or spec.width for column in rule.columns}
     echo_width = widths[rule.echo] if rule.echo else 0
     up = RowBodyLayout(codec_of(spec.filters, "push"), spec.width, dtype, echo_width)

@@ -16,8 +16,9 @@ from paceline.errors import PeerError
 from paceline.transport.base import EMPTY
 from paceline.transport.buffers import fresh_buffer
 from paceline.transport.segments import PeerMemory
+from paceline.update.dtypes import torch_dtype
 from paceline.update.named_rules import scales_pushes
-from paceline.update.placement import as_tensor, torch_dtype
+from paceline.update.placement import as_tensor
 from paceline.update.table import Hyper, TableSpec
 
 
@@ -101,7 +102,7 @@ class TableCache:
         self.consistency = Consistency.parse(self.spec.consistency)
         self.servers = holders(self.spans)
         if not self.live:
-            dtype = torch_dtype(self.spec)
+            dtype = torch_dtype(self.spec.dtype)
             self._memory = fresh_buffer(self.spec.numel * dtype.itemsize)
             self._flat = as_tensor(self._memory, dtype)
             self._parts = {server: self.part(self._flat, server) for server in self.servers}
@@ -112,7 +113,7 @@ class TableCache:
 
     def part_bytes(self, server: int) -> int:
         """Return how many bytes the values of a server's part have."""
-        return self.spans[server].length * torch_dtype(self.spec).itemsize
+        return self.spans[server].length * torch_dtype(self.spec.dtype).itemsize
 
     def receive_buffer(self, server: int, size_bytes: int) -> memoryview | None:
         """Return the memory of a server's part, to receive values into; None if that is not allowed.
@@ -129,7 +130,7 @@ class TableCache:
         """Store values from a server, which contain own pushes below `settled` and those in `includes`."""
         if self.live and not self._own and body is self._bodies.get(server):
             return  # the same memory, with other values
-        values = as_tensor(body, torch_dtype(self.spec))
+        values = as_tensor(body, torch_dtype(self.spec.dtype))
         if values.numel() != self.spans[server].length:
             raise PeerError(
                 f"server {server} sent {values.nbytes} bytes as its part of table '{self.spec.name}', expected "
@@ -215,7 +216,7 @@ class TableCache:
         mapped as long as a view of it exists.
         """
         if self._own:
-            whole = torch.empty(self.spec.numel, dtype=torch_dtype(self.spec))
+            whole = torch.empty(self.spec.numel, dtype=torch_dtype(self.spec.dtype))
             self.read_into(whole)
             return Readable(((0, whole),))
         if self._readable is None:

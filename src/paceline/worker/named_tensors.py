@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
+from paceline.update.dtypes import dtype_name
 from paceline.update.named_rules import Add
-from paceline.update.table import DType, Segment, TableSpec, decode_table, shown_name
+from paceline.update.table import TABLE_DTYPES, DType, Segment, TableSpec, decode_table, shown_name
 from paceline.wire.malformed import read_answer_of
 from paceline.wire.requests import NAMED, Describe
 from paceline.worker.pushes import PushOutcome, pending_future
 from paceline.worker.table import Table
 from paceline.worker.table_opener import TableOpener
-
-_DTYPES: tuple[DType, ...] = ("float64", "float32", "bfloat16", "float16")
 
 
 class _Tensor(msgspec.Struct, frozen=True):
@@ -49,13 +48,13 @@ class NamedTensors:
         Raises:
             UsageError: the tensor is of another shape or dtype than the first, sparse, of whole numbers, or not finite.
         """
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = dtype_name(tensor.dtype)
         is_dense = tensor.layout == torch.strided and not tensor.is_nested
-        if dtype not in _DTYPES or not is_dense:
+        if dtype not in TABLE_DTYPES or not is_dense:
             kind = f"a tensor of {dtype}" if is_dense else "a nested tensor" if tensor.is_nested else "a sparse tensor"
             raise UsageError(
-                f"push to '{name}' got {kind}, expected a dense one of {', '.join(_DTYPES)}: use .double() for counts, "
-                "and a table with rows=... for what is sparse."
+                f"push to '{name}' got {kind}, expected a dense one of {', '.join(TABLE_DTYPES)}: use .double() for "
+                "counts, and a table with rows=... for what is sparse."
             )
         shape = tuple(tensor.shape)
         found = self._tensors.get(name) or self._open(name, self._spec(name, shape, dtype))

@@ -14,7 +14,7 @@ from paceline.core.calls import checked_late
 from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
 from paceline.torch_private import flatten_tensors
-from paceline.update.placement import torch_dtype
+from paceline.update.dtypes import torch_dtype
 from paceline.update.table import Hyper, TableSpec
 from paceline.worker.dense import PendingRead
 from paceline.worker.pushes import PushOutcome
@@ -142,7 +142,7 @@ def join_parts(
     """
     if not isinstance(given, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
         raise UsageError(f"{here()}: {what} is {brief(given)}, expected a dict of numbers by part.")
-    dtype, pieces, absent = torch_dtype(spec), list[Tensor](), list[int]()
+    dtype, pieces, absent = torch_dtype(spec.dtype), list[Tensor](), list[int]()
     for index, part in enumerate(spec.segments):
         if part.name not in given:
             absent.append(index)

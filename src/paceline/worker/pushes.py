@@ -20,7 +20,8 @@ from paceline.core.worker import WorkerCore
 from paceline.errors import PacelineError, ProtocolBug, UsageError
 from paceline.transport.base import Transport
 from paceline.transport.buffer_pool import poison
-from paceline.update.placement import as_tensor, torch_dtype
+from paceline.update.dtypes import torch_dtype
+from paceline.update.placement import as_tensor
 from paceline.update.summing import num_nonfinite
 from paceline.update.table import TableSpec
 from paceline.wire.messages import PushFrame
@@ -175,7 +176,7 @@ def piece_ends(size_bytes: int) -> list[int]:
 
 def allocate(transport: Transport, spec: TableSpec) -> PushBuffer:
     """Return new memory for pushes of a table."""
-    dtype = torch_dtype(spec)
+    dtype = torch_dtype(spec.dtype)
     memory = transport.allocate(spec.numel * dtype.itemsize)
     return PushBuffer(memory, as_tensor(memory, dtype))
 
@@ -233,10 +234,10 @@ def may_push(core: WorkerCore, table: str) -> bool:
 
 def require_fit(spec: TableSpec, gradient: Tensor) -> None:
     """Raise UsageError for a gradient of a wrong shape or dtype."""
-    if gradient.shape != (spec.numel,) or gradient.dtype != torch_dtype(spec):
+    if gradient.shape != (spec.numel,) or gradient.dtype != torch_dtype(spec.dtype):
         raise UsageError(
             f"a push to table '{spec.name}' is {tuple(gradient.shape)} {gradient.dtype}, "
-            f"expected ({spec.numel},) {torch_dtype(spec)}"
+            f"expected ({spec.numel},) {torch_dtype(spec.dtype)}"
         )
 
 

@@ -16,7 +16,8 @@ from paceline.core.consistency import Consistency
 from paceline.core.effects import ReadDone
 from paceline.core.partition import holders
 from paceline.errors import PacelineError, UsageError
-from paceline.update.placement import spans, torch_dtype
+from paceline.update.dtypes import torch_dtype
+from paceline.update.placement import spans
 from paceline.update.rules import Number
 from paceline.update.table import Hyper, TableSpec
 from paceline.worker.cache import TableCache
@@ -260,16 +261,16 @@ class Table:
         return self.metrics.watch_push(self.name, self.spec.consistency, self.node.clock, pushed)
 
     def _new(self) -> Tensor:
-        return torch.empty(self.shape, dtype=torch_dtype(self.spec))
+        return torch.empty(self.shape, dtype=torch_dtype(self.spec.dtype))
 
     def _checked(self, out: Array) -> Tensor:
-        return as_output(out, self.shape, torch_dtype(self.spec), self._here())
+        return as_output(out, self.shape, torch_dtype(self.spec.dtype), self._here())
 
     def _here(self) -> str:
         return f"table '{self.name}', worker {self.metrics.worker}, clock {self.node.clock}"
 
     def _flat(self, gradient: Array | Sequence[float]) -> Tensor:
-        tensor = as_values(gradient, torch_dtype(self.spec), self._here(), "a push")
+        tensor = as_values(gradient, torch_dtype(self.spec.dtype), self._here(), "a push")
         if tuple(tensor.shape) != self.shape:
             raise UsageError(
                 f"a push to table '{self.name}' has shape {tuple(tensor.shape)}, expected {self.shape}; "

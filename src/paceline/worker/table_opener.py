@@ -16,7 +16,8 @@ from paceline.core.partition import Range
 from paceline.core.server import LEAD
 from paceline.errors import Refused, UsageError
 from paceline.transport.base import EMPTY
-from paceline.update.placement import spans, torch_dtype
+from paceline.update.dtypes import torch_dtype
+from paceline.update.placement import spans
 from paceline.update.rows.layout import RowPiece
 from paceline.update.rows.spec import First, RowTableSpec, row_differences
 from paceline.update.table import TableSpec, differences
@@ -274,8 +275,8 @@ def first_values(init: object, spec: TableSpec, shape: tuple[int, ...]) -> Tenso
     """
     if isinstance(init, First):
         raise UsageError(f"table '{spec.name}': init is {init}, which is for rows; give a number or a tensor.")
-    given = as_values(init, torch_dtype(spec), f"table '{spec.name}'", "init")
+    given = as_values(init, torch_dtype(spec.dtype), f"table '{spec.name}'", "init")
     try:
-        return torch.empty(shape, dtype=torch_dtype(spec)).copy_(given).view(-1)
+        return torch.empty(shape, dtype=torch_dtype(spec.dtype)).copy_(given).view(-1)
     except RuntimeError as error:
         raise UsageError(f"table '{spec.name}': init has shape {tuple(given.shape)}, expected {shape}.") from error

@@ -12,6 +12,7 @@ from numpy import typing as npt
 from torch import Tensor
 
 from paceline.errors import UsageError
+from paceline.update.dtypes import dtype_name
 from paceline.update.rules import Hyper
 
 _MAX_SHOWN: Final = 60
@@ -38,9 +39,9 @@ def brief(value: object) -> str:
     ('a tensor (3, 2) of float32', "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...", 'the class Linear')
     """
     if isinstance(value, Tensor) and value.is_nested:
-        return f"a nested tensor of {str(value.dtype).removeprefix('torch.')}"
+        return f"a nested tensor of {dtype_name(value.dtype)}"
     if isinstance(value, Tensor):
-        return f"a tensor {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+        return f"a tensor {tuple(value.shape)} of {dtype_name(value.dtype)}"
     if isinstance(value, np.ndarray):
         return f"an array {value.shape} of {value.dtype}"
     if isinstance(value, type):
@@ -62,7 +63,7 @@ def as_values(given: object, dtype: torch.dtype, where: str, what: str) -> Tenso
     Raises:
         UsageError: complex, sparse, nested or meta tensors, arrays with a mask, or objects that are not numbers.
     """
-    expected = f"expected a tensor, an array or a list of real numbers ({str(dtype).removeprefix('torch.')})"
+    expected = f"expected a tensor, an array or a list of real numbers ({dtype_name(dtype)})"
     if isinstance(given, Tensor):
         if given.is_complex():
             raise UsageError(
@@ -95,7 +96,7 @@ def as_values(given: object, dtype: torch.dtype, where: str, what: str) -> Tenso
 
 def as_output(out: object, shape: tuple[int, ...], dtype: torch.dtype, where: str) -> Tensor:
     """Return a tensor over the memory of `out`; raises UsageError if it does not fit."""
-    expected = f"expected {shape} of {str(dtype).removeprefix('torch.')}, dense, contiguous and on the CPU"
+    expected = f"expected {shape} of {dtype_name(dtype)}, dense, contiguous and on the CPU"
     if isinstance(out, np.ndarray):
         array: npt.NDArray[np.generic] = out
         if array.dtype.kind != "f" or not array.flags.writeable or not array.flags.c_contiguous:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import PeerError, UsageError
+from paceline.update.dtypes import dtype_name
 
 
 class BatchRequest(msgspec.Struct, frozen=True):
@@ -84,14 +85,13 @@ _ALIGNMENT: Final = 64
 _MAX_BYTES: Final = 1 << 48
 _END_BYTES: Final = 8
 DTYPES: Final = {
-    str(dtype).removeprefix("torch."): dtype
+    dtype_name(dtype): dtype
     for dtype in (
         *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
         *(torch.int8, torch.int16, torch.int32, torch.int64),
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
     )
 }
-_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 TextKind: TypeAlias = Literal["str", "bytes"]
 
@@ -205,7 +205,7 @@ class PreparedBatch:
         if isinstance(column, TextColumn):
             part = TextPart(column.kind, len(column.texts), sum(map(len, column.texts)), offset)
         else:
-            part = TensorPart(_NAMES[column.dtype], column.shape, offset)
+            part = TensorPart(dtype_name(column.dtype), column.shape, offset)
         self._end = offset + _extent(part)
         return part
 

@@ -25,6 +25,7 @@ from paceline.data.sources.batch import (
     encode_text,
     tensor_over,
 )
+from paceline.update.dtypes import dtype_name
 
 _NUMBERS: Final = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
 _NUMBER_BYTES: Final = 8
@@ -68,9 +69,9 @@ def describe(kind: Kind) -> str:
     """Return a description of a kind for messages: "[tensor of float32 (64,), int]" for example."""
     match kind:
         case ("tensor", dtype, shape):
-            return f"tensor of {str(dtype).removeprefix('torch.')} {shape}"
+            return f"tensor of {dtype_name(dtype)} {shape}"
         case ("scalar", dtype):
-            return str(dtype).removeprefix("torch.")
+            return dtype_name(dtype)
         case ("list", *items):
             return f"[{', '.join(map(describe, items))}]"
         case ("dict", names, *items):

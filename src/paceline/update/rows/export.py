@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from paceline.errors import ProtocolBug, UsageError
+from paceline.update.dtypes import SAFETENSORS_NAMES, dtype_name
 from paceline.update.rows.layout import IDS, RowLayout, RowPiece, layouts, use_columns
 
 if TYPE_CHECKING:
@@ -29,14 +30,6 @@ FORMAT: Final = "paceline rows 1"
 _CHUNK_ROWS: Final = 1 << 16
 _CHUNK_BYTES: Final = 1 << 26  # servers take pieces of that size, and of fewer rows than these whatever their width
 _LEAST_ROWS: Final = 64
-_DTYPES: Final = {
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-}
 
 
 class _Tensor(Protocol):
@@ -155,7 +148,8 @@ def _header(spec: RowTableSpec, columns: Mapping[str, RowLayout], num_rows: int,
     for name, layout in columns.items():
         start, end = end, end + num_rows * layout.row_bytes
         shape = [num_rows] if name == IDS else [num_rows, layout.width]
-        entries[name] = {"dtype": _DTYPES[layout.dtype], "shape": shape, "data_offsets": [start, end]}
+        dtype = SAFETENSORS_NAMES[dtype_name(layout.dtype)]
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = msgspec.json.encode(entries)
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -180,7 +174,7 @@ def _checked(
             continue
         shape = [num_rows] if name == IDS else [num_rows, layout.width]
         got = file.get_slice(name) if name in there else None
-        if got is None or got.get_shape() != shape or got.get_dtype() != _DTYPES[layout.dtype]:
+        if got is None or got.get_shape() != shape or got.get_dtype() != SAFETENSORS_NAMES[dtype_name(layout.dtype)]:
             raise UsageError(f"{path} has no {name} of shape {shape}: it was saved from a table with other columns.")
         if _checksum(got, num_rows) != metadata.get(f"crc32.{name}"):
             raise UsageError(f"{path} is damaged: the checksum of {name} is wrong. Take another copy of it.")

@@ -10,6 +10,7 @@ import torch
 from msgspec.structs import astuple
 
 from paceline.errors import ProtocolBug
+from paceline.update.dtypes import torch_dtype
 from paceline.update.rows.column import most_mapped_bytes
 from paceline.update.rows.native_ops import num_entries
 
@@ -41,7 +42,7 @@ class RowLayout(msgspec.Struct, frozen=True):
 
 def layouts(spec: RowTableSpec, rule: RowRule) -> dict[str, RowLayout]:
     """Return all columns of a table: "ids", "values", "state.<name>" of the rule, and those of the lifecycle."""
-    dtype: torch.dtype = getattr(torch, spec.dtype)
+    dtype = torch_dtype(spec.dtype)
     state = {state_name(c.name): RowLayout(c.elements(spec.width), dtype) for c in rule.columns}
     use = {name: RowLayout(1, torch.int32) for name in use_columns(spec.life)}
     return {IDS: RowLayout(1, torch.int64), VALUES: RowLayout(spec.width, dtype), **state, **use}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, final
 import torch
 
 from paceline.errors import ProtocolBug
+from paceline.update.dtypes import torch_dtype
 from paceline.update.rows.contribution import Combined, RowContribution, combine, part_of
 from paceline.update.rows.cuts import RowsCut
 from paceline.update.rows.initializers import first_rows
@@ -81,7 +82,7 @@ class RowStore:
         self.hyper: tuple[Hyper, ...] = (lasting.hyper if lasting else ()) or spec.rule.groups
         self._rule = rule
         self._ops = ops
-        self._dtype: torch.dtype = getattr(torch, spec.dtype)
+        self._dtype = torch_dtype(spec.dtype)
         self._layouts = layouts(spec, rule)
         self.row_bytes = sum(layout.row_bytes for layout in self._layouts.values())  # of memory, state included
         self._memory = RowMemory(spec, rule, ops, lasting)

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from paceline.core.consistency import Consistency, Deferral
 from paceline.errors import UsageError
+from paceline.update.dtypes import torch_dtype
 from paceline.update.filters.key_cache import KeyLists, digest, key_lists_of
 from paceline.update.filters.pipeline import FilterPipeline
 from paceline.update.filters.traffic import RowTraffic
 from paceline.update.named_rules import scales_pushes
-from paceline.update.placement import RowSharding, torch_dtype
+from paceline.update.placement import RowSharding
 from paceline.update.rows.layout import use_columns
 from paceline.update.rows.rules import row_rule
 from paceline.update.rows.spec import RowTableSpec
@@ -81,7 +82,8 @@ class RowTableState:
     @staticmethod
     def make(spec: RowTableSpec, options: CacheOptions, sharding: RowSharding, worker: int) -> RowTableState:
         """Create the state of a table; raises UsageError for options that contradict the declaration."""
-        consistency, rule, dtype = Consistency.parse(spec.consistency), row_rule(spec.rule, None), torch_dtype(spec)
+        consistency, rule = Consistency.parse(spec.consistency), row_rule(spec.rule, None)
+        dtype = torch_dtype(spec.dtype)
         up, down = body_layouts(spec, rule)
         ops = sharding.ops
         pipeline = FilterPipeline(spec.filters, spec.width, dtype, ops, worker)

@@ -16,9 +16,9 @@ from torch import Tensor
 from paceline.core.calls import checked_late
 from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
+from paceline.update.dtypes import torch_dtype
 from paceline.update.filters.pipeline import FilterCounts
 from paceline.update.filters.traffic import RowTraffic
-from paceline.update.placement import torch_dtype
 from paceline.update.rows.layout import RowStatistics
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.rules import Number
@@ -445,7 +445,7 @@ class RowTable:
 
     def _values(self, rows: Rows, keys: Tensor) -> Tensor:
         """Return rows as a flat tensor of the table's dtype, one row an id."""
-        dtype = torch_dtype(self.spec)
+        dtype = torch_dtype(self.spec.dtype)
         if type(rows) is Tensor and rows.dtype is dtype and rows.is_cpu and rows.layout is torch.strided:
             values = rows.detach()
         else:

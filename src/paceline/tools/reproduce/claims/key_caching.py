@@ -8,6 +8,7 @@ import torch
 
 from paceline.api.connect import connect
 from paceline.tools.reproduce.claim import Check, Claim, ClaimOptions, Curve, Finding, Plot
+from paceline.update.dtypes import torch_dtype
 from paceline.update.filters import KeyCache
 from paceline.update.named_rules import Add
 
@@ -53,7 +54,7 @@ def _run(options: ClaimOptions) -> Finding:
 def _saved(dtype: str, seed: int, *, is_caching: bool = True) -> float:
     """Return the share of bytes of pushes that was not sent, once the first list is known."""
     keys = torch.randperm(1 << 20, generator=torch.Generator().manual_seed(seed))[:_KEYS]
-    values = torch.ones(_KEYS, 1, dtype=getattr(torch, dtype))
+    values = torch.ones(_KEYS, 1, dtype=torch_dtype(dtype))
     filters = (KeyCache(),) if is_caching else ()
     with connect() as session:
         table = session.table(
