@@ -161,7 +161,7 @@ class TableClient(Protocol):
         ...
 
     def close(self) -> None:
-        """Release all memory. After `abandon`, and not under the lock."""
+        """Release all memory; called after `abandon`."""
         ...
 
 
