@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
+from types import FunctionType
 
 import pytest
 from tests.examples.snippets import PAGES
@@ -16,11 +17,34 @@ from tests.tidy.tree import ROOT, SOURCE
 
 import paceline
 from paceline.api.script import current
+from paceline.data.source_loader import FedLoader
+from paceline.model_parallel.parallelize import Parallel
+from paceline.worker.parts import PartedTable
 
 # Programs: importing them is running them.
 PROGRAMS = {"paceline.__main__"}
 # An adapter of what the environment of development has not; its own tests run its examples where it is.
 ADAPTERS = {"paceline.integrations.torchtitan": "torchtitan"}
+
+# Public members that other folders of Paceline use, and scripts do not: the page of calls is without them.
+NOT_FOR_SCRIPTS: dict[type, set[str]] = {
+    FedLoader: {"through"},
+    Parallel: {"held", "when_backward"},
+    PartedTable: {"cut", "finish_pull", "start_read"},
+    paceline.Distributed: {
+        *("accumulate_slices", "add_param_group", "detach", "drop_slices", "freeze_values", "held_tensors"),
+        *("is_watched", "receive", "retire", "send", "send_without_batch", "shares_parameters", "step_without_batch"),
+        "wait_for_values",
+    },
+    paceline.Embedding: {"extra_repr"},
+    paceline.EmbeddingBag: {"extra_repr"},
+    paceline.RowTable: {"finish", "keys", "require_ahead", "server_statistics"},
+    paceline.Session: {
+        *("abandon", "barrier_at", "detach_at_close", "distributed", "exit_if_preempted", "finish_clock"),
+        *("leave_at_exit", "policy", "scale_of", "sharding"),
+    },
+    paceline.Table: {"finish_pull", "finish_read", "push_reserved", "read", "start_read"},
+}
 
 
 def modules() -> Iterator[str]:
@@ -86,3 +110,33 @@ def test_the_page_of_calls_names_members_that_are_there() -> None:
     ]
     assert len(entries) > 10
     assert missing == []
+
+
+def members_of(cls: type) -> set[str]:
+    """The public methods and properties of a class that Paceline defines, but for those that stand for attributes."""
+    defined = {
+        name: value
+        for base in cls.__mro__
+        if base.__module__.startswith("paceline.")
+        for name, value in vars(base).items()
+    }
+    return {
+        name
+        for name, value in defined.items()
+        if not name.startswith("_") and isinstance(value, FunctionType | property | classmethod | staticmethod)
+    }
+
+
+def test_the_page_of_calls_has_every_member_that_is_for_scripts() -> None:
+    page = (SOURCE.parents[1] / "docs" / "api.md").read_text()
+    entries = re.findall(r"\.\. autoclass:: (\S+)\n((?:   :.*\n)*)", page)
+    listed = {
+        pkgutil.resolve_name(home): set(re.findall(r"\w+", options.partition(":members:")[2].partition("\n")[0]))
+        for home, options in entries
+        if ":members:\n" not in options  # else the page has all
+    }
+    unlisted: dict[type, set[str]] = {}
+    for cls, names in listed.items():
+        inherited = [listed.get(base, set()) | NOT_FOR_SCRIPTS.get(base, set()) for base in cls.__mro__[1:]]
+        unlisted[cls] = members_of(cls).difference(names, *inherited)
+    assert {cls: names for cls, names in unlisted.items() if names} == NOT_FOR_SCRIPTS
