@@ -29,11 +29,11 @@ from paceline.observe.trace import (
     Carried,
     MinClock,
     ReadRecord,
-    Record,
     Sampled,
     Serving,
     Step,
     Trace,
+    TraceRecord,
     trace_path,
 )
 
@@ -100,7 +100,7 @@ class MadeUpJob:
             links = tuple((worker, num_bytes, num_bytes) for worker in range(self.num_workers))
             self._write("server", server, Carried(t, server, links, (("model", num_bytes, num_bytes),)))
 
-    def _write(self, role: str, rank: int, record: Record) -> None:
+    def _write(self, role: str, rank: int, record: TraceRecord) -> None:
         self.num_records += 1
         self._traces[role, rank].record(record)
 

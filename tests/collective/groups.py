@@ -18,7 +18,7 @@ from tests.leaks import nothing_left_behind
 from torch.distributed import HashStore, Store
 
 from paceline.collective.group import connect_gloo
-from paceline.collective.meeting import FarAccess, Offer, Told
+from paceline.collective.meeting import FarAccess, MemberAddresses, Offer
 from paceline.collective.process_group import OwnGroup
 from paceline.collective.torch_backend import connect
 from paceline.job.credentials.certificates import Authority
@@ -86,7 +86,7 @@ def meet(
         if folder is not None:
             offer.told = replace(offer.told, machine=machines[rank])
         store.set(f"offer/{rank}", offer.told.text)
-        told = [Told.read(store.get(f"offer/{other}").decode()) for other in range(size)]
+        told = [MemberAddresses.read(store.get(f"offer/{other}").decode()) for other in range(size)]
         return OwnGroup(*offer.accept(rank, told, timeout.total_seconds()), timeout.total_seconds())
     finally:
         offer.close()

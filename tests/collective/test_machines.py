@@ -29,7 +29,7 @@ from paceline.api import join
 from paceline.api.session import Session
 from paceline.collective import group as group_module
 from paceline.collective import meeting, peers
-from paceline.collective.meeting import FarAccess, Offer, Told
+from paceline.collective.meeting import FarAccess, MemberAddresses, Offer
 from paceline.collective.peers import MOST_TAG, ROUND_TAG, SEGMENT_TAG, Peers
 from paceline.collective.process_group import OwnGroup
 from paceline.collective.rounds import SENT_SLOT_BYTES, Arrivals, Call, Round, SentRounds, nothing
@@ -354,7 +354,7 @@ def test_a_process_that_is_not_the_worker_awaited_is_not_taken_for_it(mistake: s
 def test_what_a_worker_tells_in_the_store_is_checked() -> None:
     for text in ("", "no", '{"machine": 3}', '{"hello": {"role": "worker"}}'):
         with pytest.raises(PeerError, match="has told the others of its group"):
-            Told.read(text)
+            MemberAddresses.read(text)
 
 
 # -- jobs ------------------------------------------------------------------------------------------------------------

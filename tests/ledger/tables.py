@@ -75,7 +75,7 @@ class Counting(Trace):
         self.is_kept = True
         self.num_applied = Counter[str]()
 
-    def record(self, record: records.Record) -> None:
+    def record(self, record: records.TraceRecord) -> None:
         if isinstance(record, records.AppliedRecord):
             self.num_applied[record.table] += len(record.workers)
 

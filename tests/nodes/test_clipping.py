@@ -18,7 +18,7 @@ from paceline.core.messages import Closed, Follow
 from paceline.job.addresses import SPEC_NAME
 from paceline.job.spec import ClusterSpec
 from paceline.launch.replaying import replay_server
-from paceline.server.record import RecordFile, record_path
+from paceline.server.record_file import RecordFile, record_path
 from paceline.server.replica_link import ReplicaLink
 from paceline.update.clipping import with_clip
 from paceline.update.named_rules import SGD

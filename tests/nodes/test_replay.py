@@ -22,7 +22,7 @@ from paceline.launch.replaying import (
     tensors_of,
 )
 from paceline.server.journal import Entry
-from paceline.server.record import RecordFile, UnreadableRecord, read_frames, record_path
+from paceline.server.record_file import RecordFile, UnreadableRecord, read_frames, record_path
 from paceline.server.record_follower import Moment
 from paceline.server.replica_link import ReplicaLink
 from paceline.server.replica_messages import CODEC, Attached, Happened, Proved

@@ -22,7 +22,7 @@ from paceline.job.spec import ClusterSpec
 from paceline.launch.replaying import ValueNotFinite, replay_server, tensors_of
 from paceline.observe.trace import Trace
 from paceline.server.node import ServerNode
-from paceline.server.record import RecordFile, digests, read_frames, record_path
+from paceline.server.record_file import RecordFile, digests, read_frames, record_path
 from paceline.server.record_follower import Moment
 from paceline.server.replay import Diverged
 from paceline.server.replica_link import ReplicaLink

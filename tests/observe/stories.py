@@ -7,11 +7,11 @@ from paceline.observe.trace import (
     ArrivedRecord,
     MinClock,
     ReadRecord,
-    Record,
     Resources,
     Sampled,
     Serving,
     Step,
+    TraceRecord,
 )
 from paceline.observe.window import Window
 
@@ -36,9 +36,9 @@ def story(
     busy: float = 0.05,
     used: Callable[[int, int], Mapping[str, float]] = lambda _worker, _clock: {},
     hot_rows: tuple[tuple[str, int, float], ...] = (),
-) -> list[Record]:
+) -> list[TraceRecord]:
     """Return the records of a run; the functions say what a worker takes in a clock beyond the usual, in seconds."""
-    records: list[Record] = []
+    records: list[TraceRecord] = []
     began = dict.fromkeys(range(num_workers), 100.0)
     waited = dict.fromkeys(range(num_workers), 0.0)
     for clock in range(num_clocks):
@@ -89,7 +89,7 @@ def left(worker: int, t: float) -> Resources:
     return Resources(t, worker, 0, 0, 0)
 
 
-def window_of(records: list[Record]) -> Window:
+def window_of(records: list[TraceRecord]) -> Window:
     """Return the window at the end of these records."""
     window = Window()
     for record in sorted(records, key=lambda record: record.t):

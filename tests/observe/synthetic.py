@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, field
 
 from paceline.observe.runs import Run, gather
-from paceline.observe.trace import Evaluated, MinClock, ReadRecord, Record, Step
+from paceline.observe.trace import Evaluated, MinClock, ReadRecord, Step, TraceRecord
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Rehearsal:
     accuracy: float = 0.96
     clock_s: float = 0.05
     last_end_t: dict[int, float] = field(default_factory=dict)  # by clock
-    records: list[Record] = field(default_factory=list)
+    records: list[TraceRecord] = field(default_factory=list)
 
     def run(self) -> Run:
         rng = random.Random(7)

@@ -6,7 +6,7 @@ from tests.observe.stories import OWN_S, story
 
 from paceline.observe.perfetto import trace_events
 from paceline.observe.runs import Run, gather
-from paceline.observe.trace import AppliedRecord, Exit, MembershipRecord, ReadRecord, Record, Refusal, Step
+from paceline.observe.trace import AppliedRecord, Exit, MembershipRecord, ReadRecord, Refusal, Step, TraceRecord
 
 NEEDED = {
     "X": {"name", "cat", "pid", "tid", "ts", "dur", "args"},
@@ -19,7 +19,7 @@ NEEDED = {
 }
 
 
-def events_of(records: list[Record]) -> list[dict[str, Any]]:
+def events_of(records: list[TraceRecord]) -> list[dict[str, Any]]:
     return msgspec.json.decode(msgspec.json.encode(trace_events(gather(records))))["traceEvents"]
 
 
@@ -32,7 +32,7 @@ def slices(events: list[dict[str, Any]]) -> dict[tuple[int, int], list[tuple[flo
     return found
 
 
-def everything() -> list[Record]:
+def everything() -> list[TraceRecord]:
     records = story(more=lambda worker, clock: OWN_S if (worker + clock) % 2 else 0.0)
     return [
         *records,

@@ -15,20 +15,20 @@ from paceline.observe.trace import (
     BoundRecord,
     Exit,
     MembershipRecord,
-    Record,
     Sampled,
     Serving,
     Trace,
+    TraceRecord,
     trace_path,
 )
 from paceline.observe.verdict import ProcessState, judge
 
 
-def slow_worker(num_workers: int = 3) -> list[Record]:
+def slow_worker(num_workers: int = 3) -> list[TraceRecord]:
     return story(num_workers, more=lambda worker, _clock: 2 * OWN_S if worker == 1 else 0.0)
 
 
-def write(run: Path, records: list[Record]) -> None:
+def write(run: Path, records: list[TraceRecord]) -> None:
     """Write records to the traces of their processes."""
     with Trace(trace_path(run, "server", 0)) as server:
         traces = [Trace(trace_path(run, "worker", rank)) for rank in range(3)]
@@ -39,7 +39,7 @@ def write(run: Path, records: list[Record]) -> None:
             trace.close()
 
 
-def shown(num_workers: int, records: list[Record]) -> RunPicture:
+def shown(num_workers: int, records: list[TraceRecord]) -> RunPicture:
     window = window_of(records)
     rows = [WorkerRow(worker, 14, 0.25, 100.0, 0, 0.5, 0.5) for worker in range(num_workers)]
     processes = {("worker", worker): ProcessState("S", 282_000_000) for worker in range(num_workers)}
@@ -96,7 +96,7 @@ def test_a_bound_that_moves_is_an_event_once_and_not_for_each_server() -> None:
 
 
 def test_a_server_says_rates_and_its_hottest_row() -> None:
-    records: list[Record] = [
+    records: list[TraceRecord] = [
         Serving(100.0, 0, 0.0, 0.0, 0, 0, 0),
         Serving(102.0, 0, 2.0, 0.5, 4000, 2000, 3, (("words", 7, 0.9),)),
     ]
@@ -108,7 +108,7 @@ def test_a_server_says_rates_and_its_hottest_row() -> None:
 
 @pytest.mark.parametrize(("num_behind", "lag"), [(None, "-"), (0, "0"), (2, "2")])
 def test_a_server_says_how_far_its_replica_is(num_behind: int | None, lag: str) -> None:
-    records: list[Record] = [Serving(100.0, 0, 0.0, 0.0, 0, 0, 3, num_behind=num_behind)]
+    records: list[TraceRecord] = [Serving(100.0, 0, 0.0, 0.0, 0, 0, 3, num_behind=num_behind)]
     shown = RunPicture(1.0, servers=[server_row(0, window_of(records))])
     lines = [text.split() for text in screen_lines(shown)]
     heading, line = next(pair for pair in itertools.pairwise(lines) if pair[0][:1] == ["s"])
@@ -117,7 +117,7 @@ def test_a_server_says_how_far_its_replica_is(num_behind: int | None, lag: str) 
 
 
 def test_totals_of_a_server_in_the_place_of_another_begin_anew() -> None:
-    records: list[Record] = [
+    records: list[TraceRecord] = [
         Serving(100.0, 0, 50.0, 5.0, 9_000_000, 9_000_000, 0),
         Serving(101.0, 0, 0.0, 0.0, 0, 0, 0),
         Serving(102.0, 0, 1.0, 0.5, 4000, 2000, 0),

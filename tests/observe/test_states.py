@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from paceline.observe.progress import HUNG_S, TraceDisplay, WorkerRow, plain_line
-from paceline.observe.trace import Record, Resources, State, Step, Trace, trace_path
+from paceline.observe.trace import Resources, State, Step, Trace, TraceRecord, trace_path
 
 
 class Stage:
@@ -17,7 +17,7 @@ class Stage:
         self.out = io.StringIO()
         self.board = TraceDisplay(folder / "trace", num_workers, stream=self.out)
 
-    def write(self, worker: int, *records: Record) -> None:
+    def write(self, worker: int, *records: TraceRecord) -> None:
         with Trace(trace_path(self._folder, "worker", worker)) as trace:
             for record in records:
                 trace.record(record)

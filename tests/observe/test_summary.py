@@ -3,7 +3,7 @@ from tests.observe.synthetic import Rehearsal
 
 from paceline.observe.runs import Run, gather
 from paceline.observe.summary import CURVE_POINTS, CurvePoint, summarize
-from paceline.observe.trace import Evaluated, MembershipRecord, MinClock, ReadRecord, Record, RowRead, Step
+from paceline.observe.trace import Evaluated, MembershipRecord, MinClock, ReadRecord, RowRead, Step, TraceRecord
 
 
 def read(t: float, worker: int, clock: int, value_clock: int, table: str = "w") -> ReadRecord:
@@ -54,7 +54,7 @@ def test_histogram_of_clock_differentials() -> None:
 
 
 def test_every_row_of_a_read_of_rows_counts_as_a_read() -> None:
-    records: list[Record] = [MinClock(1.0, 0, "rows", 2), RowRead(2.0, 0, "rows", 3, {0: 4, 2: 6}, 0.0)]
+    records: list[TraceRecord] = [MinClock(1.0, 0, "rows", 2), RowRead(2.0, 0, "rows", 3, {0: 4, 2: 6}, 0.0)]
     summary = summarize(gather(records))
     assert summary.differentials == {-4: 4, -2: 6}
     assert (summary.num_reads, summary.max_staleness, summary.freshest_share) == (10, 3, 0.6)
@@ -62,7 +62,7 @@ def test_every_row_of_a_read_of_rows_counts_as_a_read() -> None:
 
 
 def test_a_read_is_freshest_when_no_server_could_have_given_more() -> None:
-    records: list[Record] = [
+    records: list[TraceRecord] = [
         read(0.5, 0, 0, 0),  # nothing has advanced: freshest
         MinClock(1.0, 0, "w", 1),
         read(1.5, 0, 1, 0),  # the other server is still at 0: freshest
@@ -77,7 +77,7 @@ def test_a_read_is_freshest_when_no_server_could_have_given_more() -> None:
 
 
 def test_the_lead_is_between_workers_that_compute_at_the_same_time() -> None:
-    records: list[Record] = [
+    records: list[TraceRecord] = [
         read(1, 0, 0, 0), read(1, 1, 0, 0),
         step(2, 0, 0), read(2, 0, 1, 0), step(3, 0, 1), read(3, 0, 2, 0),  # 2 ahead of worker 1
         step(4, 1, 0), step(4, 0, 2), read(4, 0, 3, 1),  # worker 1 computes nothing now
@@ -87,7 +87,7 @@ def test_the_lead_is_between_workers_that_compute_at_the_same_time() -> None:
 
 def test_a_dead_worker_holds_no_other_back() -> None:
     died = MembershipRecord(1.5, 0, 1, 0, "died")
-    records: list[Record] = [read(1, 0, 0, 0), read(1, 1, 0, 0), died, step(2, 0, 0), read(3, 0, 9, 9)]
+    records: list[TraceRecord] = [read(1, 0, 0, 0), read(1, 1, 0, 0), died, step(2, 0, 0), read(3, 0, 9, 9)]
     assert summarize(gather(records)).max_lead == 0
 
 

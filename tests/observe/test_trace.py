@@ -17,15 +17,15 @@ from paceline.observe.trace import (
     MembershipRecord,
     MinClock,
     ReadRecord,
-    Record,
     Refusal,
     Resources,
     Step,
     Trace,
+    TraceRecord,
     trace_path,
 )
 
-ONE_OF_EACH: list[Record] = [
+ONE_OF_EACH: list[TraceRecord] = [
     ReadRecord(1.0, 0, "w", 3, 2, 0.25, "fetch"),
     Step(2.0, 0, 3, 32, 0.5, 0.25, 1.0, 0.375),
     Step(2.5, 0, 4, 32, None, 0.0, 0.5),
@@ -229,7 +229,7 @@ def test_a_trace_that_cannot_be_made_is_told_and_left_out(tmp_path: Path) -> Non
 
 def test_a_bounded_trace_keeps_the_latest_records_and_is_followed_without_a_gap(tmp_path: Path) -> None:
     path = trace_path(tmp_path, "worker", 0)
-    tail, seen = TraceFollower(path.parent), list[Record]()
+    tail, seen = TraceFollower(path.parent), list[TraceRecord]()
     with Trace(path, max_bytes=2000) as trace:
         for clock in range(200):
             trace.record(step(float(clock), clock=clock))

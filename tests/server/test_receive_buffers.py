@@ -53,7 +53,7 @@ class AtUpdate(Trace):
         self.receive_buffers: ReceiveBuffers | None = None
         self.lent: list[Buffer] = []
 
-    def record(self, record: records.Record) -> None:
+    def record(self, record: records.TraceRecord) -> None:
         if isinstance(record, records.AppliedRecord) and self.receive_buffers is not None:
             self.lent.append(taken(self.receive_buffers))
 
@@ -64,9 +64,9 @@ class Told(Trace):
     def __init__(self) -> None:
         super().__init__(None)
         self.is_kept = True
-        self.told: list[records.Record] = []
+        self.told: list[records.TraceRecord] = []
 
-    def record(self, record: records.Record) -> None:
+    def record(self, record: records.TraceRecord) -> None:
         self.told.append(record)
 
 

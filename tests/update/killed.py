@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from paceline.errors import UsageError
 from paceline.transport.lasting_memory import LastingMemory, MemoryHolder
 from paceline.update.kernels import Kernel, Operands
-from paceline.update.lasting import ChunkMemory, Record, SavedTensors, UpdateProgress
+from paceline.update.lasting import ChunkMemory, LastingRecord, SavedTensors, UpdateProgress
 from paceline.update.native_steps import NativeSteps, StepMemory, Undo
 from paceline.update.rows.index import RowIndex
 from paceline.update.rows.memory import RowMemory
@@ -71,7 +71,7 @@ def killing(target: int, kill: Callable[[], None] = _raise) -> Iterator[Countdow
         return wrapped
 
     points: list[tuple[type, str, Callable[..., None] | None]] = [
-        (Record, "commit", None),
+        (LastingRecord, "commit", None),
         (UpdateProgress, "save", _spoil_saved),
         (UpdateProgress, "undo", None),
         (UpdateProgress, "finish", None),

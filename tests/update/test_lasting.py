@@ -17,7 +17,7 @@ from paceline.errors import ProtocolBug, UsageError
 from paceline.transport.lasting_memory import LastingMemory, MemoryHolder
 from paceline.update import SGD, Adagrad, Adam, Add, chunked, lasting, native_steps, torch_optim
 from paceline.update import rule as rule_at
-from paceline.update.lasting import ChunkMemory, Record, RowsMemory, ShardMemory
+from paceline.update.lasting import ChunkMemory, LastingRecord, RowsMemory, ShardMemory
 from paceline.update.named_rules import resolve
 from paceline.update.native_steps import steps_library
 from paceline.update.rows import memory as row_memory
@@ -251,7 +251,7 @@ def test_a_copy_made_ahead_does_not_count_after_the_shard_has_changed() -> None:
 
 
 def test_settings_that_do_not_fit_are_refused_with_their_size() -> None:
-    record = Record(memoryview(bytearray(Record.size_bytes(1, 8))), ("number",))
+    record = LastingRecord(memoryview(bytearray(LastingRecord.size_bytes(1, 8))), ("number",))
     record.commit(b"12345678", number=1)
     with pytest.raises(UsageError, match="9 bytes, expected 8"):
         record.commit(b"123456789")

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from paceline.collective.failures import FailureReports, Liveness, names
-from paceline.collective.meeting import FarAccess, Offer, Told, can_meet
+from paceline.collective.meeting import FarAccess, MemberAddresses, Offer, can_meet
 from paceline.collective.process_group import OwnGroup
 from paceline.collective.signature import NUM_WORDS, CallSignature, require_same
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
@@ -316,10 +316,10 @@ def connect_members(
     offer = Offer() if folder is None else Offer.make(folder, worker_set.far_access)
     try:
         store.set(f"offer/{rank}", offer.told.text)
-        if offer.told == Told():
+        if offer.told == MemberAddresses():
             _ = worker_set.address  # which may be refused: before the others wait
         meet()
-        told = [Told.read(store.get(f"offer/{other}").decode()) for other in range(size)]
+        told = [MemberAddresses.read(store.get(f"offer/{other}").decode()) for other in range(size)]
         if can_meet(told):
             return OwnGroup(*offer.accept(rank, told, worker_set.timeout_s), NEVER.total_seconds(), at_once=at_once)
     finally:

@@ -52,7 +52,7 @@ class FarAccess(msgspec.Struct, frozen=True):
     hello: Hello
 
 
-class Told(msgspec.Struct, frozen=True):
+class MemberAddresses(msgspec.Struct, frozen=True):
     """What a worker tells the others of a group.
 
     Attributes:
@@ -70,10 +70,10 @@ class Told(msgspec.Struct, frozen=True):
     hello: Hello = msgspec.field(default_factory=partial(Hello, "worker", 0, 0, 0))
 
     @staticmethod
-    def read(text: str) -> Told:
+    def read(text: str) -> MemberAddresses:
         """Read what another worker has told; raises PeerError if it is not that."""
         try:
-            return msgspec.json.decode(text, type=Told)
+            return msgspec.json.decode(text, type=MemberAddresses)
         except msgspec.DecodeError as error:
             raise PeerError(f"a worker has told the others of its group {text[:80]!r}: {error}") from error
 
@@ -87,7 +87,7 @@ class Told(msgspec.Struct, frozen=True):
 class Offer:
     """What a worker offers the others of a group: to connect to it, from the same machine or from others."""
 
-    told: Told = field(default_factory=Told)
+    told: MemberAddresses = field(default_factory=MemberAddresses)
     near: ShmTransport | None = None
     segment: memoryview = EMPTY
     far: Transport | None = None
@@ -108,7 +108,7 @@ class Offer:
         while self._listeners:
             self._listeners.pop().close()
 
-    def accept(self, rank: int, told: Sequence[Told], timeout_s: float) -> tuple[Peers, Exchange]:
+    def accept(self, rank: int, told: Sequence[MemberAddresses], timeout_s: float) -> tuple[Peers, Exchange]:
         """Connect to all others, which have told these things; blocks until all have called this.
 
         Raises:
@@ -167,7 +167,7 @@ class Offer:
             key = token_hex(_KEY_DIGITS // 2)
             self.told = replace(self.told, far=self._listeners[-1].address, key=key, hello=far.hello)
 
-    def _reach(self, rank: int, other: int, told: Told, deadline: Deadline, *, is_far: bool) -> Connection:
+    def _reach(self, rank: int, other: int, told: MemberAddresses, deadline: Deadline, *, is_far: bool) -> Connection:
         """Connect to a worker with a lower rank."""
         transport, address = (self.far, told.far) if is_far else (self.near, told.near)
         identity = told.key.encode() + encode(self.told.hello) if is_far else str(rank).encode()
@@ -231,12 +231,12 @@ class Offer:
             raise DeadlineExceeded(f"{told} ({refused})" if refused else told) from error
 
 
-def layout_of(rank: int, told: Sequence[Told]) -> Layout:
+def layout_of(rank: int, told: Sequence[MemberAddresses]) -> Layout:
     """Return which worker of a group is on which machine; one that cannot share memory is on one of its own."""
     return Layout.of(rank, [one.machine or f"{other}" for other, one in enumerate(told)])
 
 
-def can_meet(told: Sequence[Told]) -> bool:
+def can_meet(told: Sequence[MemberAddresses]) -> bool:
     """Return whether workers can connect: they are on one machine and share memory there, or all may be reached."""
     machines = {one.machine for one in told}
     return (len(machines) == 1 and "" not in machines) or all(one.far for one in told)

@@ -37,14 +37,14 @@ def connect(store: Store, rank: int, size: int, timeout: timedelta, find_access:
         UsageError: shared memory is not available, or they are on several machines and have no certificates.
         PeerError: a worker has died, or has not come in time.
     """
-    from paceline.collective.meeting import Offer, Told, can_meet, private_folder
+    from paceline.collective.meeting import MemberAddresses, Offer, can_meet, private_folder
     from paceline.collective.process_group import OwnGroup
 
     folder = private_folder()
     offer = Offer.make(folder, find_access())
     try:
         store.set(f"offer/{rank}", offer.told.text)
-        told = [Told.read(_told(store, rank, other)) for other in range(size)]
+        told = [MemberAddresses.read(_told(store, rank, other)) for other in range(size)]
         if not can_meet(told):
             raise UsageError(
                 f"worker {rank}: the backend {NAME!r} joins workers on one machine of type x86_64 by shared memory, "

@@ -20,7 +20,7 @@ from paceline.launch.server import server_settings, threads_here
 from paceline.observe.trace import Trace
 from paceline.server.journal import Asked
 from paceline.server.node import ServerNode
-from paceline.server.record import digests, record_path
+from paceline.server.record_file import digests, record_path
 from paceline.server.record_follower import RecordFollower
 from paceline.transport.memory import MemoryTransport
 from paceline.wire.messages import decode

@@ -34,7 +34,7 @@ from paceline.notices import tell
 from paceline.observe.trace import Trace, trace_path
 from paceline.server.journal import LISTENER
 from paceline.server.node import ServerNode
-from paceline.server.record import RecordFile, record_path
+from paceline.server.record_file import RecordFile, record_path
 from paceline.server.replica import Follower
 from paceline.server.replica_lag import ReplicaLag
 from paceline.server.replica_link import ReplicaLink

@@ -15,7 +15,7 @@ from paceline.observe.trace import Reported, Step
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from paceline.observe.trace import Record
+    from paceline.observe.trace import TraceRecord
 
 NUM_SPANS: Final = 64  # of time; when they are full, each two become one
 _FIRST_WIDTH_S: Final = 0.125
@@ -74,7 +74,7 @@ class LossTrend:
     _began_t: float | None = None
     _not_finite: str = ""
 
-    def take_in(self, record: Record) -> None:
+    def take_in(self, record: TraceRecord) -> None:
         """Take in a record; those that have no loss are left out."""
         match record:
             case Step() if record.loss is not None:

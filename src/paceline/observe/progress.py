@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from paceline.observe.disk import DiskUse
     from paceline.observe.screen import RunPicture
-    from paceline.observe.trace import Record
+    from paceline.observe.trace import TraceRecord
     from paceline.observe.verdict import ProcessState, RunVerdict
 
 # A worker that finishes no clock reports every 2 s. After this time without a report it counts as hung.
@@ -79,7 +79,7 @@ class Life:
     leaves: bool = False
     call: str = ""
 
-    def update(self, record: Record, now: float) -> None:
+    def update(self, record: TraceRecord, now: float) -> None:
         """Update the state from a record of its trace."""
         self.call = record.call if isinstance(record, State) else ""
         if isinstance(record, Step):
@@ -346,7 +346,7 @@ class RunView:
         """Record why a worker has ended, or with an empty state, that it was started."""
         self._paces.setdefault(worker, _Pace()).life.note(state, self._now)
 
-    def refresh(self, now: float | None = None) -> list[Record]:
+    def refresh(self, now: float | None = None) -> list[TraceRecord]:
         """Read new records, and return them; `now` is in seconds on the caller's steady clock, by default as before."""
         if now is not None:
             self._start_t = now if self._start_t is None else self._start_t
@@ -434,7 +434,7 @@ class RunView:
         newest_t = max(lasts, default=math.inf)
         return min((t for t in lasts if t > newest_t - MOST_APART_S), default=newest_t)
 
-    def _take_in(self) -> list[Record]:
+    def _take_in(self) -> list[TraceRecord]:
         if self._tail is None:
             return []
         try:
@@ -449,7 +449,7 @@ class RunView:
             self._add(record)
         return records
 
-    def _add(self, record: Record) -> None:
+    def _add(self, record: TraceRecord) -> None:
         self._began_t = min(self._began_t, record.t) if self._began_t else record.t
         self._latest_t = max(self._latest_t, record.t)
         self._window.add(record)

@@ -26,7 +26,6 @@ from paceline.observe.trace import (
     MembershipRecord,
     MinClock,
     ReadRecord,
-    Record,
     Refusal,
     Reported,
     ReportedValues,
@@ -35,13 +34,14 @@ from paceline.observe.trace import (
     Sampled,
     Serving,
     Step,
+    TraceRecord,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-_decoder = msgspec.json.Decoder(Record)
+_decoder = msgspec.json.Decoder(TraceRecord)
 _MOST_REASON: Final = 200  # characters of what is wrong with a trace, which quotes it
 _R = TypeVar(
     "_R",
@@ -112,7 +112,7 @@ def trace_paths(folder: Path) -> list[Path]:
     return paths
 
 
-def read_records(path: Path) -> list[Record]:
+def read_records(path: Path) -> list[TraceRecord]:
     """Return the records of a trace file; raises as `read_run`."""
     with open_trace(path) as file:
         return decode_lines(file.read(), path)
@@ -137,7 +137,7 @@ def open_trace(path: Path) -> BinaryIO:
     return file
 
 
-def gather(records: Iterable[Record]) -> Run:
+def gather(records: Iterable[TraceRecord]) -> Run:
     """Sort records into a run, by kind and time."""
     ordered = sorted(records, key=attrgetter("t"))
     return Run(
@@ -163,11 +163,11 @@ def gather(records: Iterable[Record]) -> Run:
     )
 
 
-def _of_kind(records: list[Record], kind: type[_R]) -> tuple[_R, ...]:
+def _of_kind(records: list[TraceRecord], kind: type[_R]) -> tuple[_R, ...]:
     return tuple(record for record in records if isinstance(record, kind))
 
 
-def decode_lines(content: bytes, path: Path) -> list[Record]:
+def decode_lines(content: bytes, path: Path) -> list[TraceRecord]:
     """Decode the complete lines of a trace file; text after the last newline is ignored."""
     whole = content[: content.rfind(b"\n") + 1]
     try:
@@ -214,7 +214,7 @@ class TraceFollower:
         """The share of the bytes that has been read, 0 to 1."""
         return 1.0 - self._left_bytes / (self._all_bytes or 1)
 
-    def poll(self) -> list[Record]:
+    def poll(self) -> list[TraceRecord]:
         """Return the records since the last call; never blocks; none for a missing folder."""
         self._left_bytes = self._all_bytes = 0
         paths = [path for pattern in self._patterns for path in sorted(self._folder.glob(pattern))]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from paceline.observe.loss_trend import LossVerdict
-    from paceline.observe.trace import Record
+    from paceline.observe.trace import TraceRecord
     from paceline.observe.verdict import ProcessState, RunVerdict
     from paceline.observe.window import Window, WorkerTime
 
@@ -150,13 +150,13 @@ def server_row(server: int, window: Window) -> ServerRow:
     )
 
 
-def event_line(record: Record, began_t: float) -> str:
+def event_line(record: TraceRecord, began_t: float) -> str:
     """Return a line on an event that a user wants to know of; an empty one for other records."""
     text = event_text(record)
     return f"{max(0.0, record.t - began_t):7.1f} s  {text}" if text else ""
 
 
-def event_text(record: Record) -> str:
+def event_text(record: TraceRecord) -> str:
     """Return what an event says that a user wants to know of; an empty text for other records."""
     match record:
         case MembershipRecord(server=0):

@@ -27,7 +27,7 @@ from paceline.observe.window import Window, staleness_of
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from paceline.observe.trace import Record
+    from paceline.observe.trace import TraceRecord
 
 _MOST_EVENTS: Final = 40
 
@@ -63,7 +63,7 @@ def story_lines(folder: Path, seconds: float = 10.0) -> list[str]:
     return [printable(line) for line in lines]
 
 
-def _records(path: Path) -> list[Record]:
+def _records(path: Path) -> list[TraceRecord]:
     """Return the records of a process, with those of the file before, where its trace is bounded."""
     older = path.with_name(path.name + OLDER)
     return [*(read_records(older) if older.exists() else []), *read_records(path)]
@@ -77,14 +77,14 @@ def _on_disk(folder: Path) -> list[str]:
     return [told if disk is None else f"{told}. Now {disk.text}"]
 
 
-def _last(name: str, records: list[Record], began_t: float, end_t: float) -> str:
+def _last(name: str, records: list[TraceRecord], began_t: float, end_t: float) -> str:
     last = records[-1]
     quiet_s = end_t - last.t
     told = f"{name:>10}  {last.t - began_t:8.3f} s  {_doing(records)}"
     return f"{told}; then nothing for {quiet_s:.1f} s" if quiet_s >= 1 else told
 
 
-def _doing(records: list[Record]) -> str:
+def _doing(records: list[TraceRecord]) -> str:
     """Return what the last record that says so tells of a process."""
     for record in reversed(records):
         match record:

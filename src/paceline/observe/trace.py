@@ -122,19 +122,19 @@ NO_SERVER = -1  # in place of a server's rank, for records of the worker itself
 
 # What is read back keeps to these, so that sums and differences are finite, and floats: a trace may come from anywhere.
 MOST_SECONDS: Final = 1e12
-Seconds = Annotated[float, msgspec.Meta(ge=-MOST_SECONDS, le=MOST_SECONDS)]
+BoundedSeconds = Annotated[float, msgspec.Meta(ge=-MOST_SECONDS, le=MOST_SECONDS)]
 Whole = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 class ReadRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="read"):
     """A worker at `clock` read the values of a table, complete up to `value_clock`."""
 
-    t: Seconds
+    t: BoundedSeconds
     worker: Whole
     table: str
     clock: Whole
     value_clock: Whole
-    waited_s: Seconds
+    waited_s: BoundedSeconds
     source: Literal["fetch", "cache", "delivery"]
 
     @property
@@ -154,12 +154,12 @@ class RowRead(msgspec.Struct, frozen=True, tag_field="kind", tag="row_read"):
     Rows may also contain later pushes of the reader, which do not count.
     """
 
-    t: Seconds
+    t: BoundedSeconds
     worker: Whole
     table: str
     clock: Whole
     num_rows: dict[Whole, Whole]
-    waited_s: Seconds
+    waited_s: BoundedSeconds
 
     @property
     def differentials(self) -> dict[int, int]:
@@ -176,15 +176,15 @@ class Step(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
     for batches of a sharded loader. `comm_s` and `load_s` are 0 in traces of older versions.
     """
 
-    t: Seconds
+    t: BoundedSeconds
     worker: Whole
     clock: Whole
     samples: Whole
     loss: float | None
-    wait_s: Seconds
-    step_s: Seconds
-    comm_s: Seconds = 0.0
-    load_s: Seconds = 0.0
+    wait_s: BoundedSeconds
+    step_s: BoundedSeconds
+    comm_s: BoundedSeconds = 0.0
+    load_s: BoundedSeconds = 0.0
 
     @property
     def own_s(self) -> float:
@@ -195,7 +195,7 @@ class Step(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
 class Evaluated(msgspec.Struct, frozen=True, tag_field="kind", tag="evaluated"):
     """A worker evaluated the model on held-out data; `accuracy` is between 0 and 1. None: not a finite number."""
 
-    t: Seconds
+    t: BoundedSeconds
     worker: Whole
     clock: Whole
     loss: float | None
@@ -208,7 +208,7 @@ class Reported(msgspec.Struct, frozen=True, tag_field="kind", tag="reported"):
     In the last case `loss` is None, which JSON supports, and `text` is the number.
     """
 
-    t: Seconds
+    t: BoundedSeconds
     worker: Whole
     clock: Whole
     loss: float | None
@@ -221,7 +221,7 @@ NonFiniteText = Literal["nan", "inf", "-inf"]  # how JSON has a number that is n
 class ReportedValues(msgspec.Struct, frozen=True, tag_field="kind", tag="values"):
     """A worker at `clock` reported values under names of its script's."""
 
-    t: Seconds
+    t: BoundedSeconds
     worker: Whole
     clock: Whole
     values: dict[str, float | NonFiniteText]
@@ -230,7 +230,7 @@ class ReportedValues(msgspec.Struct, frozen=True, tag_field="kind", tag="values"
 class Resources(msgspec.Struct, frozen=True, tag_field="kind", tag="resources"):
     """A worker leaves: the peak memory of its process, and the traffic of its TCP connections."""
 
-    t: Seconds
+    t: BoundedSeconds
     worker: Whole
     peak_bytes: Whole
     sent_bytes: Whole
@@ -244,11 +244,11 @@ class Load(msgspec.Struct, frozen=True, tag_field="kind", tag="load"):
     busiest of its TCP connections had unacknowledged data for `sending_s`, by the counters of the kernel.
     """
 
-    t: Seconds
+    t: BoundedSeconds
     server: Whole
-    in_use_s: Seconds
-    busy_s: Seconds
-    sending_s: Seconds
+    in_use_s: BoundedSeconds
+    busy_s: BoundedSeconds
+    sending_s: BoundedSeconds
     received_bytes: Whole
     sent_bytes: Whole
 
@@ -259,13 +259,13 @@ class Fed(msgspec.Struct, frozen=True, tag_field="kind", tag="fed"):
     `samples` are those in the batches; `skipped` could not be decoded.
     """
 
-    t: Seconds
+    t: BoundedSeconds
     data_server: Whole
     batches: Whole
     samples: Whole
     skipped: Whole
     bytes: Whole
-    busy_s: Seconds
+    busy_s: BoundedSeconds
 
 
 class Epoch(msgspec.Struct, frozen=True, tag_field="kind", tag="epoch"):
@@ -274,7 +274,7 @@ class Epoch(msgspec.Struct, frozen=True, tag_field="kind", tag="epoch"):
     `skipped` could not be decoded; `again` were read again, after workers died with them.
     """
 
-    t: Seconds
+    t: BoundedSeconds
     worker: Whole
     epoch: Whole
     samples: Whole
@@ -285,7 +285,7 @@ class Epoch(msgspec.Struct, frozen=True, tag_field="kind", tag="epoch"):
 class MinClock(msgspec.Struct, frozen=True, tag_field="kind", tag="min_clock"):
     """On this server all workers have now finished every clock below `clock` for this table."""
 
-    t: Seconds
+    t: BoundedSeconds
     server: Whole
     table: str
     clock: Whole
@@ -294,7 +294,7 @@ class MinClock(msgspec.Struct, frozen=True, tag_field="kind", tag="min_clock"):
 class BoundRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="bound"):
     """This server has moved the adaptive bound of a table, as `BoundMoved` of its core says."""
 
-    t: Seconds
+    t: BoundedSeconds
     server: Whole
     table: str
     before: Whole
@@ -306,18 +306,18 @@ class BoundRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="bound"):
 class AppliedRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="applied"):
     """A server applied the updates of these workers, in this order; `took_s` is how long it took until `t`."""
 
-    t: Seconds
+    t: BoundedSeconds
     server: Whole
     table: str
     workers: tuple[Whole, ...]
     clock: Whole
-    took_s: Seconds = 0.0
+    took_s: BoundedSeconds = 0.0
 
 
 class ArrivedRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="arrived"):
     """The end of a worker's `clock` has come to a server, and with it, or before it, what that worker pushed."""
 
-    t: Seconds
+    t: BoundedSeconds
     server: Whole
     worker: Whole
     clock: Whole
@@ -331,10 +331,10 @@ class Serving(msgspec.Struct, frozen=True, tag_field="kind", tag="serving"):
     replica.
     """
 
-    t: Seconds
+    t: BoundedSeconds
     server: Whole
-    in_use_s: Seconds
-    busy_s: Seconds
+    in_use_s: BoundedSeconds
+    busy_s: BoundedSeconds
     received_bytes: Whole
     sent_bytes: Whole
     num_waiting: Whole
@@ -349,7 +349,7 @@ class Carried(msgspec.Struct, frozen=True, tag_field="kind", tag="carried"):
     first values, counts for links only.
     """
 
-    t: Seconds
+    t: BoundedSeconds
     server: Whole
     links: tuple[tuple[Whole, Whole, Whole], ...]
     tables: tuple[tuple[str, Whole, Whole], ...]
@@ -371,13 +371,13 @@ class Sampled(msgspec.Struct, frozen=True, tag_field="kind", tag="sampled"):
         host: name of its machine.
     """
 
-    t: Seconds
+    t: BoundedSeconds
     role: Literal["worker", "server"]
     rank: Whole
     pid: Whole
-    cpu_s: Seconds
-    delayed_s: Seconds
-    gc_s: Seconds
+    cpu_s: BoundedSeconds
+    delayed_s: BoundedSeconds
+    gc_s: BoundedSeconds
     num_faults: Whole
     num_resent: Whole = 0
     host: str = ""
@@ -386,7 +386,7 @@ class Sampled(msgspec.Struct, frozen=True, tag_field="kind", tag="sampled"):
 class Refusal(msgspec.Struct, frozen=True, tag_field="kind", tag="refusal"):
     """A server refused a request for good. With server -1, the worker reports a push or step that was not applied."""
 
-    t: Seconds
+    t: BoundedSeconds
     server: Whole
     worker: Whole
     table: str
@@ -396,7 +396,7 @@ class Refusal(msgspec.Struct, frozen=True, tag_field="kind", tag="refusal"):
 class MembershipRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="membership"):
     """A server saw a worker join or leave."""
 
-    t: Seconds
+    t: BoundedSeconds
     server: Whole
     worker: Whole
     incarnation: Whole
@@ -410,14 +410,14 @@ class Exit(msgspec.Struct, frozen=True, tag_field="kind", tag="exit"):
     and `then` are texts on its end and on the reaction of the run.
     """
 
-    t: Seconds
+    t: BoundedSeconds
     name: str
     role: str
     rank: Whole
     incarnation: Whole
     pid: Whole | None
     exit_code: Whole
-    unix_s: Seconds
+    unix_s: BoundedSeconds
     happened: str
     then: str
 
@@ -428,24 +428,24 @@ BARRIER: Final = "barrier()"  # as `State.call`
 class State(msgspec.Struct, frozen=True, tag_field="kind", tag="state"):
     """State of a worker that has finished no clock for a while, and its duration: its process runs."""
 
-    t: Seconds
+    t: BoundedSeconds
     worker: Whole
     clock: Whole
     doing: Literal["computing", "communicating"]
-    for_s: Seconds
+    for_s: BoundedSeconds
     call: str = ""  # that it is in, where that waits for other workers whatever their clocks are
 
 
 class Handled(msgspec.Struct, frozen=True, tag_field="kind", tag="handled"):
     """A core handled one event with these effects: the full protocol log, written only on request."""
 
-    t: Seconds
+    t: BoundedSeconds
     server_or_worker: str
     event: dict[str, object]
     effects: list[dict[str, object]]
 
 
-Record = (
+TraceRecord = (
     ReadRecord
     | RowRead
     | Step
@@ -493,13 +493,13 @@ class Trace:
         path: Path | None,
         max_bytes: int = 0,
         tell: Callable[[str], None] = tell,
-        each: Callable[[Record], None] | None = None,
+        each: Callable[[TraceRecord], None] | None = None,
     ) -> None:
         self._each = each
         self._lock = Lock()
         self._encoder = msgspec.json.Encoder()
         # Invariant: in the order of record(); empty without a file.
-        self._buffer: list[Record] = []
+        self._buffer: list[TraceRecord] = []
         self._flushed_t = 0.0
         self._file = None if path is None else TraceFile(path, max_bytes, tell)
         self.is_kept = path is not None or each is not None  # else it is in vain to make records
@@ -512,7 +512,7 @@ class Trace:
     ) -> None:
         self.close()
 
-    def record(self, record: Record) -> None:
+    def record(self, record: TraceRecord) -> None:
         """Add one record; writes to the file when the last write is 20 ms older than the record."""
         if not self.is_kept:
             return

@@ -31,7 +31,7 @@ from paceline.observe.trace import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from paceline.observe.trace import Record
+    from paceline.observe.trace import TraceRecord
 
 NUM_STEPS: Final = 10  # of each worker; what is said is of these
 _NUM_BEFORE: Final = 4
@@ -86,7 +86,7 @@ class Window:
     gone: set[int] = field(default_factory=set[int])
     ended_servers: set[int] = field(default_factory=set[int])  # of which the launcher has told that a process ended
 
-    def add(self, record: Record) -> None:
+    def add(self, record: TraceRecord) -> None:
         """Take in a record; kinds that say nothing about the time of steps are left out."""
         match record:
             case Step():

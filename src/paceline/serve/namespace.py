@@ -48,7 +48,7 @@ from paceline.snapshots.increments import Increments
 from paceline.snapshots.options import LEAST_AUTO_S, auto_interval_s
 from paceline.transport.accept_queue import AcceptQueue
 from paceline.transport.base import EMPTY, AllocateBody, Connection, Frame, MeasuresSilence, PeerIdentity
-from paceline.update.lasting import Record
+from paceline.update.lasting import LastingRecord
 from paceline.wire.malformed import REQUEST_ERRORS, describe_error
 from paceline.wire.messages import Hello, decode, encode
 
@@ -205,8 +205,8 @@ class NamespaceMemory:
         """Have no process go on, unless `note` is called again; raises as `clear`."""
         self.memory.drop(_OPENED)
 
-    def _record(self) -> Record:
-        return Record(self.memory.region(_OPENED, Record.size_bytes(0, _OPENED_BYTES), sparse=True), ())
+    def _record(self) -> LastingRecord:
+        return LastingRecord(self.memory.region(_OPENED, LastingRecord.size_bytes(0, _OPENED_BYTES), sparse=True), ())
 
 
 class NamespaceEnded(ConnectionLost):

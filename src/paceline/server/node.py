@@ -53,9 +53,8 @@ from paceline.server.connections import Acceptor, Connections, Expel, Incoming, 
 from paceline.server.journal import Asked, Began, Journal, JournalFull, OtherFormat, Written
 from paceline.server.preload import RulePreload
 from paceline.server.readers import Published, ReaderService
-from paceline.server.record import digests
+from paceline.server.record_file import digests
 from paceline.server.record_follower import RecordFollower
-from paceline.server.records import ServerRecords
 from paceline.server.recovery import CannotGoOn, Declarations, JournalReplay, Recovery, ServerParts
 from paceline.server.repeated_pushes import RepeatedPushes
 from paceline.server.replay import Replay
@@ -66,6 +65,7 @@ from paceline.server.requests import RequestHandler, WaitReports
 from paceline.server.served_table import ACCEPTED, Acceptance, TableHost
 from paceline.server.table_rpc import TableRpc
 from paceline.server.tables import ServedTables, ServerCall, ServerState
+from paceline.server.trace_records import ServerRecords
 from paceline.stopwatch import Stopwatch
 from paceline.transport.base import EMPTY, Connection, Frame, Listener, Transport
 from paceline.transport.buffers import LentBody

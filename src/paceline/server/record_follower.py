@@ -11,7 +11,7 @@ import msgspec
 
 from paceline.errors import PeerError
 from paceline.server.journal import Written, decode_written
-from paceline.server.record import UnreadableRecord, read_frames
+from paceline.server.record_file import UnreadableRecord, read_frames
 from paceline.server.replay import Replay
 from paceline.server.replica_messages import CODEC, Ended, Happened, Proved
 from paceline.transport.base import Frame

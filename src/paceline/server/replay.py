@@ -24,6 +24,7 @@ from paceline.server.replica_messages import (
     Checked,
     Ended,
     Happened,
+    HeadMessage,
     Idled,
     Leaving,
     Looked,
@@ -31,7 +32,6 @@ from paceline.server.replica_messages import (
     Proved,
     Pushed,
     Restored,
-    Told,
 )
 from paceline.server.served_table import SavedFile
 from paceline.server.tables import ServedTables
@@ -88,7 +88,7 @@ class Replay:
             case _:
                 raise PeerError(f"a {type(said).__name__} came with {size_bytes} bytes")
 
-    def take(self, message: Told, frame: Frame) -> None:
+    def take(self, message: HeadMessage, frame: Frame) -> None:
         """Do what a frame says."""
         match message:
             case Attached():

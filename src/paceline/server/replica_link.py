@@ -14,7 +14,7 @@ from paceline.core.work_queue import Life
 from paceline.errors import DeadlineExceeded, PacelineError, PeerError
 from paceline.server.journal import Asked, Entry, Written, encode_written
 from paceline.server.line_watch import LOOK_S, SILENT, LineWatch
-from paceline.server.record import RecordFile
+from paceline.server.record_file import RecordFile
 from paceline.server.recovery import ServerParts
 from paceline.server.replica_lag import ReplicaLag
 from paceline.server.replica_messages import (
@@ -27,6 +27,7 @@ from paceline.server.replica_messages import (
     Checked,
     Ended,
     Happened,
+    HeadMessage,
     Idled,
     Leaving,
     Looked,
@@ -34,7 +35,6 @@ from paceline.server.replica_messages import (
     Proved,
     Pushed,
     Restored,
-    Told,
 )
 from paceline.server.replica_place import HandedOver, ReplicaPlace, Superseded, wait_decided
 from paceline.server.tables import ServedTables
@@ -224,7 +224,7 @@ class ReplicaLink:
 
     def _give_all(self, connection: Connection, place: ReplicaPlace, parts: ServerParts, tables: ServedTables) -> int:
         """Send the state of the server, and wait until it has come; return the number of frames."""
-        told: list[tuple[Told, bytes]] = [(Attached(place.view), parts.dump())]
+        told: list[tuple[HeadMessage, bytes]] = [(Attached(place.view), parts.dump())]
         if self.beside is not None:
             told.append((Noted(self.beside()), b""))
         with TemporaryDirectory(prefix=FOLDER) as folder:
@@ -391,7 +391,7 @@ class ReplicaLink:
             self._connection.close()
             self._connection = None
 
-    def _send(self, message: Told, body: memoryview = EMPTY) -> None:
+    def _send(self, message: HeadMessage, body: memoryview = EMPTY) -> None:
         header, connection = CODEC.encode(message), self._connection
         if self.record is not None and not isinstance(message, Attached):
             self.record.append(header, body)

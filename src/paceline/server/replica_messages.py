@@ -84,8 +84,8 @@ class Received(msgspec.Struct, frozen=True):
     num_frames: int
 
 
-Told = Attached | Restored | Pushed | Happened | Idled | Checked | Ended | Proved | Looked | Noted | Leaving
-CODEC: Final = MessageCodec[Told](
+HeadMessage = Attached | Restored | Pushed | Happened | Idled | Checked | Ended | Proved | Looked | Noted | Leaving
+CODEC: Final = MessageCodec[HeadMessage](
     *(Attached, Restored, Pushed, Happened, Idled, Checked, Ended, Proved, Looked, Noted, Leaving)
 )
 ANSWERS: Final = MessageCodec[Received](Received)

@@ -16,10 +16,10 @@ from paceline.observe.trace import (
     MembershipRecord,
     MinClock,
     ReadRecord,
-    Record,
     Refusal,
     Step,
     Trace,
+    TraceRecord,
     trace_path,
 )
 from paceline.simulate.happenings import (
@@ -51,7 +51,7 @@ def write_trace(outcome: Outcome, folder: Path) -> Path:
         UsageError: the folder cannot be written.
     """
     run = folder / re.sub(r"[^a-z0-9]+", "-", str(outcome.consistency))
-    by_process: dict[tuple[Literal["worker", "server"], int], list[Record]] = defaultdict(list)
+    by_process: dict[tuple[Literal["worker", "server"], int], list[TraceRecord]] = defaultdict(list)
     for happening in outcome.happenings:
         by_process[_process(happening)].append(_record(happening))
     for server in outcome.servers:
@@ -80,7 +80,7 @@ def _process(happening: Happening) -> tuple[Literal["worker", "server"], int]:
             return "server", happening.server
 
 
-def _record(happening: Happening) -> Record:
+def _record(happening: Happening) -> TraceRecord:
     match happening:
         case ReadValues(t, worker, clock, value_clock, waited_s, source):
             known = "fetch" if source == "fetch" else "delivery" if source == "delivery" else "cache"

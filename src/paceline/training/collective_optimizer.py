@@ -23,7 +23,9 @@ from paceline.update.summing import num_nonfinite
 from paceline.worker.pushes import NONFINITE_ADVICE, some_parameters
 from paceline.worker.validation import as_count
 
-Told: TypeAlias = list[dict[str, Any]]  # the numbers of each group, by name; _PRESENT: which parameters it steps
+GroupNumbers: TypeAlias = list[
+    dict[str, Any]
+]  # the numbers of each group, by name; _PRESENT: which parameters it steps
 
 # What all do at the same time.
 Together: TypeAlias = Literal["forward", "backward", "clip_gradients", "step", "snapshot", "state_dict"]
@@ -49,7 +51,7 @@ class AgreedHyperparameters(msgspec.Struct, frozen=True):
 
     optimizer: torch.optim.Optimizer
 
-    def now(self) -> Told:
+    def now(self) -> GroupNumbers:
         """Return the numbers of each group."""
         return [dict(self._of(group)) for group in self.optimizer.param_groups]
 
@@ -93,7 +95,7 @@ class AgreedHyperparameters(msgspec.Struct, frozen=True):
             if all(isinstance(one, int | float | str | None) for one in _items(value)):
                 yield key, value
 
-    def _set(self, told: Told) -> None:
+    def _set(self, told: GroupNumbers) -> None:
         for group, numbers in zip(self.optimizer.param_groups, told, strict=False):
             for key, value in numbers.items():
                 own = group.get(key)

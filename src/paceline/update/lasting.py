@@ -1,9 +1,9 @@
 """What a table keeps in memory that outlives its server, so that a successor goes on where a killed server stopped.
 
 A killed process has made some of its writes, in their order, and none of the later ones. So what belongs together is
-written beside what is valid, and one byte at the end says that the new is valid now (`Record`). An update of a dense
-shard changes too much for that: it goes chunk by chunk, and notes which chunks are done and what the chunks at hand
-looked like before (`UpdateProgress`). Rows are written ahead, piece by piece (`RowsMemory`). What has no fixed
+written beside what is valid, and one byte at the end says that the new is valid now (`LastingRecord`). An update of a
+dense shard changes too much for that: it goes chunk by chunk, and notes which chunks are done and what the chunks at
+hand looked like before (`UpdateProgress`). Rows are written ahead, piece by piece (`RowsMemory`). What has no fixed
 size is copied whole, beside the last copy, which counts meanwhile (`SavedTensors`).
 """
 
@@ -134,17 +134,17 @@ _REACHED_BITS: Final = 32
 
 
 @final
-class Record:
+class LastingRecord:
     """Whole numbers and some bytes that change all at once, in memory that outlives this process.
 
     Args:
-        memory: of `Record.size_bytes`, zero at first.
+        memory: of `LastingRecord.size_bytes`, zero at first.
         names: of the numbers, which are 0 at first.
 
     Example:
-        >>> memory = memoryview(bytearray(Record.size_bytes(2, 100)))
-        >>> Record(memory, ("version", "rows")).commit(b"settings", version=3)
-        >>> found = Record(memory, ("version", "rows"))
+        >>> memory = memoryview(bytearray(LastingRecord.size_bytes(2, 100)))
+        >>> LastingRecord(memory, ("version", "rows")).commit(b"settings", version=3)
+        >>> found = LastingRecord(memory, ("version", "rows"))
         >>> found.numbers, found.settings
         ({'version': 3, 'rows': 0}, b'settings')
     """
@@ -429,7 +429,7 @@ class ShardMemory:
         item_bytes, num_pieces = self._dtype.itemsize, len(cut(spec, span))
         self.value_bytes: Final = span.length * item_bytes
         self.memory: Final = region_of(lasting, self._values_name, max(1, self.value_bytes))[: self.value_bytes]
-        record_bytes = Record.size_bytes(
+        record_bytes = LastingRecord.size_bytes(
             len(_SHARD_NUMBERS), _SETTINGS_BYTES + 1024 * len(spec.rule.groups) + 64 * num_pieces
         )
         num_chunks = span.length // (CHUNK // 2) + 2
@@ -439,7 +439,7 @@ class ShardMemory:
         # One region for all of it, as each takes a descriptor in two processes.
         sizes = (record_bytes, progress_bytes, steps_bytes, num_states * self.value_bytes, all_bytes)
         record, progress, steps, self._states, whole = _parts(lasting, f"{self._prefix}shard", sizes)
-        self.record: Final = Record(record, _SHARD_NUMBERS)
+        self.record: Final = LastingRecord(record, _SHARD_NUMBERS)
         self._steps: Final = as_tensor(steps, torch.float32).view(2, -1)[:, :num_pieces]
         # One update at a time: the tables of a server may share it, and it stays in the cache.
         saved_bytes = max((1 + num_states) * CHUNK * item_bytes, _undo_bytes(1 + num_states))
@@ -525,9 +525,9 @@ class RowsMemory:
         self._lasting, self._prefix = lasting, f"table/{spec.name}/"
         self._layouts = {name: each for name, each in layouts(spec, rule).items() if name not in use_columns(spec.life)}
         sizes = [PIECE_ROWS * layout.row_bytes for layout in self._layouts.values()]
-        record_bytes = Record.size_bytes(len(_ROW_NUMBERS), _SETTINGS_BYTES)
+        record_bytes = LastingRecord.size_bytes(len(_ROW_NUMBERS), _SETTINGS_BYTES)
         record, *ahead = _parts(lasting, f"{self._prefix}rows", [record_bytes, *sizes])
-        self.record: Final = Record(record, _ROW_NUMBERS)
+        self.record: Final = LastingRecord(record, _ROW_NUMBERS)
         self._ahead = {  # by column, the rows of a piece
             name: as_tensor(part, layout.dtype).view(PIECE_ROWS, layout.width)
             for (name, layout), part in zip(self._layouts.items(), ahead, strict=True)

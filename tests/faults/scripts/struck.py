@@ -31,7 +31,7 @@ from paceline.server.replay import Replay
 from paceline.server.replica_link import ReplicaLink
 from paceline.server.replica_messages import CODEC, Pushed
 from paceline.transport.base import EMPTY
-from paceline.update.lasting import Record, RowsMemory, SavedTensors, UpdateProgress
+from paceline.update.lasting import LastingRecord, RowsMemory, SavedTensors, UpdateProgress
 from paceline.update.rows.memory import RowMemory
 
 SEND_TIMEOUT_S = 30.0
@@ -40,7 +40,7 @@ PLACES: tuple[tuple[type, str], ...] = (
     (Journal, "append"),
     (Journal, "write_snapshot"),
     (Journal, "note_resumed"),
-    (Record, "commit"),
+    (LastingRecord, "commit"),
     (UpdateProgress, "save"),
     (UpdateProgress, "undo"),
     (UpdateProgress, "finish"),

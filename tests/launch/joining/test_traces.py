@@ -13,7 +13,7 @@ from paceline.errors import PeerError
 from paceline.launch.joining.messages import WorkerTrace, decode_from_joiner, encode
 from paceline.launch.joining.traces import PIECE_BYTES, TraceReceiver, TraceSender
 from paceline.observe.runs import read_run
-from paceline.observe.trace import Exit, MinClock, Record, Refusal, Sampled, Step, Trace, trace_path
+from paceline.observe.trace import Exit, MinClock, Refusal, Sampled, Step, Trace, TraceRecord, trace_path
 
 OF_OTHERS = (
     "a server that runs",
@@ -30,7 +30,7 @@ def step(clock: int, worker: int = 1, t: float | None = None) -> Step:
     return Step(time.monotonic() if t is None else t, worker, clock, samples=1, loss=0.5, wait_s=0, step_s=1, comm_s=0)
 
 
-def lines(*records: Record) -> bytes:
+def lines(*records: TraceRecord) -> bytes:
     return msgspec.json.Encoder().encode_lines(records)
 
 

@@ -11,13 +11,13 @@ from tests.observe.stories import OWN_S, story
 
 from paceline.observe.dashboard.feed import Feed
 from paceline.observe.dashboard.server import DashboardServer
-from paceline.observe.trace import Carried, Exit, Record, Step
+from paceline.observe.trace import Carried, Exit, Step, TraceRecord
 
 pytestmark = pytest.mark.skipif(browser() is None, reason="no Chromium is installed: apt install chromium")
 KILLED = Exit(110.0, "worker 2", "worker", 2, 0, 7, -9, 1.7e9, "was killed by SIGKILL", "the others go on without it")
 
 
-def slow_run(worker: int) -> list[Record]:
+def slow_run(worker: int) -> list[TraceRecord]:
     """Return the records of a run in which a worker is slow, with bytes of two tables."""
     records = story(more=lambda rank, _clock: 2 * OWN_S if rank == worker else 0.0)
     for second in range(3):
@@ -27,7 +27,7 @@ def slow_run(worker: int) -> list[Record]:
     return records
 
 
-def with_loss(record: Record, loss: float) -> Record:
+def with_loss(record: TraceRecord, loss: float) -> TraceRecord:
     """Return a step with another loss; another record as it is."""
     return structs.replace(record, loss=loss) if isinstance(record, Step) else record
 

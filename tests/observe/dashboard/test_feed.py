@@ -11,10 +11,10 @@ from tests.observe.stories import story
 from paceline.observe.dashboard import feed as feeds
 from paceline.observe.dashboard.feed import Feed
 from paceline.observe.runs import ALL_TRACES, TraceFollower
-from paceline.observe.trace import OLDER, Record, Step, Trace, trace_path
+from paceline.observe.trace import OLDER, Step, Trace, TraceRecord, trace_path
 
 
-def write(run: Path, records: list[Record]) -> None:
+def write(run: Path, records: list[TraceRecord]) -> None:
     """Append records to the traces of three workers and a server."""
     for record in sorted(records, key=lambda record: record.t):
         rank = getattr(record, "worker", getattr(record, "rank", None))

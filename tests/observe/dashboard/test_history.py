@@ -5,7 +5,7 @@ import random
 import pytest
 
 from paceline.observe.dashboard.history import MAX_EVENTS, MAX_SHOWN_WORKERS, NUM_BINS, Axis, RunHistory
-from paceline.observe.trace import Carried, Exit, ReadRecord, Record, Reported, RowRead, Serving, Step
+from paceline.observe.trace import Carried, Exit, ReadRecord, Reported, RowRead, Serving, Step, TraceRecord
 
 
 def series(history: RunHistory) -> dict[str, dict[str, list[float | None]]]:
@@ -16,7 +16,7 @@ def total(values: list[float | None]) -> float:
     return sum(value or 0.0 for value in values)
 
 
-def steps(num_workers: int, num_clocks: int, step_s: float) -> list[Record]:
+def steps(num_workers: int, num_clocks: int, step_s: float) -> list[TraceRecord]:
     return [
         Step(100 + (clock + 1) * step_s, worker, clock, 8, 0.5, 0.2 * step_s, step_s, 0.3 * step_s, 0.1 * step_s)
         for clock in range(num_clocks)

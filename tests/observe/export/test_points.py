@@ -9,10 +9,10 @@ from paceline.observe.trace import (
     Evaluated,
     MembershipRecord,
     ReadRecord,
-    Record,
     Reported,
     ReportedValues,
     Step,
+    TraceRecord,
 )
 
 
@@ -24,7 +24,7 @@ def named(points: list[Point]) -> dict[tuple[str, int], float]:
     return {(point.name, point.clock): point.value for point in points if not point.name.startswith("paceline/")}
 
 
-def feed(maker: PointMaker, *records: Record) -> dict[tuple[str, int], float]:
+def feed(maker: PointMaker, *records: TraceRecord) -> dict[tuple[str, int], float]:
     return named([point for record in records for point in maker.add(record)])
 
 

@@ -24,7 +24,6 @@ from paceline.observe.trace import (
     MembershipRecord,
     MinClock,
     ReadRecord,
-    Record,
     Refusal,
     Reported,
     ReportedValues,
@@ -32,9 +31,10 @@ from paceline.observe.trace import (
     Sampled,
     Serving,
     Step,
+    TraceRecord,
 )
 
-EVERYTHING: tuple[Record, ...] = (
+EVERYTHING: tuple[TraceRecord, ...] = (
     Step(1.0, 0, 0, 32, 0.5, 0.125, 1.0, 0.25, 0.25),
     Step(2.0, 0, 1, 32, 0.25, 0.125, 1.0, 0.25, 0.25),
     ReadRecord(1.0, 0, "model", 7, 2, 0.0, "fetch"),
@@ -52,7 +52,7 @@ EVERYTHING: tuple[Record, ...] = (
 )
 
 
-def filled(*records: Record) -> RunMetrics:
+def filled(*records: TraceRecord) -> RunMetrics:
     metrics = RunMetrics()
     for record in records or EVERYTHING:
         metrics.add(record)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from paceline.observe.runs import Run, gather
-from paceline.observe.trace import Evaluated, Record, Resources, Step
+from paceline.observe.trace import Evaluated, Resources, Step, TraceRecord
 from paceline.tools.compare.results import RunTraffic, comparison_json, comparison_table, draw_comparison, read_result
 from paceline.tools.compare.runs import ComparedEntry, RunEnded
 
@@ -15,7 +15,7 @@ NUM_STEPS, BATCH = 40, 8
 
 def made_up(num_workers: int) -> Run:
     """Workers that learn alike and leave with what they have used."""
-    records: list[Record] = [
+    records: list[TraceRecord] = [
         Step(float(clock), worker, clock, BATCH, math.exp(-clock / NUM_STEPS), 0.0, 1.0)
         for clock in range(NUM_STEPS)
         for worker in range(num_workers)

@@ -11,7 +11,7 @@ import msgspec
 from paceline.errors import PeerError, UsageError
 from paceline.job.spec import MAX_WORKERS, Count, Rank
 from paceline.launch.rendezvous.liveness_lock import ProcessInfo
-from paceline.observe.trace import Seconds
+from paceline.observe.trace import BoundedSeconds
 from paceline.transport.base import Limits
 
 JOB: Final = "paceline join"  # name in the proof of the token
@@ -51,7 +51,7 @@ class WorkerTrace(msgspec.Struct, frozen=True, tag="trace"):
     """What a worker of another machine has written down, as whole lines of its trace; `now_s` on the clock there."""
 
     rank: Rank
-    now_s: Seconds
+    now_s: BoundedSeconds
     lines: Annotated[bytes, msgspec.Meta(max_length=1 << 19)]
 
 

@@ -13,7 +13,7 @@ import msgspec
 from paceline.errors import PeerError, UsageError
 from paceline.launch.joining.messages import WorkerTrace
 from paceline.observe.runs import TraceFollower, decode_lines
-from paceline.observe.trace import MOST_SECONDS, NO_SERVER, Record, Sampled, TraceFile, trace_path
+from paceline.observe.trace import MOST_SECONDS, NO_SERVER, Sampled, TraceFile, TraceRecord, trace_path
 
 PIECE_BYTES: Final = 1 << 17  # of a trace, that are read at a time
 
@@ -85,7 +85,7 @@ class TraceReceiver:
             file.close()
 
 
-def _is_of(record: Record, worker: int) -> bool:
+def _is_of(record: TraceRecord, worker: int) -> bool:
     """Return whether a worker writes such a record, of itself."""
     if isinstance(record, Sampled):
         return (record.role, record.rank) == ("worker", worker)

@@ -14,7 +14,7 @@ from paceline.observe.trace import Carried, ReadRecord, Reported, RowRead, Servi
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from paceline.observe.trace import Record
+    from paceline.observe.trace import TraceRecord
 
 NUM_BINS: Final = 480  # of a series; when they are full, each two become one
 _FIRST_WIDTH_S: Final = 0.25
@@ -154,14 +154,14 @@ class RunHistory:
     _totals: dict[tuple[str, int], Totals] = field(default_factory=dict[tuple[str, int], Totals])
     _not_finite: set[int] = field(default_factory=set[int])
 
-    def add_all(self, records: Sequence[Record]) -> None:
+    def add_all(self, records: Sequence[TraceRecord]) -> None:
         """Take in records; time counts from the earliest of the first ones."""
         if self._began_t is None and records:
             self._began_t = min(record.t for record in records)
         for record in records:
             self.add(record)
 
-    def add(self, record: Record) -> None:
+    def add(self, record: TraceRecord) -> None:
         """Take in a record; what is earlier than the beginning falls into the first span."""
         if text := event_text(record):
             self.events.append((round(self._at(record.t), 3), text))

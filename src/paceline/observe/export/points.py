@@ -23,7 +23,7 @@ from paceline.observe.trace import (
 )
 
 if TYPE_CHECKING:
-    from paceline.observe.trace import Record
+    from paceline.observe.trace import TraceRecord
 
 MOST_NAMES: Final = 256  # of values of a script's; more are left out
 MOST_WORKERS: Final = 64  # that have points of their own; those of others are only merged
@@ -57,7 +57,7 @@ class PointMaker:
     _next: int = 0  # the first clock that was not given out
     _t: float = 0.0
 
-    def add(self, record: Record) -> list[Point]:
+    def add(self, record: TraceRecord) -> list[Point]:
         """Take in a record; return the points of its worker."""
         match record:
             case Step(t, worker, clock):

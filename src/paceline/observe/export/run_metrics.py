@@ -31,7 +31,7 @@ from paceline.observe.trace import (
 )
 
 if TYPE_CHECKING:
-    from paceline.observe.trace import Record
+    from paceline.observe.trace import TraceRecord
 
 MOST_SERIES: Final = 1024
 OTHER: Final = "other"
@@ -123,7 +123,7 @@ class RunMetrics:
     _staleness: dict[tuple[str, ...], BucketCounts] = field(default_factory=dict[tuple[str, ...], BucketCounts])
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, record: Record) -> None:
+    def add(self, record: TraceRecord) -> None:
         """Take in a record; kinds without a metric are left out."""
         with self._lock:
             self._add(record)
@@ -138,7 +138,7 @@ class RunMetrics:
         with self._lock:
             return {labels: BucketCounts(list(seen.counts), seen.total) for labels, seen in self._staleness.items()}
 
-    def _add(self, record: Record) -> None:
+    def _add(self, record: TraceRecord) -> None:
         match record:
             case Step():
                 self._add_step(record)

@@ -230,7 +230,7 @@ class PlannedBytes(msgspec.Struct, frozen=True):
         return self.data + self.pipeline + self.tensor
 
 
-class Seconds(msgspec.Struct, frozen=True):
+class StepSeconds(msgspec.Struct, frozen=True):
     """Seconds of a step, without any overlap of its parts.
 
     `bubble` is the time in which a stage waits for others, with their communication.
@@ -252,7 +252,7 @@ class Estimate(msgspec.Struct, frozen=True):
     strategy: PlannedStrategy
     roles: tuple[Role, ...]
     sent: PlannedBytes
-    step: Seconds
+    step: StepSeconds
 
     @property
     def fits(self) -> bool:
@@ -338,7 +338,7 @@ def _roles(
 
 def _pace(
     task: PlannedTask, strategy: PlannedStrategy, machines: Machines, stages: Sequence[Sequence[PlannedLayer]]
-) -> tuple[PlannedBytes, Seconds]:
+) -> tuple[PlannedBytes, StepSeconds]:
     """Return bytes and seconds of a step, which the slowest stage determines."""
     samples, ranks = _samples(task, strategy), strategy.tensor
     passes = _PASSES_AGAIN if strategy.recompute else _PASSES
@@ -357,7 +357,7 @@ def _pace(
         tensor=count * max(sum(ring_bytes(ranks, size) for size in sizes) for sizes in reduced),
     )
     tick_s = compute_s + tensor_s + send_s
-    return sent, Seconds(
+    return sent, StepSeconds(
         compute=count * compute_s,
         bubble=(strategy.pipeline - 1) * tick_s,
         communicate=count * (tensor_s + send_s) + data_s,

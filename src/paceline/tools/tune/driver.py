@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from paceline.launch.config import Choice
-    from paceline.observe.trace import Record
+    from paceline.observe.trace import TraceRecord
     from paceline.tools.tune.search_space import Metric
     from paceline.tools.tune.study import Folder, State, Study, Trial
 
@@ -93,7 +93,7 @@ class Values:
         self._training = Series()
         self._measured = Series()
 
-    def add(self, record: Record) -> None:
+    def add(self, record: TraceRecord) -> None:
         """Add one record of the trial's traces."""
         match record:
             case Evaluated():
