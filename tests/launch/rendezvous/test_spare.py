@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -14,9 +15,10 @@ from tests.launch.rendezvous.test_node_places import NUM_NODES
 
 from paceline.errors import EXIT_INTERRUPTED, UsageError
 from paceline.job.addresses import CLUSTER_NAME, SPEC_NAME
+from paceline.job.machines import Machine, this_machine
 from paceline.job.spec import ClusterSpec, write_token
 from paceline.job.views import FIRST, Views
-from paceline.launch.rendezvous.liveness_lock import LivenessLock, ProcessInfo
+from paceline.launch.rendezvous.liveness_lock import VERSION, LivenessLock, ProcessInfo
 from paceline.launch.rendezvous.node_places import NodePlaces
 from paceline.launch.rendezvous.spare import find_job, spare
 
@@ -55,14 +57,28 @@ def test_a_job_without_replicas_has_no_use_for_a_spare(tmp_path: Path) -> None:
         spare(tmp_path / "run")
 
 
+def tell_of(path: Path, machine: Machine, version: str = VERSION) -> None:
+    """Have the file of a process say that it is another one."""
+    path.write_bytes(msgspec.json.encode(ProcessInfo(machine, version)))
+
+
 def test_a_job_of_another_version_takes_no_spare(tmp_path: Path) -> None:
     job(tmp_path / "run")
     worker = LivenessLock.acquire(tmp_path / "run", "worker", 0, 1)
-    info = msgspec.structs.replace(ProcessInfo.own(), version="0.1")
-    (tmp_path / "run" / "worker-0.life").write_bytes(msgspec.json.encode(info))
+    tell_of(tmp_path / "run" / "worker-0.life", this_machine(), "0.1")
     with pytest.raises(UsageError, match=r"the first process of the job on .* runs paceline 0\.1, and this process"):
         spare(tmp_path / "run")
     worker.release()
+
+
+def test_a_machine_of_the_job_is_no_spare_while_it_takes_part(tmp_path: Path) -> None:
+    job(tmp_path / "run")
+    worker, node = LivenessLock.acquire(tmp_path / "run", "worker", 0, 1), NodePlaces(tmp_path / "run", 0, 1)
+    with pytest.raises(UsageError, match=r" is node 0 of the job in .*/run already, .*: start the spare on another"):
+        spare(tmp_path / "run")
+    node.close()
+    worker.release()
+    assert spare(tmp_path / "run") == 0, "the job is over"
 
 
 def test_spares_have_numbers_behind_the_nodes_of_the_start(tmp_path: Path) -> None:
@@ -75,24 +91,34 @@ def test_spares_have_numbers_behind_the_nodes_of_the_start(tmp_path: Path) -> No
         one.close()
 
 
-def test_a_spare_ends_by_a_signal_and_with_the_job(tmp_path: Path) -> None:
-    spec = job(tmp_path / "run")
-    Views(tmp_path / "run", 0).change(FIRST)
-    node, worker = (
-        NodePlaces(tmp_path / "run", 0, spec.num_servers),
-        LivenessLock.acquire(Path(spec.run_dir), "worker", 0, 1),
-    )
-    assert node.claim(0, FIRST.head)
-    assert node.claim(0, FIRST.replica)
-    command = [sys.executable, "-m", "paceline", "spare", str(tmp_path)]
-    first, second = (subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2))
-    for process in (first, second):
+@contextmanager
+def started(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A spare that has come."""
+    command = [sys.executable, "-m", "paceline", "spare", str(folder)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
         assert process.stderr is not None
         assert "a spare for those that are lost" in process.stderr.readline()
-    os.kill(first.pid, signal.SIGINT)
-    _, said = first.communicate(timeout=DEADLINE_S)
-    assert (first.returncode, "this machine leaves" in said) == (EXIT_INTERRUPTED, True), said
-    worker.release()
-    _, said = second.communicate(timeout=DEADLINE_S)
-    assert (second.returncode, said) == (0, "")
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_spare_ends_by_a_signal_and_with_the_job(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    job(folder)
+    Views(folder, 0).change(FIRST)
+    node, worker = NodePlaces(folder, 0, 1), LivenessLock.acquire(folder, "worker", 0, 1)
+    tell_of(folder / "node-0.life", Machine("another"))
+    assert node.claim(0, FIRST.head)
+    assert node.claim(0, FIRST.replica)
+    with started(tmp_path) as process:
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=DEADLINE_S)
+        assert (process.returncode, "this machine leaves" in said) == (EXIT_INTERRUPTED, True), said
+    with started(tmp_path) as process:
+        worker.release()
+        _, said = process.communicate(timeout=DEADLINE_S)
+        assert (process.returncode, said) == (0, "")
     node.close()

@@ -337,7 +337,7 @@ def wait_end_elsewhere(run_dir: Path, role: Role, index: int, life: int = 0, sil
     return presence == "ended"
 
 
-def takes_part(run_dir: Path, role: Role, index: int) -> bool:
+def takes_part(run_dir: Path, role: Member, index: int) -> bool:
     """Return whether the latest process that has come in a place still takes part; does not block."""
     try:
         descriptor = os.open(run_dir / _name(role, index, newest_life(run_dir, role, index)), os.O_RDWR)

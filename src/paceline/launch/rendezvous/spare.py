@@ -14,10 +14,11 @@ from typing import Final, final
 from paceline.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, UsageError
 from paceline.job.addresses import CLUSTER_NAME
 from paceline.job.folders import check_folder, names_in
+from paceline.job.machines import this_machine
 from paceline.job.spec import TOKEN_NAME, ClusterSpec
 from paceline.launch.rendezvous.join import listening_host
-from paceline.launch.rendezvous.liveness_lock import process_info, wait_all_ended
-from paceline.launch.rendezvous.node_places import NodePlaces
+from paceline.launch.rendezvous.liveness_lock import indices_in, newest_life, process_info, takes_part, wait_all_ended
+from paceline.launch.rendezvous.node_places import ROLE, NodePlaces
 from paceline.launch.rendezvous.sidecar import SidecarServers
 from paceline.notices import NEWS, tell
 
@@ -38,6 +39,8 @@ def spare(job: Path, /) -> int:
     """
     run_dir = find_job(job)
     spec = ClusterSpec.read(run_dir / CLUSTER_NAME)
+    if spec.launcher_decides:
+        raise UsageError(f"the job in {run_dir} is of Ray, which finds another node for servers by itself")
     if not spec.has_replicas:
         raise UsageError(
             f"the servers of the job in {run_dir} have no replicas, and do not move to another machine: start the job "
@@ -47,13 +50,14 @@ def spare(job: Path, /) -> int:
     refusal = first.refusal("the first process of the job")
     if refusal is not None:
         raise UsageError(refusal)
+    _require_other_machine(run_dir)
     host = listening_host(spec, first.machine)
-    with _told_to_end() as told:
+    with _heeding_signals() as notice:
         node = NodePlaces(run_dir, None, spec.num_servers)
         servers = SidecarServers(run_dir, range(0), host, node=node, imports=Path.cwd())
         tell(f"this machine is node {node.node} of the job in {run_dir}, a spare for those that are lost", NEWS)
         try:
-            return _stay(spec, servers, told)
+            return _stay(spec, servers, notice)
         finally:
             servers.kill()
 
@@ -74,59 +78,70 @@ def find_job(folder: Path) -> Path:
     return found[0]
 
 
+def _require_other_machine(run_dir: Path) -> None:
+    """Raise UsageError where this machine has a node of the job: both processes of a server would go with it."""
+    for node in sorted(indices_in(run_dir, ROLE)):
+        life = newest_life(run_dir, ROLE, node)
+        if takes_part(run_dir, ROLE, node) and process_info(run_dir, ROLE, node, life).machine == this_machine():
+            raise UsageError(
+                f"{this_machine()} is node {node} of the job in {run_dir} already, and would take both processes of a "
+                "server along: start the spare on another machine"
+            )
+
+
 def _has_begun(path: Path) -> bool:
     """Return whether this is the folder of a job that has begun and not ended; of other users, what they let see."""
     return path.is_dir() and os.access(path, os.R_OK | os.X_OK) and {TOKEN_NAME, CLUSTER_NAME} <= names_in(path)
 
 
 @final
-class _Told:
+class _EndNotice:
     """What has been told to this process: that the job is over, or a signal that has it end."""
 
     def __init__(self) -> None:
-        self.something: Final = threading.Event()
+        self.has_come: Final = threading.Event()
         self.is_over: Final = threading.Event()
         self.signal = 0
 
     def note_over(self) -> None:
         """Note that the job is over."""
         self.is_over.set()
-        self.something.set()
+        self.has_come.set()
 
     def note_signal(self, number: int, _frame: FrameType | None) -> None:
         """Note the first signal; a second one ends the process at once."""
         for each in _ENDING:
             signal.signal(each, signal.SIG_DFL)
         self.signal = number
-        self.something.set()
+        self.has_come.set()
 
 
 @contextmanager
-def _told_to_end() -> Generator[_Told]:
-    told = _Told()
+def _heeding_signals() -> Generator[_EndNotice]:
+    notice = _EndNotice()
     before = {number: signal.getsignal(number) for number in _ENDING}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:  # as SIGHUP is under nohup
-            signal.signal(number, told.note_signal)
+            signal.signal(number, notice.note_signal)
     try:
-        yield told
+        yield notice
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _stay(spec: ClusterSpec, servers: SidecarServers, told: _Told) -> int:
+def _stay(spec: ClusterSpec, servers: SidecarServers, notice: _EndNotice) -> int:
     """Block until the job is over, or what serves here has moved after a signal; return the exit code."""
 
     def wait_over() -> None:
         wait_all_ended(spec)
-        told.note_over()
+        notice.note_over()
 
     threading.Thread(target=wait_over, name="paceline-job", daemon=True).start()
-    told.something.wait()
-    if told.is_over.is_set():
+    notice.has_come.wait()
+    if notice.is_over.is_set():
         servers.wait(spec.grace_s)
         return 0
     tell("this machine leaves, once its servers have moved to others; a second signal ends it at once", NEWS)
-    servers.leave(told.is_over.is_set)
-    return EXIT_INTERRUPTED if told.signal == signal.SIGINT else EXIT_PREEMPTED
+    servers.leave(notice.is_over.is_set)
+    return EXIT_INTERRUPTED if notice.signal == signal.SIGINT else EXIT_PREEMPTED
