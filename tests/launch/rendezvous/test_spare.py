@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import msgspec
 import pytest
 from tests.launch.rendezvous.test_node_places import NUM_NODES
 
-from paceline.errors import EXIT_INTERRUPTED, UsageError
+from paceline.errors import EXIT_INTERRUPTED, DeadlineExceeded, UsageError
 from paceline.job.addresses import CLUSTER_NAME, SPEC_NAME
 from paceline.job.machines import Machine, this_machine
 from paceline.job.spec import ClusterSpec, write_token
@@ -41,14 +42,23 @@ def test_the_only_job_of_a_folder_is_found(tmp_path: Path) -> None:
     job(tmp_path / "runs" / "one")
     (tmp_path / "runs" / "over").mkdir()
     (tmp_path / "runs" / "notes").touch()
-    assert find_job(tmp_path / "runs" / "one") == tmp_path / "runs" / "one" == find_job(tmp_path / "runs")
+    for folder in (tmp_path / "runs" / "one", tmp_path / "runs"):
+        assert find_job(folder, 0.0) == tmp_path / "runs" / "one"
     job(tmp_path / "runs" / "two")
-    with pytest.raises(UsageError, match=r"or of one such job alone \(there: .*/runs/one, .*/runs/two\): name"):
-        find_job(tmp_path / "runs")
-    with pytest.raises(UsageError, match=r"is not the folder of a job that runs, .* \(there: none\)"):
-        find_job(tmp_path / "runs" / "over")
+    with pytest.raises(UsageError, match=r"several jobs run in .*/runs: .*/runs/one, .*/runs/two; name the folder"):
+        find_job(tmp_path / "runs", 0.0)
+    with pytest.raises(DeadlineExceeded, match=r"no job has begun in .*/runs/over within 0 s, or it has ended: name"):
+        find_job(tmp_path / "runs" / "over", 0.0)
     with pytest.raises(UsageError, match=r"cannot look into .*/runs/none: No such file or directory"):
-        find_job(tmp_path / "runs" / "none")
+        find_job(tmp_path / "runs" / "none", 0.0)
+
+
+def test_a_job_that_has_not_begun_is_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(find_job, tmp_path / "runs", DEADLINE_S)
+        job(tmp_path / "runs" / "late")
+        assert found.result(DEADLINE_S) == tmp_path / "runs" / "late"
 
 
 def test_a_job_without_replicas_has_no_use_for_a_spare(tmp_path: Path) -> None:

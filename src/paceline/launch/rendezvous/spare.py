@@ -13,12 +13,14 @@ from typing import Final, final
 
 from paceline.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, UsageError
 from paceline.job.addresses import CLUSTER_NAME
-from paceline.job.folders import check_folder, names_in
+from paceline.job.environment import start_timeout_s
+from paceline.job.folders import INTERVAL_SHARED_S, check_folder, names_in, wait_for
 from paceline.job.machines import this_machine
 from paceline.job.spec import TOKEN_NAME, ClusterSpec
 from paceline.launch.rendezvous.join import listening_host
 from paceline.launch.rendezvous.liveness_lock import indices_in, newest_life, process_info, takes_part, wait_all_ended
 from paceline.launch.rendezvous.node_places import ROLE, NodePlaces
+from paceline.launch.rendezvous.roster import START_TIMEOUT_S
 from paceline.launch.rendezvous.sidecar import SidecarServers
 from paceline.notices import NEWS, tell
 
@@ -35,9 +37,10 @@ def spare(job: Path, /) -> int:
     Parameters
     ----------
     job
-        The folder of the job, or the one that PACELINE_RUN_DIR names if it has one job that runs.
+        The folder of the job, or the one that PACELINE_RUN_DIR names if it has one job. One that has not begun is
+        waited for, as processes of a job wait for each other.
     """
-    run_dir = find_job(job)
+    run_dir = find_job(job, start_timeout_s(START_TIMEOUT_S))
     spec = ClusterSpec.read(run_dir / CLUSTER_NAME)
     if spec.launcher_decides:
         raise UsageError(f"the job in {run_dir} is of Ray, which finds another node for servers by itself")
@@ -62,20 +65,37 @@ def spare(job: Path, /) -> int:
             servers.kill()
 
 
-def find_job(folder: Path) -> Path:
-    """Return the folder of a job that has begun: this one, or the only one in it; raises UsageError."""
+def find_job(folder: Path, timeout_s: float) -> Path:
+    """Return the folder of a job that has begun: this one, or the only one in it; blocks until there is one.
+
+    Raises:
+        UsageError: there are several, or the folder cannot be used.
+        DeadlineExceeded: none has begun in time.
+    """
+    if _only_job(folder) is None:
+        tell(f"no job has begun in {folder} yet: it is waited for, {timeout_s:g} s", NEWS)
+    return wait_for(
+        lambda: _only_job(folder),
+        timeout_s,
+        lambda: (
+            f"no job has begun in {folder} within {timeout_s:g} s, or it has ended: name the folder of one that runs, "
+            "on a file system that its machines share"
+        ),
+        INTERVAL_SHARED_S,
+    )
+
+
+def _only_job(folder: Path) -> Path | None:
+    """Return the folder of the job that has begun in this one, or is this one; None where none has."""
     try:
         found = [path for path in (folder, *sorted(folder.iterdir())) if _has_begun(path)]
     except OSError as error:
         raise UsageError(f"cannot look into {folder}: {error.strerror}") from error
-    if len(found) != 1:
-        several = ", ".join(map(str, found)) or "none"
-        raise UsageError(
-            f"{folder} is not the folder of a job that runs, or of one such job alone (there: {several}): name the "
-            "folder of the job, on a file system that its machines share"
-        )
-    check_folder(found[0])
-    return found[0]
+    if len(found) > 1:
+        raise UsageError(f"several jobs run in {folder}: {', '.join(map(str, found))}; name the folder of one of them")
+    if found:
+        check_folder(found[0])
+    return found[0] if found else None
 
 
 def _require_other_machine(run_dir: Path) -> None:
