@@ -19,6 +19,7 @@ from paceline.api.session import Session
 from paceline.errors import PeerError, UsageError
 from paceline.observe.runs import read_run
 from paceline.training.strategy import Distributed
+from paceline.update.table import Scale
 
 BATCH_SIZE = 4
 TOLERANCES = {torch.float64: {"rtol": 1e-10, "atol": 1e-14}, torch.float32: {"rtol": 1e-5, "atol": 1e-6}}
@@ -281,6 +282,21 @@ def test_gradients_that_are_not_finite_step_no_worker(tmp_path: Path) -> None:
         (-1, 0),
         (-1, 1),
     ]
+
+
+@pytest.mark.parametrize(("scale", "expected"), [("samples", 7.75), ("mean", 5.5), ("sum", 11.0)])
+def test_samples_weigh_in_a_mean_over_samples_alone(tmp_path: Path, scale: Scale, expected: float) -> None:
+    def work(worker: Session) -> float:
+        model = nn.Linear(1, 1, bias=False).double()
+        nn.init.zeros_(model.weight)
+        plain = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = paceline.distributed(plain, strategy="all-reduce", model=model, scale=scale)
+        optimizer.weigh(3 if worker.rank else 1)
+        model(torch.full((1, 1), 10.0 if worker.rank else 1.0, dtype=torch.float64)).backward()
+        optimizer.step()
+        return -model.weight.item()
+
+    assert run_job(tmp_path, work, workers=2) == pytest.approx([expected, expected])
 
 
 def test_samples_weigh_and_buffers_are_averaged(tmp_path: Path) -> None:

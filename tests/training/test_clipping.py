@@ -134,6 +134,47 @@ def test_where_servers_cannot_clip_the_mean_each_worker_clips_its_own_and_says_s
     assert told.count(reason) == 2
 
 
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize(("dtype", "gradient"), [(torch.float16, 1000.0), (torch.float32, 1e20)])
+def test_gradients_whose_norm_overflows_are_clipped_and_not_refused(
+    tmp_path: Path, dtype: torch.dtype, gradient: float, servers: int
+) -> None:
+    def stepped(worker: Session) -> tuple[float, float, int]:
+        net = nn.Linear(100, 100, bias=False).to(dtype)
+        nn.init.zeros_(net.weight)
+        optimizer = paceline.distributed(torch.optim.SGD(net.parameters(), lr=1.0), model=net)
+        net(torch.ones(1, 100, dtype=dtype)).sum().mul(gradient if worker.rank else 1.0).backward()
+        norm = optimizer.clip_gradients(1.0).item()
+        optimizer.step()
+        with optimizer.snapshot():
+            return norm, -net.weight[0, 0].item(), optimizer.num_refused
+
+    first, second = run_job(tmp_path, stepped, workers=2, servers=servers)
+    assert [first[0], second[0]] == [100.0, math.inf]
+    for _, step, num_refused in (first, second):
+        assert (step, num_refused) == (pytest.approx(0.01, rel=0.01), 0)
+
+
+@pytest.mark.parametrize("strategy", ["bsp", "all-reduce"])
+@pytest.mark.parametrize("element", [math.nan, math.inf])
+def test_an_element_that_is_zeroed_takes_no_other_along_as_the_norm_is_computed(
+    tmp_path: Path, strategy: str, element: float
+) -> None:
+    def stepped(worker: Session) -> list[float]:
+        net = nn.Linear(4, 1, bias=False)
+        nn.init.zeros_(net.weight)
+        optimizer = paceline.distributed(
+            torch.optim.SGD(net.parameters(), lr=1.0), model=net, strategy=strategy, nonfinite="zero"
+        )
+        net(torch.tensor([element if worker.rank else 1.0, 2.0 + worker.rank, 1.0, 1.0])).backward()
+        optimizer.clip_gradients(100.0)
+        optimizer.step()
+        with optimizer.snapshot():
+            return (-net.weight[0]).tolist()
+
+    assert run_job(tmp_path, stepped, workers=2) == [[0.5, 2.5, 1.0, 1.0]] * 2
+
+
 def test_servers_refuse_a_norm_that_they_cannot_clip_to() -> None:
     spec = TableSpec("w", (Segment("w", (2,)),), "float32", SGD(lr=0.1), "bsp", "samples", "reject")
     hyper = spec.rule.groups

@@ -404,11 +404,14 @@ class DDPReplica:
         return StepRound(weight, self._call_queue.submit(call, act))
 
     def _own_weight(self) -> float:
-        """Return the weight of a backward: set by the script, else the new samples, else that of the one before."""
+        """Return the weight of a backward: set by the script, else the new samples, else that of the one before.
+
+        Where samples do not count it is 1, and 0 without a batch.
+        """
+        if self._settings.scale != "samples":
+            return 0.0 if self.weight == 0 else 1.0
         if self.weight is not None:
             return self.weight
-        if self._settings.scale != "samples":
-            return 1.0
         again = self._weights[self._job.rank] if self._done is not None else 1.0
         return float(self._job.num_samples - self._num_samples or again)
 

@@ -18,6 +18,7 @@ import msgspec
 import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 from torch.utils.hooks import RemovableHandle
 
 from paceline.core.consistency import Consistency
@@ -480,7 +481,9 @@ class DistributedOptimizer(Distributed):
                     f"mean as torch's DDP, as {reason}."
                 )
             return super().clip_gradients(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
-        norm = super().clip_gradients(math.inf, error_if_nonfinite=error_if_nonfinite)
+        gradients = [one.grad for one in self._clipped() if one.grad is not None]
+        # The norm alone: to clip by it would change gradients where it overflows, or where an element is NaN.
+        norm = get_total_norm(gradients, error_if_nonfinite=error_if_nonfinite)
         limit = min(max_norm, math.inf if self._max_norm is None else self._max_norm)
         self._max_norm = limit if limit < math.inf else None
         return norm

@@ -403,14 +403,17 @@ class Distributed(torch.optim.Optimizer, ABC):
             >>> optimizer.step()
         """
         max_norm, norm_type = self._checked_norms(max_norm, norm_type)
+        return self._clip(self._clipped(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def _clipped(self) -> list[Tensor]:
+        """Return the parameters whose gradients are clipped; raises UsageError as `clip_gradients`."""
         part = self._settings.part
         if part is not None and part.grid.is_split:
             raise UsageError(
                 f"worker {self._job.rank}: optimizer.clip_gradients of '{self._settings.name}' would clip by the norm "
                 "of this worker's part of the model: call model.clip_gradients, which knows that of all parts."
             )
-        some = [one for one in self._parameters() if one.numel()]  # torch has no norm of others
-        return self._clip(some, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        return [one for one in self._parameters() if one.numel()]  # torch has no norm of others
 
     def _clip(self, some: Sequence[Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
         """Clip gradients of parameters that have elements, as their strategy has them."""

@@ -101,4 +101,6 @@ def clipping(
 
 def _norm(tensor: Tensor) -> float:
     dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-    return torch.linalg.vector_norm(tensor, dtype=dtype).item()
+    norm = torch.linalg.vector_norm(tensor, dtype=dtype).item()
+    # Squares of finite elements may overflow in float32, and an update whose norm is not known is not clipped.
+    return norm if math.isfinite(norm) else torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
