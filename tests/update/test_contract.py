@@ -107,6 +107,21 @@ def test_moves_to_other_servers_by_way_of_plain_torch_and_goes_on(name: str, num
     assert [shard.version for shard in pair.shards] == [12] * 3
 
 
+@pytest.mark.parametrize("num_left", [0, 1])
+@pytest.mark.parametrize(("name", "numbers"), ELEMENTWISE, ids=_title)
+def test_what_is_loaded_without_a_state_begins_anew(name: str, numbers: dict, num_left: int) -> None:
+    pair = Pair(name, numbers, MATRICES, "float32", 2)
+    pair.train(range(6))
+    state_dict = gather_optimizer(pair.spec, pair.parts(pair.shards))
+    state_dict["state"] = {number: state for number, state in state_dict["state"].items() if number < num_left}
+    pair.optimizer.load_state_dict(state_dict)
+    for shard in pair.shards:
+        own = {"values": shard.values.clone()}
+        shard.load_state({**own, **split_optimizer(pair.spec, state_dict, shard.span)}, version=6)
+    pair.train(range(6, 12))
+    pair.assert_equal()
+
+
 @pytest.mark.parametrize(("name", "numbers"), ELEMENTWISE + TENSORWISE, ids=_title)
 def test_goes_on_in_a_plain_optimizer(name: str, numbers: dict) -> None:
     pair = Pair(name, numbers, MATRICES, "float32", 3)

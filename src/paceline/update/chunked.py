@@ -547,6 +547,8 @@ class Chunked:
         self._plan, self._begun = None, False
         self._held = [()] * len(self._pieces)
         self._steps.zero_()
+        for held in self._state.values():
+            held.zero_()  # a parameter without a state begins anew, from zero
         for key, value in state.items():
             index, _, name = key.partition(".")
             if name == "step":
