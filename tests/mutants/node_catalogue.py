@@ -144,7 +144,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     _of(
         "a node takes the place of one that starts another process itself",
         PLACES,
-        "        if staying[holder] and holder != head:",
+        "        if staying.get(holder, True) and holder != head:",
         "        if False:",
         "launch/rendezvous/test_node_places",
     ),

@@ -123,3 +123,45 @@ def test_a_graph_of_values_that_have_changed_is_refused_by_autograd(
             loss.backward()
 
     run_job(tmp_path, work, workers=2, carrier="shm")
+
+
+UNDONE = "the script has changed the values of"
+
+
+@pytest.mark.parametrize("carrier", ["shm", "tcp", "memory"])
+@pytest.mark.parametrize("write", [in_place, lambda model: model.load_state_dict(mlp().state_dict())])
+def test_what_is_undone_is_told_once(
+    tmp_path: Path, write: Callable[[nn.Module], None], carrier: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work(worker: Session) -> None:
+        model = mlp()
+        optimizer = paceline.distributed(sgd(model), model=model)
+        for step in range(3):
+            write(model)
+            run_steps(model, optimizer, worker.rank, range(step, step + 1))
+
+    run_job(tmp_path, work, workers=2, carrier=carrier)
+    told = capsys.readouterr().err
+    assert told.count(UNDONE) == 2
+    assert f"worker 1, 'model': {UNDONE} '0.weight' after a step" in told
+
+
+@pytest.mark.parametrize("carrier", ["shm", "tcp"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_values_that_a_state_takes_along_count_and_nothing_is_told(
+    tmp_path: Path, carrier: str, overlap: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work(worker: Session) -> list[float]:
+        model = nn.Sequential(nn.Linear(9, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+        optimizer = paceline.distributed(sgd(model), model=model, overlap=overlap)
+        run_steps(model, optimizer, worker.rank, range(2))
+        model.load_state_dict({name: torch.full_like(value, 2.0) for name, value in model.state_dict().items()})
+        optimizer.load_state_dict(optimizer.state_dict())
+        with optimizer.snapshot():
+            found = parameters(model).tolist()
+        run_steps(model, optimizer, worker.rank, range(2, 4))
+        return found
+
+    for found in run_job(tmp_path, work, workers=2, carrier=carrier):
+        assert set(found) == {2.0}
+    assert UNDONE not in capsys.readouterr().err

@@ -177,22 +177,27 @@ class Weights:
     contiguous and aligned there and no other tensor shared the tensor's storage. Then a fetch copies nothing. Writes of
     a script to a tensor are lost with the next fetch, view or not. When this object is dropped, the tensors and all
     that shares memory with them keep their values.
+
+    Attributes:
+        changed: the name of a tensor that the script had changed, as torch counts it, before the last fetch; else "".
     """
 
     flat: FlatParameters
     table: Table
     device_copies: DeviceCopies = field(default_factory=DeviceCopies)
     others: Collection[int] = ()  # addresses of storages that other tensors have, which follow these
+    changed: str = ""
     # Tensors that were made views, by index, with the address of each: a script may have replaced its memory since.
     _viewing: dict[int, int] = field(default_factory=dict[int, int])
     _places: tuple[int, ...] = ()
     _values: Readable | None = None  # of the last fetch
     _slices: dict[int, Tensor] = field(default_factory=dict[int, Tensor])  # of these, for tensors that are copies
-    # Torch's version of each view after the last fetch, which counts changes in place.
+    # Torch's version of each tensor of the host after the last fetch, which counts changes in place.
     _versions: dict[int, int] = field(default_factory=dict[int, int])
     _viewed: TableCache | None = None  # the cache whose memory tensors view, or have viewed
     # Whether a script has written to views since the last fetch; set by `check_views`.
     _written: bool | None = None
+    _are_sent: bool = False  # what a script has written is in the table
     _set_aside: list[Tensor] | None = None  # what the tensors are outside of `newest`, while that has replaced it
     _are_on_device: bool = field(init=False)
 
@@ -223,8 +228,13 @@ class Weights:
         tensors = self.flat.tensors
         for index, version in self._versions.items():
             if version_of(tensors[index]) != version:
+                self.changed = "" if self._are_sent else list(self.flat.named)[index]
                 return True
         return cache.was_written(list(self._viewing.values()))
+
+    def note_sent(self) -> None:
+        """Note that the table has what the tensors are: until the next fetch they may differ from the last one."""
+        self._are_sent = True
 
     @contextmanager
     def newest(self) -> Generator[None]:
@@ -307,7 +317,8 @@ class Weights:
         if self._viewing:
             self._viewed = cache
             increment_version([tensors[index] for index in self._viewing])  # tells autograd of the change
-        self._versions = {index: version_of(tensors[index]) for index in self._viewing}
+        known = self._viewing if self._are_on_device else range(len(tensors))
+        self._versions, self._are_sent = {index: version_of(tensors[index]) for index in known}, False
         for reading in self.device_copies.queued() if self._are_on_device else ():
             cache.note_device_read(reading)
 

@@ -69,6 +69,7 @@ class Bucket:
     # Push of the current step, once it is sent, with the values that it was made from.
     _sent: _Sent | None = None
     _requested: PendingRead | None = None
+    _has_told_of_change: bool = False
 
     def reserve(self) -> None:
         """Reserve memory for the next gradients; blocks until there is some."""
@@ -181,6 +182,21 @@ class Bucket:
         table.metrics.note_read(table.spec.name, outcome)
         if self._reserved is None:
             self.reserve()
+        if self.weights.changed:
+            self._tell_of_change()
+
+    def _tell_of_change(self) -> None:
+        """Say once that values which the script has written are gone."""
+        name, self.weights.changed = self.weights.changed, ""
+        if self._has_told_of_change:
+            return
+        self._has_told_of_change = True
+        self.table.metrics.tell(
+            f"worker {self.table.node.settings.sender.worker}, '{self.table.name}': the script has changed the values "
+            f"of '{name}' after a step, and those of the servers have replaced them: pushes bring gradients alone. "
+            "Load values before paceline.distributed(...), or call "
+            "optimizer.load_state_dict(optimizer.state_dict()) after that, on every worker, which takes them along."
+        )
 
     def own(self, state: StateOf) -> StateOf:
         """Return the optimizer state of these parameters, with indices counted from the first of them."""
@@ -585,6 +601,8 @@ class DistributedOptimizer(Distributed):
         groups = cast("list[dict[str, Any]]", checked["param_groups"])
         for own, given in zip(self.param_groups, groups, strict=True):
             own.update(hyperparameters(given))
+        for bucket in self._buckets:
+            bucket.weights.note_sent()
         self._fetch(refresh=True)
         self.wait_for_values()
 
