@@ -38,6 +38,23 @@ def test_the_numbers_of_a_run() -> None:
     assert result.loss_by_samples[-1].at <= result.num_samples
 
 
+def test_the_last_tenth_is_of_clocks_whatever_the_workers_pace() -> None:
+    """A worker that is ahead has no more of its losses in the mean, so runs with equal losses have equal numbers."""
+    losses = {0: 1.0, 1: 3.0}
+
+    def final_loss(lead_s: float) -> float | None:
+        steps = [
+            Step(clock + worker * lead_s, worker, clock, BATCH, loss + clock, 0.0, 1.0)
+            for clock in range(NUM_STEPS)
+            for worker, loss in losses.items()
+        ]
+        return read_result(ComparedEntry.parse("bsp", 2), gather(steps)).final_loss
+
+    last = range(NUM_STEPS - NUM_STEPS // 10, NUM_STEPS)
+    expected = sum(loss + clock for clock in last for loss in losses.values()) / (2 * len(last))
+    assert [final_loss(lead_s) for lead_s in (0.5, -0.5, 2.5)] == [expected] * 3
+
+
 def test_ranks_that_share_samples_count_them_once() -> None:
     alone, shared = (
         read_result(ComparedEntry.parse("single", 1), made_up(1)),

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from paceline.observe.trace import Resources, Step
     from paceline.tools.compare.runs import ComparedEntry, RunEnded
 
-# The final loss is the mean over this share of the steps: the loss of a single step is noisy.
+# The final loss is the mean over this share of the clocks: the loss of a single one is noisy.
 _END: Final = 0.1
 
 
@@ -55,7 +55,7 @@ class Result(msgspec.Struct, frozen=True):
         entry: the strategy that was run.
         summary: summary of its traces.
         num_samples: number of samples trained on; samples that the ranks of a replica share count once.
-        final_loss: mean training loss of the last tenth of all steps.
+        final_loss: mean training loss of the last tenth of the clocks that have one, over all workers.
         held_out_loss: last loss on held-out data that the script reported.
         loss_by_samples: training loss by number of samples.
         traffic: bytes between processes.
@@ -98,23 +98,32 @@ def read_result(entry: ComparedEntry, run: Run) -> Result:
 
 
 def _final_loss(steps: Sequence[Step]) -> float | None:
-    losses = [step.loss for step in steps if step.loss is not None]
-    return mean(losses[-max(1, round(_END * len(losses))) :]) if losses else None
+    of_clocks = [losses for of_clock in _by_clock(steps) if (losses := _losses(of_clock))]
+    last = of_clocks[-max(1, round(_END * len(of_clocks))) :]
+    return mean(loss for losses in last for loss in losses) if last else None
 
 
 def _loss_by_samples(steps: Sequence[Step], ranks_per_replica: int) -> tuple[CurvePoint, ...]:
     """Return the mean loss of the workers of each clock by the number of samples of all replicas."""
+    num_samples = 0.0
+    points: list[tuple[float, float]] = []
+    for of_clock in _by_clock(steps):
+        num_samples += sum(step.samples for step in of_clock) / ranks_per_replica
+        if losses := _losses(of_clock):
+            points.append((num_samples, mean(losses)))
+    return curve(points)
+
+
+def _by_clock(steps: Sequence[Step]) -> list[list[Step]]:
+    """Return the steps of all workers, clock by clock."""
     by_clock: dict[int, list[Step]] = {}
     for step in steps:
         by_clock.setdefault(step.clock, []).append(step)
-    num_samples = 0.0
-    points: list[tuple[float, float]] = []
-    for _, of_clock in sorted(by_clock.items()):
-        num_samples += sum(step.samples for step in of_clock) / ranks_per_replica
-        losses = [step.loss for step in of_clock if step.loss is not None]
-        if losses:
-            points.append((num_samples, mean(losses)))
-    return curve(points)
+    return [of_clock for _, of_clock in sorted(by_clock.items())]
+
+
+def _losses(of_clock: Sequence[Step]) -> list[float]:
+    return [step.loss for step in of_clock if step.loss is not None]
 
 
 def _traffic(resources: Sequence[Resources], num_steps: int) -> RunTraffic | None:
