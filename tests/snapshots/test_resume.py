@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline.api.session import Session
 from paceline.errors import CheckpointError, UsageError
+from paceline.snapshots.converting import to_torch
 from paceline.snapshots.files import FileWriter
 from paceline.snapshots.folder import Snapshot, SnapshotManifest, newest, snapshots_in
 from paceline.snapshots.taking import SavedJob
@@ -411,6 +412,97 @@ def test_a_table_that_a_resumed_job_begins_anew_is_told(tmp_path: Path, capsys: 
     for name in ("model.0", "more"):
         assert told.count(f"table '{name}' is not in the snapshot that this job goes on from, and begins anew") == 1
     assert told.count("begins anew: that has 'model', 'rows'") == 2
+
+
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "all-reduce": {"strategy": "all-reduce"},
+    "groups": {"strategy": {"0.*": "bsp", "*": "all-reduce"}},
+    "overlap": {"overlap": True},
+}
+
+
+@pytest.mark.parametrize("options", OTHERWISE.values(), ids=OTHERWISE)
+def test_an_optimizer_that_takes_nothing_of_a_snapshot_is_refused(
+    options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "snapshots"
+    run(tmp_path / "first", torch.optim.SGD, folder, workers=1)
+
+    def go_on(session: Session) -> None:
+        model = model_of()
+        refused = (
+            rf"'model': the snapshot {newest(folder).folder} .* has table 'model', and this strategy takes nothing .*"
+            "paceline snapshot convert"
+        )
+        with pytest.raises(UsageError, match=refused):
+            paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.1), model=model, **options)
+
+    run_job(_made(tmp_path / "second"), go_on, **resuming(folder))
+    told = re.findall(r"no worker has opened (.*) of the snapshot", capsys.readouterr().err)
+    assert len(told) == 1
+    assert "'model'" in told[0]
+    assert "'rows'" in told[0]
+
+
+@pytest.mark.parametrize("strategy", ["bsp", {"0.*": "bsp", "*": "all-reduce"}], ids=["bsp", "groups"])
+def test_a_part_of_groups_that_is_kept_in_workers_now_is_refused(strategy: Any, tmp_path: Path) -> None:
+    def distribute(session: Session, strategy: Any) -> None:
+        model = model_of()
+        paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.1), model=model, strategy=strategy)
+        session.clock()
+
+    def save(session: Session) -> None:
+        distribute(session, {"0.*": "bsp", "*": "ssp:1"})
+        made = paceline.snapshot(tmp_path / "snapshots")
+        assert made is not None
+        made.result(WAIT_S)
+
+    def go_on(session: Session) -> None:
+        owner = "'model'" if strategy == "bsp" else r"'model\.\*'"
+        with pytest.raises(UsageError, match=f"worker 0, {owner}: the snapshot"):
+            distribute(session, strategy)
+
+    run_job(_made(tmp_path / "first"), save)
+    run_job(_made(tmp_path / "second"), go_on, **resuming(tmp_path / "snapshots"))
+
+
+def test_an_optimizer_of_another_name_loads_what_a_snapshot_has_under_any_strategy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, file = tmp_path / "snapshots", tmp_path / "model.pt"
+    run(tmp_path / "first", torch.optim.Adam, folder, workers=1)
+    to_torch(newest(folder), file)
+    saved = torch.load(file, weights_only=True)
+
+    def go_on(session: Session) -> None:
+        model = model_of()
+        model.load_state_dict(saved["model"], strict=False)
+        plain = torch.optim.Adam(model.parameters())
+        optimizer = paceline.distributed(plain, model=model, strategy="all-reduce", name="again")
+        optimizer.load_state_dict(saved["optimizer"]["model"])
+        assert all(torch.equal(saved["model"][name], own) for name, own in model.named_parameters())
+        states = optimizer.state_dict()["state"]
+        for number, of in saved["optimizer"]["model"]["state"].items():
+            assert all(torch.equal(value, states[number][key]) for key, value in of.items())
+
+    run_job(_made(tmp_path / "second"), go_on, **resuming(folder))
+    assert capsys.readouterr().err.count("no worker has opened") == 1
+
+
+def test_tables_beside_an_optimizer_that_workers_keep_are_no_part_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work(session: Session) -> None:
+        model = model_of()
+        paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.1), model=model, strategy="all-reduce")
+        session.table("model.steps", shape=(1,), update=paceline.update.Add())
+        open_rows(session)
+        made = paceline.snapshot(tmp_path / "snapshots")
+        assert made is None or made.result(WAIT_S)
+
+    run_job(_made(tmp_path / "first"), work)
+    run_job(_made(tmp_path / "second"), work, **resuming(tmp_path / "snapshots"))
+    assert "snapshot" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", [{"shape": (2,)}, {"rows": 2}])

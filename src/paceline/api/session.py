@@ -434,6 +434,8 @@ class Session:
                 self.exchange.close(politely=True)
             self.snapshots.close(politely=politely)
             if politely:
+                if self.rank == 0:
+                    self.tables.tell_unopened()
                 self.node.leave()
 
     def _tell_unfinished(self) -> None:
@@ -512,6 +514,7 @@ class Session:
             for known in former:
                 known.wait_for_values()
             made = distribute(strategy, optimizer, model, settings, self)
+            self.tables.require_taken(settings.name)
             for known in former:  # only one of two optimizers over the same parameters may step them
                 known.retire(settings.name)
                 self._optimizers.discard(known)

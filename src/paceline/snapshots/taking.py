@@ -29,6 +29,7 @@ from paceline.snapshots.increments import Increments, marks_of
 from paceline.snapshots.options import DEFAULT_KEEP, LEAST_AUTO_S, auto_interval_s
 from paceline.snapshots.reading import row_pieces, saved_dense, saved_rows, spec_of
 from paceline.snapshots.writing import CutOfTable, FolderWriter, NoBase
+from paceline.update.named_rules import Add
 from paceline.update.rows.layout import RowPiece
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.table import TableSpec
@@ -321,6 +322,20 @@ class SavedJob:
     def names(self) -> list[str]:
         """See `SavedTables.names`."""
         return [table.name for table in self._snapshot.manifest.tables]
+
+    @property
+    def folder(self) -> Path:
+        """See `SavedTables.folder`."""
+        return self._snapshot.folder
+
+    def trained_by(self, optimizer: str) -> list[str]:
+        """See `SavedTables.trained_by`: its table, and those of its parts, but for counters and buffers beside them."""
+        own = [
+            table
+            for table in self._snapshot.manifest.tables
+            if table.kind == "shape" and f"{table.name}.".startswith(f"{optimizer}.")
+        ]
+        return [table.name for table in own if spec_of(table).rule.name != Add().name]
 
     def parts_of(self, spec: TableSpec, spans: Sequence[Range]) -> Iterator[bytes] | None:
         """See `SavedTables.parts_of`."""

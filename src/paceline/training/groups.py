@@ -74,9 +74,9 @@ class Groups(msgspec.Struct, frozen=True):
             # The last pattern, mostly "*", has most parameters; buffers are averaged once, together with these.
             average = settings.average_buffers and number == len(shares)
             how = replace(settings, name=f"{settings.name}.{share.patterns}", average_buffers=average)
-            parts.append(
-                GroupPart(share.patterns, share.strategy.distribute(own, model, how, job), share.indices, groups)
-            )
+            made = share.strategy.distribute(own, model, how, job)
+            job.tables.require_taken(how.name)
+            parts.append(GroupPart(share.patterns, made, share.indices, groups))
         return GroupedOptimizer(optimizer, parts, settings, job)
 
     def _shares(self, names: Sequence[str], owner: str) -> list[GroupShare]:

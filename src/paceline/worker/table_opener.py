@@ -6,12 +6,14 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
 import torch
 from torch import Tensor
 
+from paceline.core.calls import listed
 from paceline.core.partition import Range
 from paceline.core.server import LEAD
 from paceline.errors import Refused, UsageError
@@ -22,6 +24,7 @@ from paceline.update.rows.layout import RowPiece
 from paceline.update.rows.spec import First, RowTableSpec, row_differences
 from paceline.update.table import TableSpec, differences
 from paceline.wire.requests import AwaitValues, Initialise, LoadState
+from paceline.worker.cuts import list_tables
 from paceline.worker.dense import DenseClient
 from paceline.worker.metrics import StepMetrics
 from paceline.worker.node import WorkerNode
@@ -48,6 +51,15 @@ class SavedTables(Protocol):
     @property
     def names(self) -> Sequence[str]:
         """What these tables are called."""
+        ...
+
+    @property
+    def folder(self) -> Path:
+        """The snapshot that has them."""
+        ...
+
+    def trained_by(self, optimizer: str) -> Sequence[str]:
+        """Return the names of the tables that hold what an optimizer of this name trained."""
         ...
 
     def parts_of(self, spec: TableSpec, spans: Sequence[Range]) -> Iterator[bytes] | None:
@@ -119,6 +131,35 @@ class TableOpener:
                 "another name; in a notebook, restart the kernel to begin anew."
             )
         return known.table
+
+    def require_taken(self, optimizer: str) -> None:
+        """Refuse an optimizer that goes on with nothing of what a snapshot has of it; called once it is distributed.
+
+        Raises:
+            UsageError: its strategy keeps the model in workers, or has tables of other names.
+        """
+        if self.saved is None:
+            return
+        trained = self.saved.trained_by(optimizer)
+        if trained and self._opened.keys().isdisjoint(trained):
+            raise UsageError(
+                f"worker {self.rank}, '{optimizer}': the snapshot {self.saved.folder} that this job goes on from has "
+                f"{_named(trained)}, and this strategy takes nothing of that: the model would begin anew. Resume with "
+                "the strategy and options that it was made with; or write it to a file (paceline snapshot convert "
+                f"{self.saved.folder} FILE --to torch), load that in the script, and give the optimizer another name "
+                "(name=...) or leave out --resume (docs/snapshots.md)."
+            )
+
+    def tell_unopened(self) -> None:
+        """Tell which tables of a snapshot no worker has opened; for one worker, which leaves; may block."""
+        if self.saved is None or self._opened.keys() >= set(self.saved.names):
+            return
+        known = {table.name for table in list_tables(self.node)}
+        if unopened := [name for name in self.saved.names if name not in known]:
+            self.metrics.tell(
+                f"worker {self.rank} leaves at clock {self.node.clock}, and no worker has opened {_named(unopened)} "
+                f"of the snapshot {self.saved.folder} that this job goes on from: the servers loaded nothing of that"
+            )
 
     def open_dense(
         self,
@@ -238,6 +279,10 @@ class TableOpener:
             servers=servers,
             about=About(workers=(first,)),
         )
+
+
+def _named(tables: Sequence[str]) -> str:
+    return f"table{'' if len(tables) == 1 else 's'} {listed(tables)}"
 
 
 def _changed(spec: TableSpec | RowTableSpec, options: str, known: _Opened) -> Sequence[str]:
