@@ -248,22 +248,25 @@ def test_two_losses_of_one_batch_weigh_the_same(tmp_path: Path) -> None:
         torch.testing.assert_close(found, parameters(model), **CLOSE)
 
 
-def test_replicas_that_are_not_equal_are_told_at_once_and_every_hundred_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("changed", "told"), [(1, 8), (50, 64), (70, 100)])
+def test_replicas_that_are_not_equal_are_told_early_and_every_hundred_steps(
+    tmp_path: Path, changed: int, told: int
+) -> None:
     def work(worker: Session) -> int:
         model = nn.Linear(9, 3, bias=False).double()
         optimizer = attach(model, torch.optim.SGD(model.parameters(), lr=0.01))
         for turn in range(101):
-            if turn == 50 and worker.rank == 1:
+            if turn == changed and worker.rank == 1:
                 with torch.no_grad():
                     model.weight[0, 0] = model.weight[0, 0] * (1 + 2.0**-52)
-            if turn == 100:
+            if turn == told:
                 with pytest.raises(UsageError, match=f"parameters are not those of worker {1 - worker.rank}"):
                     step(optimizer, model, samples(2))
                 return turn
             step(optimizer, model, samples(2))
         return -1
 
-    assert run_job(tmp_path, work, workers=2) == [100, 100]
+    assert run_job(tmp_path, work, workers=2) == [told, told]
 
 
 def test_batches_that_several_workers_do_not_have_in_a_step_of_several_are_told(tmp_path: Path) -> None:

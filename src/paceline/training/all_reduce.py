@@ -19,9 +19,9 @@ from paceline.model_parallel.parallelize import Parallel
 from paceline.notices import tell
 from paceline.training.buffers import floating_buffers
 from paceline.training.collective_optimizer import (
-    COMPARED_EVERY,
     NOT_FINITE,
     CollectiveOptimizer,
+    are_compared,
     checked_weight,
     digest_of_values,
     numbers_of_first,
@@ -334,7 +334,7 @@ class CombinedOptimizer(CollectiveOptimizer):
 
     def _numbers_of_first(self, weight: float) -> bytes | None:
         """Agree on the hyperparameters of a step, periodically also that all replicas are equal to the bit."""
-        values = digest_of_values(self._flat.tensors) if self._num_steps % COMPARED_EVERY == 0 else 0
+        values = digest_of_values(self._flat.tensors) if are_compared(self._num_steps) else 0
         return numbers_of_first(self._mesh, self._numbers.encoded(), has_batch=weight > 0, values=values)
 
     def _agree(self, what: str, weight: float) -> list[float]:

@@ -32,7 +32,8 @@ Together: TypeAlias = Literal["forward", "backward", "clip_gradients", "step", "
 
 _MOST_NUMBERS: Final = 4
 _PRESENT: Final = "has gradient"
-COMPARED_EVERY: Final = 100  # steps: the values of all replicas, to the bit; in the first one too
+_COMPARED_EVERY: Final = 100  # steps: the values of all replicas, to the bit; in the first one too
+_COMPARED_EARLY: Final = (8, 16, 32, 64)  # behind so many steps, for runs that are short
 
 
 class AgreedHyperparameters(msgspec.Struct, frozen=True):
@@ -172,8 +173,8 @@ def require_equal_values(rank: int, others: Sequence[int]) -> None:
     """Raise UsageError if there are workers whose replica has other values than that of this one."""
     if others:
         raise UsageError(
-            f"worker {rank}: its parameters are not those of {names(others)}. A script has changed them on some "
-            "workers only, or machines round differently. Load values before paceline.distributed, or call "
+            f"worker {rank}: its parameters are not those of {names(others)}. A script has changed them, or gradients "
+            "behind backward, on some workers only, or machines round differently. Load values before paceline.distributed, or call "
             "optimizer.load_state_dict(...) on all workers, which sets them to those of worker 0."
         )
 
@@ -185,6 +186,15 @@ def digest_of(content: bytes) -> int:
     (True, False)
     """
     return int.from_bytes(blake2b(content, digest_size=8).digest(), "big") >> 1
+
+
+def are_compared(num_steps: int) -> bool:
+    """Return whether the values of all replicas are compared in the step behind so many.
+
+    >>> [step for step in range(300) if are_compared(step)]
+    [0, 8, 16, 32, 64, 100, 200]
+    """
+    return num_steps % _COMPARED_EVERY == 0 or num_steps in _COMPARED_EARLY
 
 
 def digest_of_values(tensors: Sequence[Tensor]) -> int:

@@ -34,8 +34,8 @@ from paceline.torch_private import (
 )
 from paceline.training.buffers import floating_buffers
 from paceline.training.collective_optimizer import (
-    COMPARED_EVERY,
     NOT_FINITE,
+    are_compared,
     digest_of,
     digest_of_values,
     require_equal_values,
@@ -386,7 +386,7 @@ class DDPReplica:
         Periodically it also checks that all replicas are equal to the bit, and in the first steps that the batches are
         not the same.
         """
-        compared = self._num_rounds % COMPARED_EVERY == 0
+        compared = are_compared(self._num_rounds)
         self._num_rounds += 1
         rank = self._job.rank
 
