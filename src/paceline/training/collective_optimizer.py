@@ -174,8 +174,9 @@ def require_equal_values(rank: int, others: Sequence[int]) -> None:
     if others:
         raise UsageError(
             f"worker {rank}: its parameters are not those of {names(others)}. A script has changed them, or gradients "
-            "behind backward, on some workers only, or machines round differently. Load values before paceline.distributed, or call "
-            "optimizer.load_state_dict(...) on all workers, which sets them to those of worker 0."
+            "behind backward, on some workers only, or machines round differently. Load values before "
+            "paceline.distributed, or call optimizer.load_state_dict(...) on all workers, which sets them to those of "
+            "worker 0."
         )
 
 
