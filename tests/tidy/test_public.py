@@ -34,6 +34,7 @@ NOT_FOR_SCRIPTS: dict[type, set[str]] = {
     paceline.Distributed: {
         *("accumulate_slices", "add_param_group", "detach", "drop_slices", "freeze_values", "held_tensors"),
         *("is_watched", "receive", "retire", "send", "send_without_batch", "shares_parameters", "step_without_batch"),
+        "stepped_by_another_thread",
         "wait_for_values",
     },
     paceline.Embedding: {"extra_repr"},

@@ -1,5 +1,6 @@
 """What ordinary training loops do works the same on the servers: compared bit for bit with one process."""
 
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -390,3 +391,37 @@ def test_workers_with_different_settings_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(Refused, match="the consistency is ssp:3 here and bsp there"):
         run_job(tmp_path, work, workers=2)
+
+
+# -- threads ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["bsp", "all-reduce", "local-sgd:2"])
+def test_a_step_during_one_of_another_thread_is_refused_and_harms_nothing(strategy: str) -> None:
+    with paceline.connect() as ps:
+        paceline.init(ps)
+        model = mlp()
+        optimizer = paceline.distributed(sgd(model), model=model, strategy=strategy)
+        expected = r"worker 0, step of 'model': another thread is in a step of it, and one thread steps .* at a time"
+        refused = list[Exception]()
+
+        def step_elsewhere() -> None:
+            try:
+                optimizer.step()
+            except UsageError as error:
+                refused.append(error)
+
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = loss_of(model, micro_batch(0, 0))
+            loss.backward()
+            other = threading.Thread(target=step_elsewhere)
+            other.start()
+            other.join()
+            return loss.item()
+
+        for step in range(3):
+            optimizer.step(closure)
+            assert len(refused) == step + 1
+            assert re.match(expected, str(refused[-1]))
+            assert ps.node.clock == step + 1

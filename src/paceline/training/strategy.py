@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -260,7 +261,7 @@ Step = Callable[Concatenate["Distributed", P], R]
 
 
 def _watched_on_demand(step: Step[P, R]) -> Step[P, R]:
-    """Return a step that torch's hooks and profiler surround while there are any.
+    """Return a step of one thread at a time that torch's hooks and profiler surround while there are any.
 
     Torch puts them around every step of an optimizer, which takes as long as a good part of a small step.
     """
@@ -268,7 +269,12 @@ def _watched_on_demand(step: Step[P, R]) -> Step[P, R]:
 
     @wraps(step)
     def stepped(self: Distributed, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return watched(self, *args, **kwargs) if self.is_watched else step(self, *args, **kwargs)
+        if not self.stepping.acquire(blocking=False):
+            raise self.stepped_by_another_thread()
+        try:
+            return watched(self, *args, **kwargs) if self.is_watched else step(self, *args, **kwargs)
+        finally:
+            self.stepping.release()
 
     setattr(stepped, "hooked", True)  # noqa: B010 - for torch, which surrounds others
     return stepped
@@ -296,6 +302,7 @@ class Distributed(torch.optim.Optimizer, ABC):
             made.
         overflowed: whether a `torch.amp.GradScaler` found gradients of this worker in this clock that are not finite.
         kind: class of the optimizer that it was made from.
+        stepping: held during a step.
     """
 
     num_refused: int = 0
@@ -319,6 +326,7 @@ class Distributed(torch.optim.Optimizer, ABC):
     def __init__(self, optimizer: torch.optim.Optimizer, way: str, settings: Settings, job: TrainingJob) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.kind = type(optimizer)
+        self.stepping = threading.Lock()
         self.title = f"Distributed {self.kind.__name__}, {way}"
         self._settings = settings
         self._job = job
@@ -348,6 +356,13 @@ class Distributed(torch.optim.Optimizer, ABC):
             or pre_step_hooks
             or post_step_hooks
             or is_profiling()
+        )
+
+    def stepped_by_another_thread(self) -> UsageError:
+        """Return what is wrong where a step begins during one of another thread."""
+        return UsageError(
+            f"worker {self._job.rank}, step of '{self._settings.name}': another thread is in a step of it, and one "
+            "thread steps (or pushes and reads) at a time: step in one thread, or hold a lock from zero_grad to step."
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
