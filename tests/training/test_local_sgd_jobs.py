@@ -239,3 +239,33 @@ def test_what_is_not_finite_is_not_learned(tmp_path: Path) -> None:
         return before, optimizer.num_refused
 
     assert run_job(tmp_path, work, workers=2) == [(-2.5, 0), (-2.5, 1)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "due"),
+    [
+        (paceline.strategies.local_sgd(2), "every 2 clocks, if it has a batch in the last of them"),
+        (paceline.strategies.downpour(push_every=2), "every 2 steps of its own"),
+    ],
+)
+def test_steps_left_over_as_a_worker_had_no_batch_are_told_with_that_cause(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], strategy: Any, due: str
+) -> None:
+    """Worker 1 has three of seven batches."""
+
+    def work(_: Session) -> None:
+        model = slope()
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = paceline.distributed(inner, strategy=strategy, model=model)
+        for (batch,) in paceline.shard(DataLoader(TensorDataset(torch.ones(7, 1, dtype=torch.float64)))):
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+
+    run_job(tmp_path, work, workers=2, servers=1)
+    told = [line for line in capsys.readouterr().err.splitlines() if "worker 1 leaves" in line]
+    assert told == [
+        "paceline: worker 1 leaves at clock 4 with 1 step of 'model' that was never pushed: the servers and the other "
+        "workers do not have it. It had no batch in a clock of the others, so it has made 3 steps, and it pushes "
+        f"{due}: have batches that divide by the workers (drop_last=True)."
+    ]

@@ -31,7 +31,7 @@ from paceline.snapshots.taking import SavedJob, SnapshotPlan, SnapshotTaker, Sou
 from paceline.training.embedding_gradients import EmbeddingLookups
 from paceline.training.flat import Weights
 from paceline.training.publishing import ModelPublisher
-from paceline.training.strategy import Distributed, Settings, Strategy, distribute, optimizers_of_loop
+from paceline.training.strategy import CountedSteps, Distributed, Settings, Strategy, distribute, optimizers_of_loop
 from paceline.update.rows.spec import FilterSpec, First, Lifecycle
 from paceline.update.rules import RuleSpec
 from paceline.update.table import DType, NonFinite, Scale
@@ -101,7 +101,7 @@ class Session:
     models: ModelPublisher = field(init=False)
     named: NamedTensors = field(init=False)
     lookups: EmbeddingLookups = field(default_factory=EmbeddingLookups)
-    unpushed_steps: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])  # by optimizer
+    counted_steps: dict[str, CountedSteps] = field(default_factory=dict[str, CountedSteps])  # by optimizer
     slicing: Slicing = field(init=False)
     readers: SessionReaders = field(default_factory=SessionReaders)
     divide_lr: bool = False  # among the pushes of a clock, where each is an update of its own
@@ -450,17 +450,27 @@ class Session:
         if lost:
             how = "that was never pushed: it is lost" if _is_one(lost) else "that were never pushed: they are lost"
             self.metrics.tell(f"{leaves} {_listed(lost, 'gradient', 'gradients')} {how}. {CLOCK_ADVICE}")
-        for name, (num_steps, every) in self.unpushed_steps.items():
-            if num_steps:
-                is_one = num_steps == 1
-                of = (
-                    f"step of '{name}' that was never pushed" if is_one else f"steps of '{name}' that were never pushed"
-                )
-                self.metrics.tell(
-                    f"worker {self.rank} leaves at clock {self.node.clock} with {num_steps} {of}: the servers and the "
-                    f"other workers do not have {'it' if is_one else 'them'}. A push is made of {every} steps: take a "
-                    "multiple of that, or fewer steps a push."
-                )
+        for name, counted in self.counted_steps.items():
+            if counted.num_unpushed:
+                self._tell_unpushed(name, counted)
+
+    def _tell_unpushed(self, name: str, counted: CountedSteps) -> None:
+        """Warn of steps of an optimizer that were not pushed, as a push is made of several."""
+        is_one = counted.num_unpushed == 1
+        of = f"step of '{name}' that was never pushed" if is_one else f"steps of '{name}' that were never pushed"
+        num_missed = counted.num_without_batch
+        if num_missed:
+            clocks = "a clock" if num_missed == 1 else f"{num_missed} clocks"
+            advice = (
+                f"It had no batch in {clocks} of the others, so it has made {counted.num_made} steps, and it pushes "
+                f"{counted.due}: have batches that divide by the workers (drop_last=True)."
+            )
+        else:
+            advice = f"A push is made of {counted.every} steps: take a multiple of that, or fewer steps a push."
+        self.metrics.tell(
+            f"worker {self.rank} leaves at clock {self.node.clock} with {counted.num_unpushed} {of}: the servers and "
+            f"the other workers do not have {'it' if is_one else 'them'}. {advice}"
+        )
 
     def _tell_kept_back(self) -> None:
         """Warn of rows that filters keep back."""

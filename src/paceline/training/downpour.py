@@ -28,7 +28,7 @@ from paceline.training.state import (
     loaded_by_first,
     send_state,
 )
-from paceline.training.strategy import Distributed, Settings, TrainingJob, open_flat, require_fresh
+from paceline.training.strategy import CountedSteps, Distributed, Settings, TrainingJob, open_flat, require_fresh
 from paceline.update.named_rules import Add
 from paceline.update.rates import require_rate, with_share_of_rate
 from paceline.update.summing import num_nonfinite
@@ -216,6 +216,8 @@ class DownpourOptimizer(Distributed):
         if settings.divide_lr:
             require_rate(rule, settings.name)
         self._num_steps = 0
+        self._counted = CountedSteps(how.push_every, f"every {how.push_every} steps of its own")
+        job.counted_steps[settings.name] = self._counted
         named, segments = segments_of(optimizer, model)
         require_own_memory(named, settings.name)
         self._flat = FlatParameters.over(named)
@@ -255,7 +257,8 @@ class DownpourOptimizer(Distributed):
         self._accrual.add(gradients, weight)
         if self._accrual.num_steps == self._how.push_every:
             self._push()
-        self._job.unpushed_steps[self._settings.name] = self._accrual.num_steps, self._how.push_every
+        self._counted.num_made += 1
+        self._counted.num_unpushed = self._accrual.num_steps
         return weight
 
     def receive(self) -> None:
@@ -268,6 +271,7 @@ class DownpourOptimizer(Distributed):
 
     def step_without_batch(self) -> None:
         """Request the servers' values, if it is time, for a clock that was finished without a gradient."""
+        self._counted.num_without_batch += 1
         self.receive()
 
     def wait_for_values(self) -> None:

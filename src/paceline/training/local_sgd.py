@@ -27,7 +27,14 @@ from paceline.training.state import (
     loaded_by_first,
     send_state,
 )
-from paceline.training.strategy import Distributed, Settings, TrainingJob, open_flat, require_plain_step
+from paceline.training.strategy import (
+    CountedSteps,
+    Distributed,
+    Settings,
+    TrainingJob,
+    open_flat,
+    require_plain_step,
+)
 from paceline.update.named_rules import SGD, DelayedNesterov, Merging
 from paceline.update.rules import RuleSpec
 from paceline.update.summing import num_nonfinite, zeroed
@@ -302,7 +309,10 @@ class LocalOptimizer(Distributed):
         self.state = optimizer.state
         self._optimizer = optimizer
         self._rounds = rounds
-        self._num_unpushed = 0  # steps since the end of a round
+        self._counted = CountedSteps(
+            rounds.steps, f"every {rounds.steps} clocks, if it has a batch in the last of them"
+        )
+        job.counted_steps[settings.name] = self._counted
         self._fragments = self._open_fragments(named, model)
         # By the clock, so that a worker that joins late exchanges in the same steps as the others.
         self._num_steps = self._fragments[0].table.node.clock
@@ -323,10 +333,10 @@ class LocalOptimizer(Distributed):
         self._num_steps += 1
         if self._may_step():
             self._optimizer.step()
-        self._num_unpushed += 1
+        self._counted.num_made += 1
+        self._counted.num_unpushed += 1
         if self._rounds.is_pushed(self._rounds.fragments - 1, self._num_steps):  # the last fragments, and buffers
-            self._num_unpushed = 0
-        self._job.unpushed_steps[self._settings.name] = self._num_unpushed, self._rounds.steps
+            self._counted.num_unpushed = 0
         for fragment in self._fragments:
             fragment.num_samples += weight
             if self._rounds.is_pushed(fragment.turn, self._num_steps):
@@ -344,6 +354,7 @@ class LocalOptimizer(Distributed):
         Its progress since the last exchange is part of the next one.
         """
         self._num_steps += 1
+        self._counted.num_without_batch += 1
         self._exchange(was_pushed=False)
 
     def wait_for_values(self) -> None:

@@ -156,6 +156,22 @@ class Settings(msgspec.Struct, frozen=True):
             )
 
 
+@dataclass(slots=True)
+class CountedSteps:
+    """Steps of an optimizer that pushes those of several clocks together.
+
+    Args:
+        every: how many make a push.
+        due: when it pushes.
+    """
+
+    every: int
+    due: str
+    num_made: int = 0
+    num_unpushed: int = 0  # since the last push
+    num_without_batch: int = 0  # steps of other workers for which this one had no batch
+
+
 class TrainingJob(Protocol):
     """The session, as far as the optimizer uses it."""
 
@@ -180,8 +196,8 @@ class TrainingJob(Protocol):
         ...
 
     @property
-    def unpushed_steps(self) -> dict[str, tuple[int, int]]:
-        """By the name of an optimizer: its steps since the last push, and the number of steps that make a push."""
+    def counted_steps(self) -> dict[str, CountedSteps]:
+        """Steps of optimizers that push those of several clocks together, by their name."""
         ...
 
     @property
