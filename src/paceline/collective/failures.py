@@ -84,6 +84,11 @@ class Liveness:
 
 
 ADVICE: Final = f"{waits.ADVICE}; timeout_s of a call holds for that call"
+LEFT: Final = "has left the job"
+STAY_ADVICE: Final = (
+    "Every worker has to make the same number of steps and of collective calls: give each as many batches, as "
+    "paceline.shard(loader) does, and make no such call on some workers only."
+)
 _GRACE_S: Final = 1.0
 _POLL_INTERVAL_S: Final = 0.01
 
@@ -150,7 +155,8 @@ class FailureReports:
             return PeerError(f"{about}: the connection to {names(silent)} has ended. {first_line(detail)}".rstrip())
         told = "; ".join(f"worker {rank} {report}" for rank, report in sorted(failure_reports.items()))
         self.write(f"gave up, as {told}" if len(told) < 200 else f"gave up ({where})")
-        return PeerError(f"{about}: {told or first_line(detail)}")
+        advice = f". {STAY_ADVICE}" if LEFT in told else ""
+        return PeerError(f"{about}: {told or first_line(detail)}{advice}")
 
 
 def names(ranks: Sequence[int]) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from paceline.collective.failures import FailureReports, Liveness, names
+from paceline.collective.failures import LEFT, STAY_ADVICE, FailureReports, Liveness, names
 from paceline.collective.meeting import FarAccess, MemberAddresses, Offer, can_meet
 from paceline.collective.process_group import OwnGroup
 from paceline.collective.signature import NUM_WORDS, CallSignature, require_same
@@ -256,7 +256,7 @@ class Group:
 
     def leave(self, *, politely: bool) -> None:
         """Report that this worker leaves, and close all connections; Gloo closes its own with the last reference."""
-        self.failure_reports.write("has left the job" if politely else "has ended with an error")
+        self.failure_reports.write(LEFT if politely else "has ended with an error")
         if isinstance(self.process_group, OwnGroup):
             self.process_group.shutdown()
         elif not politely:
@@ -283,7 +283,8 @@ def _meet(worker_set: WorkerSet, store: Store, name: str) -> None:
     absent = worker_set.absent(store)
     if absent:
         raise PeerError(
-            f"worker {worker_set.rank}: {names(absent)} has left the job or has died before it came to '{name}'"
+            f"worker {worker_set.rank}: {names(absent)} has left the job or has died before it came to '{name}'. "
+            f"{STAY_ADVICE}"
         )
 
 

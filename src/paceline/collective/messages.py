@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from paceline.collective.call_queue import CALL_ERRORS
-from paceline.collective.failures import FailureReports
+from paceline.collective.failures import LEFT, FailureReports
 from paceline.collective.group import NEVER, WorkerSet, connect_members, group_of
 from paceline.collective.operations import values_of
 from paceline.collective.process_group import OwnGroup
@@ -144,7 +144,7 @@ class _Pair:
         if politely:
             self.sending.close()
         self._failure = self._failure or "it is leaving the job"
-        self.failure_reports.write("has left the job" if politely else "has ended with an error")
+        self.failure_reports.write(LEFT if politely else "has ended with an error")
         self.abort()
         self.sending.close()
         self.receiving.close()

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.collective.collectives import Collectives
-from paceline.collective.failures import FailureReports, names
+from paceline.collective.failures import LEFT, STAY_ADVICE, FailureReports, names
 from paceline.collective.group import NEVER, WorkerSet, connect_members
 from paceline.collective.process_group import OwnGroup
 from paceline.collective.signature import NUM_WORDS, CallSignature
@@ -211,7 +211,7 @@ class Mesh:
         """End the process groups. May be repeated."""
         if not dist.is_initialized():
             return
-        self.failure_reports.write("has left the job" if politely else "has ended with an error")
+        self.failure_reports.write(LEFT if politely else "has ended with an error")
         if not politely:
             self.abort()
         for group in self._groups:
@@ -269,7 +269,8 @@ def _meet(worker_set: WorkerSet, store: Store) -> FailureReports:
     absent = worker_set.absent(store)
     if absent:
         raise PeerError(
-            f"worker {worker_set.rank}: {names(absent)} has left the job or has died before the mesh was made"
+            f"worker {worker_set.rank}: {names(absent)} has left the job or has died before the mesh was made. "
+            f"{STAY_ADVICE}"
         )
     return FailureReports(PrefixStore(_NAME, store), worker_set.rank, worker_set.liveness)
 
