@@ -54,3 +54,17 @@ def test_the_place_is_told_of_a_worker_that_is_a_thread_whose_script_has_a_relat
         script.loader.exec_module(module_from_spec(script))
     report_error(caught.value, threads._path_of(script))
     assert "at train.py:3; run with --traceback for more" in capsys.readouterr().err
+
+
+def test_the_place_is_the_line_of_a_with_whose_context_manager_pythons_own_module_calls(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from contextlib import ExitStack\n\nimport paceline\n\n"
+        "with ExitStack() as held:\n    held.callback(paceline.ssp, -1)\n"
+    )
+    with pytest.raises(UsageError) as caught:
+        runpy.run_path(str(script))
+    report_error(caught.value, str(script))
+    assert f"at {script}:5; run with --traceback for more" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from paceline.job.environment import wants_traceback
 
 PACKAGE: Final = Path(__file__).parent.parent
 INSTALLED: Final = {"site-packages", "dist-packages"}  # folders of packages that the user's code calls
+STANDARD: Final = Path(os.__file__).parent  # Python's own modules: contextlib enters context managers
 # Of this process, whichever thread asks: what a thread has joined is left when the script ends.
 _calls: Final[list[Callable[[bool], None]]] = []
 
@@ -63,8 +64,12 @@ def _from_script(origin: TracebackType | None, script: str) -> TracebackType | N
 def _place(origin: TracebackType | None) -> str:
     """Say where the user's code called ours, also by way of a package: torch wraps the steps of optimizers."""
     frames = list(takewhile(lambda frame: PACKAGE not in Path(frame.filename).parents, traceback.extract_tb(origin)))
-    users = [frame for frame in frames if INSTALLED.isdisjoint(Path(frame.filename).parts)] or frames
+    users = [frame for frame in frames if _is_users(Path(frame.filename))] or frames
     return f"\n  at {users[-1].filename}:{users[-1].lineno}; run with --traceback for more" if users else ""
+
+
+def _is_users(file: Path) -> bool:
+    return INSTALLED.isdisjoint(file.parts) and STANDARD not in file.parents
 
 
 def when_script_ends(call: Callable[[bool], None]) -> None:

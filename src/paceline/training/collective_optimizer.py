@@ -29,6 +29,7 @@ GroupNumbers: TypeAlias = list[
 
 # What all do at the same time.
 Together: TypeAlias = Literal["forward", "backward", "clip_gradients", "step", "snapshot", "state_dict"]
+_CALLS: Final = {"clip_gradients", "snapshot", "state_dict"}  # of them, those that a script makes beside the loop
 
 _MOST_NUMBERS: Final = 4
 _PRESENT: Final = "has gradient"
@@ -163,10 +164,23 @@ def agree_on(mesh: Mesh, what: Together, *numbers: int, group: dist.ProcessGroup
         if kinds[kind] != what:
             raise UsageError(
                 f"worker {mesh.worker_set.rank}: expected a {what} of every worker, got a {kinds[kind]} from worker "
-                f"{dist.get_global_rank(group, index)}. All run the model equally often in each step: where batches do "
-                "not divide by the workers, one without a batch runs it once."
+                f"{dist.get_global_rank(group, index)}. {_advice(what, kinds[kind])}"
             )
     return [numbers for _, *numbers in told]
+
+
+def _advice(*kinds: str) -> str:
+    """Return what to do where workers come to several kinds of calls at once."""
+    calls = [f"optimizer.{kind}()" for kind in kinds if kind in _CALLS]
+    if not calls:
+        return (
+            "All run the model equally often in each step: where batches do not divide by the workers, one without a "
+            "batch runs it once."
+        )
+    return (
+        f"Every worker has to call {' and '.join(calls)}: leave no such call to `if paceline.rank() == 0:`, which is "
+        "for what one worker does with the result."
+    )
 
 
 def require_equal_values(rank: int, others: Sequence[int]) -> None:

@@ -311,6 +311,21 @@ def a_worker_that_runs_the_model_more_often_is_told() -> None:
             optimizer.step()
 
 
+def a_worker_that_alone_enters_a_snapshot_is_told() -> None:
+    model = small()
+    optimizer = distributed(model, "alone")
+    expected = r"Every worker has to call optimizer.snapshot\(\): leave no such call to `if paceline.rank\(\) == 0:`"
+    if RANK == 0:
+        with (
+            pytest.raises(UsageError, match=f"expected a snapshot of every worker, got a forward.*{expected}"),
+            optimizer.snapshot(),
+        ):
+            pass
+    else:
+        with pytest.raises(UsageError, match=f"expected a forward of every worker, got a snapshot.*{expected}"):
+            model(torch.ones(2, 3))
+
+
 class Scaled(nn.Module):
     """A parameter of its own, and layers that are gathered one by one."""
 
@@ -390,6 +405,7 @@ for check in (
     optimizers_that_look_at_whole_tensors_are_refused,
     state_that_is_there_before_the_first_step_is_cut,
     a_worker_that_runs_the_model_more_often_is_told,
+    a_worker_that_alone_enters_a_snapshot_is_told,
     a_wait_is_for_all_other_workers,
     a_worker_that_dies_is_named,
 ):
