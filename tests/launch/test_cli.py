@@ -86,6 +86,10 @@ def test_where_the_script_begins(tokens: list[str], split: tuple[list[str], list
     [
         ("run --consistency spp:3 train.py", "unknown consistency 'spp:3'"),
         ("run --consistency ssp:-1 train.py", "bound is -1, expected 0 or more"),
+        (
+            "run --strategy bsp --consistency ssp:2 train.py",
+            "--consistency is ssp:2, and --strategy bsp says bsp: leave out one of the two, or say the same in both",
+        ),
         ("run --strategy ring train.py", "strategy 'ring': 'ring' is not known"),
         ("run -n two train.py", "--workers is 'two', expected a whole number"),
         ("run -n 1.5 train.py", "--workers is '1.5', expected a whole number"),

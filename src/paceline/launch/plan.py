@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from paceline.core.consistency import Consistency
 from paceline.core.partition import check_shares
 from paceline.errors import UsageError
 from paceline.job.addresses import CLUSTER_NAME, SPEC_NAME, Serving, serving_name
@@ -130,6 +131,7 @@ class LocalRun(msgspec.Struct, frozen=True, kw_only=True):
                 raise UsageError(f"--{what} must be at least {least}, got {number}")
         if self.server_threads is not None and self.server_threads > MOST_THREADS:
             raise UsageError(f"--server-threads must be at most {MOST_THREADS}, got {self.server_threads}")
+        self._validate_consistency()
         self.snapshots.validate()
         self.record.validate(stays=self.run_dir is not None)
         if self.debug is not None and self.debug not in self.first_workers:
@@ -152,6 +154,16 @@ class LocalRun(msgspec.Struct, frozen=True, kw_only=True):
         self.joining.validate(self.transport, is_elastic=self.num_at_start is not None)
         if self.num_at_start is not None:
             self._validate_elastic(self.num_at_start)
+
+    def _validate_consistency(self) -> None:
+        """Raise UsageError unless the consistency is one, and that of the strategy, where this names one."""
+        given = None if self.consistency is None else str(Consistency.parse(self.consistency))
+        named = None if self.strategy is None else Distribution.parse(self.strategy).consistency
+        if None not in (given, named) and given != named:
+            raise UsageError(
+                f"--consistency is {given}, and --strategy {self.strategy} says {named}: leave out one of the two, or "
+                "say the same in both"
+            )
 
     def _validate_elastic(self, num_at_start: int) -> None:
         """Raise UsageError for a run whose workers cannot come and go."""

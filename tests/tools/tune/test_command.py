@@ -59,6 +59,11 @@ def test_a_real_run_is_followed_and_stopped(tmp_path: Path, capfd: pytest.Captur
         ({**TWO, "run": {"snapshot-every": "10m"}}, [], "nothing says where snapshots go"),
         ({**TWO, "parameters": {"run.consistency": ["bsp", "often"]}}, [], "often"),
         ({**TWO, "parameters": {"run.strategy": ["sometimes"]}}, [], "'sometimes' is not known"),
+        (
+            {**TWO, "run": {"strategy": "bsp"}, "parameters": {"run.consistency": ["bsp", "ssp:2"]}},
+            [],
+            "--consistency is ssp:2, and --strategy bsp says bsp",
+        ),
         ({**TWO, "parameters": {"run.workers": [2, 0]}}, [], "--workers must be at least 1, got 0"),
         ({**TWO, "parameters": {"run.servers": {"low": 0, "high": 3}}}, [], "--servers must be at least 1, got 0"),
         ({**TWO, "parameters": {"run.workers": [2.5]}}, [], "--workers is '2.5', expected a whole number"),

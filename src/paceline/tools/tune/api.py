@@ -13,9 +13,7 @@ import msgspec
 from cyclopts import App, CycloptsError
 
 from paceline.core.calls import checked
-from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
-from paceline.job.strategy import Distribution
 from paceline.launch.config import Choice, as_text, option_name, read_mapping
 from paceline.launch.plan import LocalRun, read_workers
 from paceline.launch.script import check_script
@@ -75,10 +73,6 @@ def _require_whole(options: Mapping[str, Choice], arguments: Mapping[str, object
 
 def _check(arguments: Mapping[str, Any]) -> None:
     """Raise UsageError for values that no run accepts; shares are checked against the servers when a run starts."""
-    if arguments["consistency"] is not None:
-        Consistency.parse(arguments["consistency"])
-    if arguments["strategy"] is not None:
-        Distribution.parse(arguments["strategy"])
     workers = read_workers(arguments["workers"])
     LocalRun(
         script=Path(_SOME_SCRIPT),
@@ -86,6 +80,8 @@ def _check(arguments: Mapping[str, Any]) -> None:
         num_at_start=workers.at_start,
         num_servers=arguments["servers"],
         num_data_servers=arguments["data_servers"],
+        consistency=arguments["consistency"],
+        strategy=arguments["strategy"],
         transport=arguments["transport"],
         server_threads=arguments["server_threads"],
         timeout_s=arguments["timeout"],
