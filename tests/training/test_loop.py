@@ -2,8 +2,10 @@
 
 import re
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,6 +75,30 @@ def test_a_scheduler_is_followed(
     tmp_path: Path, schedule: Callable[[torch.optim.Optimizer], Callable[[int], None]], optimizer: Callable
 ) -> None:
     assert_same_bits(tmp_path, Recipe(optimizer=optimizer, schedule=schedule))
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "plateau"])
+def test_a_scheduler_that_is_stepped_as_the_page_on_snapshots_says_goes_on_without_a_warning(name: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "snapshots.md").read_text()
+    going_on = page[page.index("with warnings.catch_warnings():") : page.index("for epoch in range(loader.epoch")]
+
+    def rates(clock: int) -> list[float]:
+        model = mlp()
+        optimizer = paceline.distributed(sgd(model), model=model, name=f"from {clock}")
+        step = SCHEDULES[name](optimizer)
+        scheduler = SimpleNamespace(step=lambda: step(0))
+        exec(going_on, {"warnings": warnings, "scheduler": scheduler, "told": SimpleNamespace(clock=clock)})  # noqa: S102 - of the page
+        found: list[float] = []
+        for number in range(clock, 12):
+            found.append(optimizer.param_groups[0]["lr"])
+            one_batch(model, 0, number)
+            optimizer.step()
+            scheduler.step()
+        return found
+
+    with paceline.connect() as ps:
+        paceline.init(ps)
+        assert rates(7) == rates(0)[7:]
 
 
 # -- gradients -------------------------------------------------------------------------------------------------------
