@@ -23,9 +23,8 @@ from paceline.update.summing import num_nonfinite
 from paceline.worker.pushes import NONFINITE_ADVICE, some_parameters
 from paceline.worker.validation import as_count
 
-GroupNumbers: TypeAlias = list[
-    dict[str, Any]
-]  # the numbers of each group, by name; _PRESENT: which parameters it steps
+# The numbers of each group, by name; _PRESENT: which parameters it steps.
+GroupNumbers: TypeAlias = list[dict[str, Any]]
 
 # What all do at the same time.
 Together: TypeAlias = Literal["forward", "backward", "clip_gradients", "step", "snapshot", "state_dict"]

@@ -179,6 +179,7 @@ class Weights:
     that shares memory with them keep their values.
 
     Attributes:
+        is_watched: whether changes to tensors that are no views are noticed, too; not where steps or forward make them.
         changed: the name of a tensor that the script had changed, as torch counts it, before the last fetch; else "".
     """
 
@@ -186,13 +187,14 @@ class Weights:
     table: Table
     device_copies: DeviceCopies = field(default_factory=DeviceCopies)
     others: Collection[int] = ()  # addresses of storages that other tensors have, which follow these
+    is_watched: bool = False
     changed: str = ""
     # Tensors that were made views, by index, with the address of each: a script may have replaced its memory since.
     _viewing: dict[int, int] = field(default_factory=dict[int, int])
     _places: tuple[int, ...] = ()
     _values: Readable | None = None  # of the last fetch
     _slices: dict[int, Tensor] = field(default_factory=dict[int, Tensor])  # of these, for tensors that are copies
-    # Torch's version of each tensor of the host after the last fetch, which counts changes in place.
+    # Torch's version of each view, or of each tensor, after the last fetch, which counts changes in place.
     _versions: dict[int, int] = field(default_factory=dict[int, int])
     _viewed: TableCache | None = None  # the cache whose memory tensors view, or have viewed
     # Whether a script has written to views since the last fetch; set by `check_views`.
@@ -317,7 +319,7 @@ class Weights:
         if self._viewing:
             self._viewed = cache
             increment_version([tensors[index] for index in self._viewing])  # tells autograd of the change
-        known = self._viewing if self._are_on_device else range(len(tensors))
+        known = range(len(tensors)) if self.is_watched and not self._are_on_device else self._viewing
         self._versions, self._are_sent = {index: version_of(tensors[index]) for index in known}, False
         for reading in self.device_copies.queued() if self._are_on_device else ():
             cache.note_device_read(reading)

@@ -648,7 +648,7 @@ class DistributedOptimizer(Distributed):
         # Devices cannot map the servers' memory, and copy fastest from pinned memory, which shared memory must not be.
         live = views and not gradients.are_on_device
         table = open_flat(self._job, self._settings, spec, flat, read_my_writes=True, live=live)
-        weights = Weights(flat, table, device_copies, self._storages)
+        weights = Weights(flat, table, device_copies, self._storages, is_watched=True)
         self._job.detach_at_close(weights)
         bucket = Bucket(run.start, flat, table, weights, gradients)
         bucket.reserve()
