@@ -125,11 +125,15 @@ def test_a_graph_of_values_that_have_changed_is_refused_by_autograd(
     run_job(tmp_path, work, workers=2, carrier="shm")
 
 
+def load_first_values(model: nn.Module) -> None:
+    model.load_state_dict(mlp().state_dict())
+
+
 UNDONE = "the script has changed the values of"
 
 
 @pytest.mark.parametrize("carrier", ["shm", "tcp", "memory"])
-@pytest.mark.parametrize("write", [in_place, lambda model: model.load_state_dict(mlp().state_dict())])
+@pytest.mark.parametrize("write", [in_place, past_autograd, load_first_values])
 def test_what_is_undone_is_told_once(
     tmp_path: Path, write: Callable[[nn.Module], None], carrier: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,6 +148,49 @@ def test_what_is_undone_is_told_once(
     told = capsys.readouterr().err
     assert told.count(UNDONE) == 2
     assert f"worker 1, 'model': {UNDONE} '0.weight' after a step" in told
+
+
+@pytest.mark.parametrize("write", [through_numpy, to_a_page_in_the_middle, in_other_memory, in_one_vector])
+def test_what_torch_does_not_count_is_told_of_views(
+    tmp_path: Path, write: Callable[[nn.Module], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work(worker: Session) -> None:
+        model = of_many_pages()
+        optimizer = paceline.distributed(sgd(model), model=model)
+        for step in range(3):
+            run_steps(model, optimizer, worker.rank, range(step, step + 1))
+            write(model)
+
+    run_job(tmp_path, work, workers=2, carrier="shm")
+    assert capsys.readouterr().err.count(UNDONE) == 2
+
+
+def converted(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.t().contiguous().t() if parameter.dim() == 2 else parameter.data
+
+
+def kept_elsewhere_for_a_while(model: nn.Module) -> None:
+    held = [parameter.data for parameter in model.parameters()]
+    in_other_memory(model)
+    for parameter, values in zip(model.parameters(), held, strict=True):
+        parameter.data = values
+
+
+@pytest.mark.parametrize("carrier", ["shm", "tcp"])
+@pytest.mark.parametrize("change", [converted, kept_elsewhere_for_a_while])
+def test_what_changes_no_value_is_not_told(
+    tmp_path: Path, change: Callable[[nn.Module], None], carrier: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work(worker: Session) -> None:
+        model = of_many_pages()
+        optimizer = paceline.distributed(sgd(model), model=model)
+        for step in range(3):
+            run_steps(model, optimizer, worker.rank, range(step, step + 1))
+            change(model)
+
+    run_job(tmp_path, work, workers=2, carrier=carrier)
+    assert UNDONE not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("carrier", ["shm", "tcp"])

@@ -6,7 +6,7 @@ buffer of the next push, so that backward writes straight into the message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, reduce
@@ -180,7 +180,7 @@ class Weights:
 
     Attributes:
         is_watched: whether changes to tensors that are no views are noticed, too; not where steps or forward make them.
-        changed: the name of a tensor that the script had changed, as torch counts it, before the last fetch; else "".
+        changed: the name of a tensor that the script had changed before the last fetch, as far as that shows; else "".
     """
 
     flat: FlatParameters
@@ -196,6 +196,9 @@ class Weights:
     _slices: dict[int, Tensor] = field(default_factory=dict[int, Tensor])  # of these, for tensors that are copies
     # Torch's version of each view, or of each tensor, after the last fetch, which counts changes in place.
     _versions: dict[int, int] = field(default_factory=dict[int, int])
+    # Of tensors that are watched and no views: how they begin, for what torch does not count; in the first fetches.
+    _beginnings: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    _num_fetches: int = 0
     _viewed: TableCache | None = None  # the cache whose memory tensors view, or have viewed
     # Whether a script has written to views since the last fetch; set by `check_views`.
     _written: bool | None = None
@@ -230,9 +233,23 @@ class Weights:
         tensors = self.flat.tensors
         for index, version in self._versions.items():
             if version_of(tensors[index]) != version:
-                self.changed = "" if self._are_sent else list(self.flat.named)[index]
+                self._note_changed(index)
                 return True
-        return cache.was_written(list(self._viewing.values()))
+        for index, known in self._beginnings.items():
+            if not _begins_with(tensors[index], known):
+                self._note_changed(index)
+                break
+        if not cache.was_written(list(self._viewing.values())):
+            return False
+        for index, address in self._viewing.items():
+            if cache.shows_writes(address, tensors[index].nbytes):
+                self._note_changed(index)
+                break
+        return True
+
+    def _note_changed(self, index: int) -> None:
+        """Note that a script has changed a tensor, unless the table has what it has written."""
+        self.changed = "" if self._are_sent else list(self.flat.named)[index]
 
     def note_sent(self) -> None:
         """Note that the table has what the tensors are: until the next fetch they may differ from the last one."""
@@ -282,6 +299,7 @@ class Weights:
         tensors = self.flat.tensors
         for index in self._views():
             tensors[index].data = tensors[index].data.clone()
+            del self._viewing[index]
 
     def detach(self) -> None:
         """Replace views by private memory: no other process changes the tensors from now on."""
@@ -314,6 +332,8 @@ class Weights:
         for index, address in list(self._viewing.items()):
             if tensors[index].data_ptr() != address:  # the script has given it other memory
                 del self._viewing[index]
+                if _is_plain(tensors[index], self.flat.dtype):  # else it has been converted, and not changed
+                    self._note_changed(index)
         if len(self._viewing) < len(tensors):
             self._fill_others(cache, values)
         if self._viewing:
@@ -321,8 +341,18 @@ class Weights:
             increment_version([tensors[index] for index in self._viewing])  # tells autograd of the change
         known = range(len(tensors)) if self.is_watched and not self._are_on_device else self._viewing
         self._versions, self._are_sent = {index: version_of(tensors[index]) for index in known}, False
+        self._note_beginnings(known)
         for reading in self.device_copies.queued() if self._are_on_device else ():
             cache.note_device_read(reading)
+
+    def _note_beginnings(self, watched: Iterable[int]) -> None:
+        """Keep how tensors that are no views begin; in the first fetches, which show what is done at each step."""
+        self._beginnings = {}
+        if self._num_fetches < _NUM_SAMPLED_FETCHES:
+            self._num_fetches += 1
+            tensors = self.flat.tensors
+            copies = [index for index in watched if index not in self._viewing and tensors[index].is_contiguous()]
+            self._beginnings = {index: _beginning(tensors[index]).clone() for index in copies}
 
     @torch.no_grad()
     def _fill_others(self, cache: TableCache, values: Readable) -> None:
@@ -373,8 +403,27 @@ def _alone(values: Tensor) -> Tensor:
     return torch.frombuffer(values.view(torch.uint8).numpy(), dtype=values.dtype)
 
 
+def _is_plain(tensor: Tensor, dtype: DType) -> bool:
+    """Return whether a tensor is as those of a model are made, of this dtype."""
+    made_so = tensor.dtype == torch_dtype(dtype) and tensor.is_contiguous()
+    return made_so and tensor.device.type == "cpu" and not tensor.is_shared()
+
+
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element; compared as bits, NaN equals itself
 _STRETCH = 4096  # elements
+_NUM_SAMPLED = 16  # elements of a tensor
+_NUM_SAMPLED_FETCHES = 8
+
+
+def _beginning(tensor: Tensor) -> Tensor:
+    """Return the bits of the first elements of a tensor as it lies in memory."""
+    return tensor.detach().view(-1)[:_NUM_SAMPLED].view(_BITS[tensor.itemsize])
+
+
+def _begins_with(tensor: Tensor, known: Tensor) -> bool:
+    """Return whether a tensor begins with these bits; True for one that lies otherwise now."""
+    is_like = tensor.is_contiguous() and tensor.device == known.device and tensor.itemsize == known.itemsize
+    return not is_like or torch.equal(_beginning(tensor), known)
 
 
 class GradientVersion(msgspec.Struct, frozen=True, eq=False):

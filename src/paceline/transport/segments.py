@@ -107,6 +107,16 @@ class PeerMemory(mmap.mmap):
         except OSError:
             return True
 
+    def shows_writes(self, address: int, size_bytes: int) -> bool:
+        """Return whether the kernel shows that this process has written to the pages of these addresses, if of here."""
+        if not self._address <= address < self._address + len(self) or self._owner != os.getpid():
+            return False
+        first = address // mmap.PAGESIZE
+        try:
+            return _has_own(self._pagemap, first, (address + size_bytes - 1) // mmap.PAGESIZE + 1 - first)
+        except OSError:
+            return False
+
     def _open_pagemap(self) -> None:
         """Open what tells which pages are whose, for as long as the mapping lives; raises OSError."""
         self._pagemap = os.open(_PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)

@@ -187,6 +187,10 @@ class TableCache:
                 return True
         return False
 
+    def shows_writes(self, address: int, size_bytes: int) -> bool:
+        """Return whether the kernel shows writes of this process to live values at an address, or on pages of these."""
+        return any(memory.shows_writes(address, size_bytes) for memory in self._peer_memory())
+
     def was_written_anywhere(self) -> bool:
         """Return whether this process has written to live values, after checking every page."""
         return any(memory.was_written_anywhere() for memory in self._peer_memory())
