@@ -228,6 +228,33 @@ def test_files_that_cannot_be_loaded(
     assert f"{path} cannot be loaded: {message}" in capsys.readouterr().err
 
 
+SCRIPT = """
+from __future__ import annotations
+import argparse
+from dataclasses import dataclass
+import torch
+import beside_the_script
+
+rate = argparse.ArgumentParser().parse_args()
+
+@dataclass
+class Shape:
+    width: int = beside_the_script.WIDTH
+
+def made():
+    return torch.nn.Linear(Shape().width, 2)
+"""
+
+
+def test_a_file_finds_what_a_script_finds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a_script.py"
+    path.write_text(SCRIPT)
+    (tmp_path / "beside_the_script.py").write_text("WIDTH = 4")
+    before = list(sys.path), list(sys.argv)
+    assert answer(["plan", f"{path}:made", "--input", "4", "--devices", "2"]) == 0, capsys.readouterr().err
+    assert (sys.path, sys.argv) == before
+
+
 def test_it_starts_without_torch() -> None:
     code = (
         "import sys; from paceline.cli import answer; "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -85,11 +87,12 @@ def load_module(place: str) -> Module:
         raise UsageError(
             f"'{place}' does not name a function. Expected FILE.py:FUNCTION, which returns a torch.nn.Module."
         )
-    make = getattr(_load(Path(path)), name, None)
-    if not callable(make):
-        raise UsageError(f"{path} has no function {name}.")
-    with torch.device("meta"):
-        module = attempt(f"{name} of {path} fails", make)
+    with _as_script(Path(path)):
+        make = getattr(_load(Path(path)), name, None)
+        if not callable(make):
+            raise UsageError(f"{path} has no function {name}.")
+        with torch.device("meta"):
+            module = attempt(f"{name} of {path} fails", make)
     if not isinstance(module, torch.nn.Module):
         raise UsageError(f"{name} of {path} returns a {type(module).__name__}, expected a torch.nn.Module.")
     return module.to("meta")
@@ -103,6 +106,18 @@ def attempt(what: str, call: Callable[[], _T]) -> _T:
         raise UsageError(f"{what}: {type(error).__name__}: {error}") from error
 
 
+@contextmanager
+def _as_script(path: Path) -> Generator[None]:
+    """Have a file find what Python gives a script: the modules beside it, and arguments of its own, which are none."""
+    arguments, places = sys.argv, list(sys.path)
+    sys.argv = [str(path)]
+    sys.path.insert(0, str(path.absolute().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = arguments, places
+
+
 def _load(path: Path) -> ModuleType:
     """Run a file as a module of its own."""
     if not path.is_file():
@@ -112,6 +127,7 @@ def _load(path: Path) -> ModuleType:
         raise UsageError(f"{path} is not a Python file; its name must end in {_SUFFIX}.")
     module = importlib.util.module_from_spec(spec)
     loader = spec.loader
+    sys.modules.setdefault(spec.name, module)  # where dataclasses look up the types of their fields
     attempt(f"{path} cannot be loaded", lambda: loader.exec_module(module))
     return module
 
