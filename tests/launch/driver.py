@@ -1,6 +1,6 @@
 """The launcher as a process of its own, with a fake server: what `paceline run` is, for tests that send it signals.
 
-`python driver.py '{"script": ..., "args": [...], "behaviour": ..., "policy": {...}, ...}'`
+`python driver.py '{"script": ..., "args": [...], "behaviour": ..., "crash_policy": {...}, ...}'`
 """
 
 import json
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.launch import supervise
+from paceline.launch.crash_policy import CrashPolicy
 from paceline.launch.local import run_local
 from paceline.launch.output import occupy_closed_streams
 from paceline.launch.plan import LocalRun, Programs
-from paceline.launch.policy import Policy
 
 SERVER = Path(__file__).with_name("fake_server.py")
 GRACE_S = 60.0  # a busy machine ends nothing that is about to end by itself
@@ -36,7 +36,9 @@ def main(settings: dict[str, Any]) -> int:
             script=Path(settings.pop("script")),
             args=tuple(settings.pop("args", ())),
             run_dir=None if run_dir is None else Path(run_dir),
-            policy=Policy(**{"grace_s": settings.pop("grace_s", GRACE_S), **settings.pop("policy", {})}),
+            crash_policy=CrashPolicy(
+                **{"grace_s": settings.pop("grace_s", GRACE_S), **settings.pop("crash_policy", {})}
+            ),
             **settings,
         ),
         programs,

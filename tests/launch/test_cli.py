@@ -11,8 +11,8 @@ from tests.tidy.tree import ROOT
 from paceline import cli
 from paceline.errors import PeerError
 from paceline.launch import local
+from paceline.launch.crash_policy import CrashPolicy
 from paceline.launch.plan import LocalRun, Programs
-from paceline.launch.policy import Policy
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_every_option_reaches_the_run(runs: list[LocalRun]) -> None:
             transport="tcp",
             scale="sum",
             divide_lr=True,
-            policy=Policy(on_crash="restart", on_error="continue", max_restarts=9),
+            crash_policy=CrashPolicy(on_crash="restart", on_error="continue", max_restarts=9),
             run_dir=Path("runs/a"),
             trace="full",
             quiet=True,

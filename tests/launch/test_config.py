@@ -53,7 +53,7 @@ def test_options_come_from_a_file_and_the_command_line_wins(
     assert cli.answer([*config, "train.py", "--lr=0.1"]) == 0
     assert cli.answer([*config, "-n", "5", "train.py"]) == 0
     assert [run.num_workers for run in started] == [3, 5]
-    assert started[0].policy.on_crash == "restart"
+    assert started[0].crash_policy.on_crash == "restart"
     assert started[0].args == ("--lr=0.5", "--amp", "--lr=0.1")
 
 

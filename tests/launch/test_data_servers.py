@@ -72,7 +72,7 @@ def test_one_that_is_killed_is_done_without(tmp_path: Path) -> None:
 def test_one_that_is_killed_is_started_again_when_asked_for(tmp_path: Path) -> None:
     script = write_script(tmp_path, KILLER + "kill(0, again=True); kill(0, again=True); print('done')")
 
-    result = launch(script, num_workers=1, num_data_servers=1, policy={"on_crash": "restart", "max_restarts": 2})
+    result = launch(script, num_workers=1, num_data_servers=1, crash_policy={"on_crash": "restart", "max_restarts": 2})
 
     assert result.code == 0, result.stderr
     assert "done" in result.stdout
@@ -81,7 +81,7 @@ def test_one_that_is_killed_is_started_again_when_asked_for(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("policy", "kills", "reason"),
+    ("crash_policy", "kills", "reason"),
     [
         (
             {},
@@ -97,11 +97,11 @@ def test_one_that_is_killed_is_started_again_when_asked_for(tmp_path: Path) -> N
     ],
 )
 def test_when_none_is_left_or_enough_were_lost_the_run_ends(
-    policy: dict[str, object], kills: str, reason: str, tmp_path: Path
+    crash_policy: dict[str, object], kills: str, reason: str, tmp_path: Path
 ) -> None:
     script = write_script(tmp_path, KILLER + kills + "\nsignal.pause()")
 
-    result = launch(script, num_workers=1, num_data_servers=2, policy=policy)
+    result = launch(script, num_workers=1, num_data_servers=2, crash_policy=crash_policy)
 
     assert result.code == 1
     assert reason in without_pids(result.stderr).splitlines()[-1]

@@ -69,7 +69,7 @@ def test_what_left_its_session_ends_with_the_run(tmp_path: Path) -> None:
 
 def test_what_a_worker_has_left_ends_when_it_is_started_again(tmp_path: Path) -> None:
     script = write_script(tmp_path, "print('life', place.incarnation, os.getpid())\n" + LEAVERS + PAUSE)
-    with launched(script, num_workers=1, policy={"on_crash": "restart"}) as process:
+    with launched(script, num_workers=1, crash_policy={"on_crash": "restart"}) as process:
         [worker] = pids(read_until(process, "life 0"))
         left = read_until(process, "left", times=NUM_LEFT)
         # Which worker has left what wiped its environment cannot be told: that ends with the job.

@@ -14,10 +14,10 @@ from tests.launch.launching import TIMEOUT_S, command, launch, write_script
 from paceline.api.programs import PROGRAMS
 from paceline.errors import EXIT_LOST, UsageError
 from paceline.job.spec import read_token, write_token
+from paceline.launch.crash_policy import CrashPolicy
 from paceline.launch.local import prepare_run_dir, run_local
 from paceline.launch.output import SCREEN_LINES, Console
 from paceline.launch.plan import LocalRun
-from paceline.launch.policy import Policy
 from paceline.observe.runs import read_run
 
 PAUSE = "print('ready'); signal.pause()\n"
@@ -172,7 +172,7 @@ def test_a_failing_worker_may_be_left_out(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     script = write_script(tmp_path, "sys.exit(3) if place.rank == 1 else print('done')")
 
-    result = launch(script, policy={"on_error": "continue"}, run_dir=str(run_dir))
+    result = launch(script, crash_policy={"on_error": "continue"}, run_dir=str(run_dir))
 
     assert result.code == EXIT_LOST
     assert "[worker 0] done" in result.stdout
@@ -208,7 +208,7 @@ def test_a_crashed_worker_is_told_to_all_servers_and_the_others_go_on(tmp_path: 
 
 
 def test_a_crash_may_stop_the_run(tmp_path: Path) -> None:
-    result = launch(write_script(tmp_path, CRASH.replace("print('done')", PAUSE)), policy={"on_crash": "stop"})
+    result = launch(write_script(tmp_path, CRASH.replace("print('done')", PAUSE)), crash_policy={"on_crash": "stop"})
 
     assert result.code == 137
     assert re.search(r"worker 1 \(pid \d+\) was killed by SIGKILL; the run stops\n", result.stderr)
@@ -218,9 +218,9 @@ def test_a_crash_may_stop_the_run(tmp_path: Path) -> None:
 def test_a_crash_is_told_with_what_it_means_to_a_strategy_that_needs_every_worker(
     tmp_path: Path, on_crash: str, then: str
 ) -> None:
-    policy = {"on_crash": on_crash, "max_restarts": 1}
+    crash_policy = {"on_crash": on_crash, "max_restarts": 1}
 
-    result = launch(write_script(tmp_path, CRASH), policy=policy, strategy="all-reduce")
+    result = launch(write_script(tmp_path, CRASH), crash_policy=crash_policy, strategy="all-reduce")
 
     told = f"was killed by SIGKILL; {then}the next step of the others fails, as all-reduce needs every worker\n"
     assert result.stderr.count(told) == 1
@@ -231,7 +231,7 @@ def test_a_crashed_worker_may_be_started_again(tmp_path: Path) -> None:
     crash = CRASH.replace("place.rank == 1", "place.rank == 1 and place.incarnation < 2")
     script = write_script(tmp_path, crash.replace("'done'", "'done as', place.incarnation"))
 
-    result = launch(script, policy={"on_crash": "restart"}, run_dir=str(run_dir))
+    result = launch(script, crash_policy={"on_crash": "restart"}, run_dir=str(run_dir))
 
     assert result.code == 0
     assert "[worker 1] done as 2" in result.stdout
@@ -243,7 +243,7 @@ def test_a_crashed_worker_may_be_started_again(tmp_path: Path) -> None:
 def test_restarts_come_to_an_end(tmp_path: Path) -> None:
     script = write_script(tmp_path, "print('try', place.incarnation)\n" + CRASH.replace("print('done')", PAUSE))
 
-    result = launch(script, policy={"on_crash": "restart", "max_restarts": 1})
+    result = launch(script, crash_policy={"on_crash": "restart", "max_restarts": 1})
 
     assert result.code == 137
     assert result.stdout.count("[worker 1] try") == 2
@@ -389,8 +389,8 @@ def test_a_run_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
         ({"num_servers": -1}, "--servers must be at least 1, got -1"),
         ({"num_data_servers": -1}, "--data-servers must be at least 0, got -1"),
         ({"transport": "memory", "num_data_servers": 2}, "one process, where paceline.feed reads by itself"),
-        ({"policy": Policy(max_restarts=-1)}, "--max-restarts must be at least 0, got -1"),
-        ({"transport": "memory", "policy": Policy(on_crash="restart")}, "one process; choose shm or tcp"),
+        ({"crash_policy": CrashPolicy(max_restarts=-1)}, "--max-restarts must be at least 0, got -1"),
+        ({"transport": "memory", "crash_policy": CrashPolicy(on_crash="restart")}, "one process; choose shm or tcp"),
         ({"script": Path("/nowhere/train.py")}, "there is no script /nowhere/train.py"),
         ({"script": Path("/tmp")}, "/tmp is a folder, not a script"),
     ],

@@ -21,10 +21,10 @@ from paceline.job.environment import Place
 from paceline.job.folders import make_once
 from paceline.job.spec import TOKEN_NAME, ClusterSpec, write_token
 from paceline.launch.child import Launch
+from paceline.launch.crash_policy import CrashPolicy
 from paceline.launch.output import Console
 from paceline.launch.places import ANSWER_NAME, REQUEST_NAME, WorkerPlaces, request_workers
 from paceline.launch.plan import LocalRun, read_workers
-from paceline.launch.policy import Policy
 from paceline.launch.signals import Signals
 from paceline.launch.supervise import Exits, SupervisionConfig, Supervisor
 
@@ -208,7 +208,7 @@ def test_workers_come_to_the_lowest_places_and_leave_from_the_highest(tmp_path: 
     machine = ElasticMachine(deque(), code_when_told=code_when_told)
     places = WorkerPlaces(tmp_path, [worker(3, 1), worker(2, 1)])
     asked = Asked(places, machine, deque([4, 1, 1, 3]))
-    config = SupervisionConfig(policy=Policy(), start_timeout_s=WAIT_S, grace_s=1.0, run_dir=tmp_path)
+    config = SupervisionConfig(crash_policy=CrashPolicy(), start_timeout_s=WAIT_S, grace_s=1.0, run_dir=tmp_path)
     with Signals() as signals:
         exits = Exits(Console(), None, tmp_path)
         run = Supervisor(
@@ -230,7 +230,7 @@ def test_workers_come_to_the_lowest_places_and_leave_from_the_highest(tmp_path: 
 def test_the_number_stays_when_a_worker_has_finished(tmp_path: Path) -> None:
     machine = ElasticMachine(deque(), is_over=True)
     asked = Asked(WorkerPlaces(tmp_path, [worker(1, 1)]), machine, deque([2]))
-    config = SupervisionConfig(policy=Policy(), start_timeout_s=WAIT_S, grace_s=1.0, run_dir=tmp_path)
+    config = SupervisionConfig(crash_policy=CrashPolicy(), start_timeout_s=WAIT_S, grace_s=1.0, run_dir=tmp_path)
     with Signals() as signals:
         exits = Exits(Console(), None, tmp_path)
         run = Supervisor(
@@ -294,10 +294,12 @@ class Requests:
         return asking
 
 
-def run_with(folder: Path, machine: ElasticMachine, *candidates: Asking, policy: Policy | None = None) -> int:
+def run_with(folder: Path, machine: ElasticMachine, *candidates: Asking, policy: CrashPolicy | None = None) -> int:
     """Run a server and worker 0, with places for three others."""
     places = WorkerPlaces(folder, [worker(rank, 1) for rank in (1, 2, 3)])
-    config = SupervisionConfig(policy=policy or Policy(), start_timeout_s=WAIT_S, grace_s=1.0, run_dir=folder)
+    config = SupervisionConfig(
+        crash_policy=policy or CrashPolicy(), start_timeout_s=WAIT_S, grace_s=1.0, run_dir=folder
+    )
     with Signals() as signals:
         run = Supervisor(
             config,
@@ -347,13 +349,13 @@ FAILED = "worker 1 from machine elsewhere ended with exit code 3; the others go 
 KILLED = "worker 1 from machine elsewhere was killed by SIGKILL; the others go on without it"
 
 
-@pytest.mark.parametrize("policy", [Policy(), Policy("stop", "stop"), Policy("restart", "continue")])
+@pytest.mark.parametrize("policy", [CrashPolicy(), CrashPolicy("stop", "stop"), CrashPolicy("restart", "continue")])
 @pytest.mark.parametrize(
     ("code", "line", "ends_with"),
     [(0, "", 0), (EXIT_PREEMPTED, LEFT, 0), (3, FAILED, 0), (-signal.SIGKILL, KILLED, EXIT_LOST)],
 )
 def test_a_run_goes_on_without_a_worker_that_had_joined(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], policy: Policy, code: int, line: str, ends_with: int
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], policy: CrashPolicy, code: int, line: str, ends_with: int
 ) -> None:
     machine = ElasticMachine(deque())
     again = Asking(3, machine)

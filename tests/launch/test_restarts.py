@@ -1,6 +1,6 @@
 """RestartDelays before restarts: they double, have an end, and begin anew after a life that went well."""
 
-from paceline.launch.policy import FIRST_PAUSE_S, HEALTHY_S, LONGEST_PAUSE_S, RestartDelays
+from paceline.launch.crash_policy import FIRST_PAUSE_S, HEALTHY_S, LONGEST_PAUSE_S, RestartDelays
 
 
 def test_pauses_double_up_to_the_longest() -> None:

@@ -12,10 +12,10 @@ import pytest
 
 from paceline.errors import EXIT_LOST
 from paceline.launch.child import Launch
+from paceline.launch.crash_policy import CrashPolicy
 from paceline.launch.local import make_spec
 from paceline.launch.output import Console
 from paceline.launch.plan import LocalRun
-from paceline.launch.policy import Policy
 from paceline.launch.signals import Signals
 from paceline.launch.supervise import Exits, SupervisionConfig, Supervisor
 
@@ -116,7 +116,7 @@ def launch(role: Literal["server", "worker"], rank: int = 0) -> Launch:
 
 
 def run(machine: Machine, folder: Path, launches: Sequence[Launch] = (launch("server"), launch("worker"))) -> int:
-    config = SupervisionConfig(policy=Policy(), start_timeout_s=START_TIMEOUT_S, grace_s=1.0, run_dir=folder)
+    config = SupervisionConfig(crash_policy=CrashPolicy(), start_timeout_s=START_TIMEOUT_S, grace_s=1.0, run_dir=folder)
     console = Console()
     with Signals() as signals:
         exits = Exits(console, None, folder)

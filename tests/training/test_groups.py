@@ -305,14 +305,14 @@ def test_patterns_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:
     def work(worker: Session) -> None:
         model = mlp()
         assert refused(model, {"0.*": "bsp"}) == (
-            "strategy of 'model': no pattern matches '2.weight', '2.bias': add one, or \"*\" with a policy for the "
-            "rest as the last."
+            "strategy of 'model': no pattern matches '2.weight', '2.bias': add one, or \"*\" with a strategy for "
+            "the rest as the last."
         )
         assert refused(model, {"0.*": "bsp", "1.*": "ssp:3", "0.bias": "ssp:3", "*": "bsp"}) == (
             "strategy of 'model': '1.*', '0.bias' matches no parameter that an earlier pattern has not taken; "
             "parameters are '0.weight', '0.bias', '2.weight', '2.bias'."
         )
-        assert refused(model, {}) == 'strategy={} maps no pattern to a policy: give {"*": "bsp"}, for example.'
+        assert refused(model, {}) == 'strategy={} maps no pattern to a strategy: give {"*": "bsp"}, for example.'
         assert "'ring' is not known" in refused(model, {"*": "ring"})
         assert "both Groups(" in refused(model, {"*": "bsp"}, consistency="ssp:3")
         assert refused(model, {"0.*": paceline.strategies.downpour(warm_start_steps=2), "*": "bsp"}).startswith(

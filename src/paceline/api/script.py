@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from paceline.model_parallel.parallelize import Parallel
     from paceline.model_parallel.pipeline import Schedule
     from paceline.snapshots.taking import ResumedFrom
-    from paceline.training.arguments import Policy
+    from paceline.training.arguments import StrategyLike
     from paceline.training.strategy import Distributed
     from paceline.update.table import NonFinite, Scale
 
@@ -464,7 +464,7 @@ def parallelize(
 def distributed(
     optimizer: torch.optim.Optimizer,
     *,
-    strategy: Policy | Mapping[str, Policy] | None = None,
+    strategy: StrategyLike | Mapping[str, StrategyLike] | None = None,
     consistency: Consistency | str | None = None,
     scale: Scale | None = None,
     divide_lr: bool | None = None,
@@ -488,7 +488,7 @@ def distributed(
             hyperparameters.
         strategy: how workers share the update. Default: the launcher's --strategy, "ssp:3" for example, else
             "parameter-server". A name, or one of `paceline.strategies`; `all_reduce` requires `model` and supports
-            `scale`, `nonfinite` and `name`. A mapping gives a policy per pattern of parameter names,
+            `scale`, `nonfinite` and `name`. A mapping gives a strategy per pattern of parameter names,
             {"embedding.*": "ssp:3", "*": "all-reduce"}; the first match counts.
         consistency: when reads wait. Default: the launcher's --consistency, else bsp().
         scale: how one update combines the workers' gradients: the mean weighted by "samples" (default; the counts

@@ -244,7 +244,7 @@ def make_spec(run: LocalRun, run_dir: Path) -> ClusterSpec:
         trace=run.trace,
         join_timeout_s=max(LEAST_JOIN_TIMEOUT_S, timeout_s),
         wait_timeout_s=timeout_s,
-        grace_s=run.policy.grace_s,
+        grace_s=run.crash_policy.grace_s,
         shares=run.shares,
         server_threads=run.server_threads,
         num_data_servers=run.num_data_servers,
@@ -267,9 +267,9 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
     spec.write(run_dir / SPEC_NAME)
     trace_folder = run_dir / TRACE_NAME
     config = SupervisionConfig(
-        policy=run.policy,
+        crash_policy=run.crash_policy,
         start_timeout_s=run.start_timeout_s,
-        grace_s=run.policy.grace_s,
+        grace_s=run.crash_policy.grace_s,
         run_dir=run_dir,
         needs_all=run.needs_all,
         meets_early=True,
@@ -345,7 +345,7 @@ def open_fork_server(
 
 def open_successors(run: LocalRun) -> AbstractContextManager[Successors | None]:
     """Return what keeps the memory of servers that may be succeeded, or nothing."""
-    if sys.platform != "linux" or run.transport == "memory" or run.policy.on_server_crash == "stop":
+    if sys.platform != "linux" or run.transport == "memory" or run.crash_policy.on_server_crash == "stop":
         return nullcontext()
     num_processes = run.num_workers + run.num_servers + run.num_data_servers
     num_files = files_left(num_processes) // run.num_servers

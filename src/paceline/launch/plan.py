@@ -17,8 +17,8 @@ from paceline.job.environment import Place, with_import_path
 from paceline.job.machines import cores_here, share_of
 from paceline.job.strategy import PARAMETER_SERVER, Distribution
 from paceline.launch.child import Launch
+from paceline.launch.crash_policy import CrashPolicy
 from paceline.launch.joining.options import ListenOptions
-from paceline.launch.policy import Policy
 from paceline.launch.recording import RecordOptions
 from paceline.launch.script import OPTION, sets_variables
 from paceline.observe.export.options import ExportOptions
@@ -71,7 +71,7 @@ class LocalRun(msgspec.Struct, frozen=True, kw_only=True):
     trace: TraceLevel = "steps"
     run_dir: Path | None = None
     copy_to: Path | None = None
-    policy: Policy = msgspec.field(default_factory=Policy)
+    crash_policy: CrashPolicy = msgspec.field(default_factory=CrashPolicy)
     start_timeout_s: float = START_TIMEOUT_S  # until all servers say where they listen
     timeout_s: float | None = None  # of a wait of a worker; None takes PACELINE_TIMEOUT_S, else the default
     progress: bool = False
@@ -125,7 +125,7 @@ class LocalRun(msgspec.Struct, frozen=True, kw_only=True):
             ("data-servers", self.num_data_servers, 0),
             ("publish", self.publish_every, 0),
             ("server-threads", 1 if self.server_threads is None else self.server_threads, 1),
-            ("max-restarts", self.policy.max_restarts, 0),
+            ("max-restarts", self.crash_policy.max_restarts, 0),
         ):
             if number < least:
                 raise UsageError(f"--{what} must be at least {least}, got {number}")
@@ -136,8 +136,8 @@ class LocalRun(msgspec.Struct, frozen=True, kw_only=True):
         self.record.validate(stays=self.run_dir is not None)
         if self.debug is not None and self.debug not in self.first_workers:
             raise UsageError(f"--debug is {self.debug}, expected a worker from 0 to {self.first_workers[-1]}")
-        if not 0 < self.policy.grace_s < math.inf:
-            raise UsageError(f"--grace-s must be more than 0 seconds, got {self.policy.grace_s:g}")
+        if not 0 < self.crash_policy.grace_s < math.inf:
+            raise UsageError(f"--grace-s must be more than 0 seconds, got {self.crash_policy.grace_s:g}")
         if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
             raise UsageError(f"--timeout must be more than 0 seconds, got {self.timeout_s:g}")
         check_shares(self.shares, self.num_servers)
@@ -146,7 +146,7 @@ class LocalRun(msgspec.Struct, frozen=True, kw_only=True):
                 f"--data-servers is {self.num_data_servers}, and with --transport memory the job is one process, where "
                 "paceline.feed reads by itself: leave them out, or choose shm or tcp"
             )
-        if self.transport == "memory" and self.policy.on_crash == "restart":
+        if self.transport == "memory" and self.crash_policy.on_crash == "restart":
             raise UsageError(
                 "--on-crash restart needs processes to start again, and with --transport memory the job is one "
                 "process; choose shm or tcp"

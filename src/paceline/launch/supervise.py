@@ -18,8 +18,8 @@ import msgspec
 from paceline.errors import EXIT_LOST, EXIT_PREEMPTED, PeerError
 from paceline.job.addresses import record_server_ended
 from paceline.launch.child import Launch
+from paceline.launch.crash_policy import CrashDecision, CrashPolicy, RestartDelays, describe_exit, shell_code
 from paceline.launch.output import Console
-from paceline.launch.policy import CrashDecision, Policy, RestartDelays, describe_exit, shell_code
 from paceline.launch.signals import ABORT_MARKER_NAME, Signals
 from paceline.observe.trace import Exit, Trace, trace_path
 from paceline.stopwatch import Stopwatch
@@ -293,7 +293,7 @@ class Ending(msgspec.Struct, frozen=True):
 class SupervisionConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a run is held to."""
 
-    policy: Policy
+    crash_policy: CrashPolicy
     start_timeout_s: float
     grace_s: float
     run_dir: Path  # where workers are told that they are to end at once, or that a server is lost
@@ -506,7 +506,7 @@ class Supervisor:
         if self._ending is not None or (self._servers_stopped and exit_code == 0):
             return
         happened = f"{child.launch.title} {describe_exit(exit_code)}"
-        decision = self._config.policy.decide(exit_code, child.launch.num_restarts)
+        decision = self._config.crash_policy.decide(exit_code, child.launch.num_restarts)
         if self._servers_stopped:
             self._exits.note_death(child, exit_code, "it had been told to stop, and the run ends")
         elif decision == CrashDecision.RESTART:
@@ -526,7 +526,7 @@ class Supervisor:
 
     def _on_worker_loss(self, child: Member, exit_code: int) -> None:
         was_told, has_joined = exit_code == EXIT_PREEMPTED, bool(child.launch.origin)
-        decision = self._config.policy.decide(exit_code, child.launch.num_restarts)
+        decision = self._config.crash_policy.decide(exit_code, child.launch.num_restarts)
         then = self._fate_of_others() or "the others go on without it"
         match CrashDecision.CONTINUE if has_joined else decision:
             case CrashDecision.CONTINUE if not (self._num_finished or self._has_workers()):
@@ -555,7 +555,7 @@ class Supervisor:
 
     def _stop(self, child: Member, exit_code: int, code: int) -> None:
         """End the run, because a process has ended."""
-        policy, num = self._config.policy, child.launch.num_restarts
+        policy, num = self._config.crash_policy, child.launch.num_restarts
         after = f" after restart {num} of {policy.max_restarts}" if num and policy.is_used_up(exit_code, num) else ""
         told = self._exits.note_death(child, exit_code, f"{self._config.subject} stops{after}")
         reason = f"{child.launch.title} {describe_exit(exit_code)}; {self._config.subject} was stopped{after}"
@@ -566,7 +566,7 @@ class Supervisor:
         again, now = child.launch.again(), self._now()
         pause_s = self._pauses.after_crash(child.name, now)
         self._due.append((now + pause_s, again))
-        most = self._config.policy.max_restarts
+        most = self._config.crash_policy.max_restarts
         others = self._fate_of_others() if child.launch.role == "worker" else ""
         then = ", and ".join(filter(None, [f"restart {again.num_restarts} of {most} in {pause_s:g} s", others]))
         self._exits.note_death(child, exit_code, then)

@@ -93,7 +93,7 @@ def run(
         UsageError: settings that make no run, or Ray is not installed.
         PeerError: there is no such cluster, or it has no room in time.
     """
-    from paceline.launch import plan, policy
+    from paceline.launch import crash_policy, plan
     from paceline.ray import driver, options
 
     asked = plan.LocalRun(
@@ -107,7 +107,7 @@ def run(
         strategy=strategy,
         trace=trace,
         run_dir=None if run_dir is None else Path(run_dir),
-        policy=policy.Policy(on_crash, on_error, max_restarts),
+        crash_policy=crash_policy.CrashPolicy(on_crash, on_error, max_restarts),
         progress=not quiet,
         quiet=quiet,
     )

@@ -242,9 +242,9 @@ def _supervise(ray: ModuleType, run: LocalRun, options: RayOptions, run_dir: Pat
     write_token(run_dir)
     trace_folder = run_dir / TRACE_NAME
     config = SupervisionConfig(
-        policy=run.policy,
+        crash_policy=run.crash_policy,
         start_timeout_s=options.start_timeout,
-        grace_s=run.policy.grace_s,
+        grace_s=run.crash_policy.grace_s,
         run_dir=run_dir,
         needs_all=run.needs_all,
     )

@@ -28,8 +28,8 @@ from paceline.job.machines import LOOPBACK
 from paceline.job.spec import TOKEN_NAME, write_private
 from paceline.job.views import FIRST, View, Views
 from paceline.launch.child import NUM_LAST_LINES, Launch
+from paceline.launch.crash_policy import describe_exit
 from paceline.launch.local import make_spec
-from paceline.launch.policy import describe_exit
 from paceline.launch.rendezvous.liveness_lock import VERSION
 from paceline.launch.signals import ABORT_MARKER_NAME
 from paceline.launch.snapshots import resumption

@@ -28,8 +28,8 @@ from msgspec.structs import replace
 
 from paceline.errors import EXIT_FAILURE, PacelineError, UsageError
 from paceline.job.environment import same_imports
+from paceline.launch.crash_policy import describe_exit
 from paceline.launch.limits import explain
-from paceline.launch.policy import describe_exit
 from paceline.launch.successors import NUM_ENTRIES
 from paceline.notices import NEWS, tell
 from paceline.serve.orders import (

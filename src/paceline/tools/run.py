@@ -11,8 +11,8 @@ from cyclopts import App, Parameter, Token
 
 from paceline.errors import UsageError
 from paceline.job.choices import Engine, ScaleName, TraceLevel, TransportName
+from paceline.launch.crash_policy import CrashPolicy
 from paceline.launch.joining.options import ListenOptions
-from paceline.launch.policy import Policy
 from paceline.launch.recording import RecordOptions
 from paceline.notices import tell
 from paceline.observe.export.options import ExportOptions
@@ -43,7 +43,7 @@ def run(
     transport: TransportName = "shm",
     scale: ScaleName | None = None,
     divide_lr: Annotated[bool, Parameter(negative="")] = False,
-    policy: Annotated[Policy, Parameter(name="*")] = Policy(),  # noqa: B008 - it is frozen
+    crash_policy: Annotated[CrashPolicy, Parameter(name="*")] = CrashPolicy(),  # noqa: B008 - it is frozen
     timeout: float | None = None,
     run_dir: Path | None = None,
     record: Annotated[RecordOptions, Parameter(name="*")] = RecordOptions(),  # noqa: B008 - it is frozen
@@ -102,7 +102,7 @@ def run(
     divide_lr
         Divide learning rates by the number of workers where each push is an update of its own (ssp, essp, asynchronous,
         downpour), so that all of a clock step as far as their mean does under bsp and all-reduce.
-    policy
+    crash_policy
         What to do when a process crashes.
     timeout
         How many seconds a worker waits for others, in any call, before it gives up: 600 by default, or what
@@ -155,7 +155,7 @@ def run(
         pin=pin,
         publish_every=publish,
         debug=debug,
-        policy=policy,
+        crash_policy=crash_policy,
         progress=progress and not quiet,
         quiet=quiet,
         dashboard=dashboard,

@@ -42,12 +42,12 @@ def check_distributed(
             raise UsageError(
                 f"{here}: strategy has the key {brief(pattern)}, expected a pattern of names of parameters."
             )
-    policies: Iterable[object] = strategy.values() if isinstance(strategy, Mapping) else (strategy,)
-    for policy in policies:
-        is_made = not isinstance(policy, type) and callable(getattr(policy, "distribute", None))
-        if not (is_made or isinstance(policy, str | None)):
+    strategies: Iterable[object] = strategy.values() if isinstance(strategy, Mapping) else (strategy,)
+    for each in strategies:
+        is_made = not isinstance(each, type) and callable(getattr(each, "distribute", None))
+        if not (is_made or isinstance(each, str | None)):
             raise UsageError(
-                f"{here}: strategy is {brief(policy)}, expected a name such as 'ssp:3', what a function of "
+                f"{here}: strategy is {brief(each)}, expected a name such as 'ssp:3', what a function of "
                 "paceline.strategies returns (all_reduce(), local_sgd(8)), or one of these for each pattern of names."
             )
     if not isinstance(consistency, Consistency | str | None):
@@ -87,7 +87,7 @@ def _check_model(optimizer: torch.optim.Optimizer, model: nn.Module | None, here
         )
 
 
-Policy: TypeAlias = Strategy | str
+StrategyLike: TypeAlias = Strategy | str
 
 
 def takes_consistency(strategy: Strategy) -> bool:
@@ -105,7 +105,7 @@ def divided_by_dtype(strategy: Strategy, optimizer: torch.optim.Optimizer) -> St
     return Groups((("*", strategy),))
 
 
-def choose_strategy(given: Policy | Mapping[str, Policy] | None, launched: Distribution) -> Strategy:
+def choose_strategy(given: StrategyLike | Mapping[str, StrategyLike] | None, launched: Distribution) -> Strategy:
     """Return the strategy of the script, else that of the launcher, else the parameter server.
 
     Args:
@@ -120,7 +120,7 @@ def choose_strategy(given: Policy | Mapping[str, Policy] | None, launched: Distr
         AllReduce(unused=False, bucket_mb=25.0)
     """
     if isinstance(given, Mapping):
-        return Groups(tuple((pattern, choose_strategy(policy, launched)) for pattern, policy in given.items()))
+        return Groups(tuple((pattern, choose_strategy(each, launched)) for pattern, each in given.items()))
     if given is not None and not isinstance(given, str):
         return given
     wanted = launched if given is None else Distribution.parse(given)

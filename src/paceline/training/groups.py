@@ -1,4 +1,4 @@
-"""Parameter groups with a policy each, as dense layers under all-reduce and embeddings under ssp, or a dtype each."""
+"""Parameter groups with a strategy each, as dense layers under all-reduce and embeddings under ssp, or a dtype each."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class Groups(msgspec.Struct, frozen=True):
     """Strategy that distributes each parameter by the first pattern that matches its name.
 
     Args:
-        policies: patterns as for file names ("*", "?", "[ab]"), each with its strategy.
+        strategies: patterns as for file names ("*", "?", "[ab]"), each with its strategy.
     """
 
-    policies: tuple[tuple[str, Strategy], ...]
+    strategies: tuple[tuple[str, Strategy], ...]
 
     def __post_init__(self) -> None:
         """Refuse an empty mapping."""
-        if not self.policies:
-            raise UsageError('strategy={} maps no pattern to a policy: give {"*": "bsp"}, for example.')
-        for pattern, strategy in self.policies:
+        if not self.strategies:
+            raise UsageError('strategy={} maps no pattern to a strategy: give {"*": "bsp"}, for example.')
+        for pattern, strategy in self.strategies:
             if isinstance(strategy, Downpour) and strategy.warm_start_steps:
                 raise UsageError(
                     f"strategy: '{pattern}' has a warm start, in which worker 0 would wait for the others in the rest "
@@ -61,7 +61,7 @@ class Groups(msgspec.Struct, frozen=True):
         if settings.part is not None:
             raise UsageError(
                 f"strategy of '{settings.name}': patterns are for a model that each worker holds as a whole, and this "
-                "one is cut over several: give one policy for all of it."
+                "one is cut over several: give one strategy for all of it."
             )
         require_fresh(optimizer)
         named, segments = segments_of(optimizer, model)
@@ -88,7 +88,7 @@ class Groups(msgspec.Struct, frozen=True):
         free = dict(enumerate(names))
         shares: list[GroupShare] = []
         idle: list[str] = []
-        for pattern, strategy in self.policies:
+        for pattern, strategy in self.strategies:
             taken = [index for index, name in free.items() if fnmatchcase(name, pattern)]
             if not taken:
                 idle.append(pattern)
@@ -107,7 +107,7 @@ class Groups(msgspec.Struct, frozen=True):
         if free:
             raise UsageError(
                 f"strategy of '{owner}': no pattern matches {_quoted(list(free.values()))}: add one, or "
-                '"*" with a policy for the rest as the last.'
+                '"*" with a strategy for the rest as the last.'
             )
         return shares
 
@@ -224,7 +224,7 @@ class GroupedOptimizer(Distributed):
         """Clip the gradients by one norm over all parts, or those of each part by their own.
 
         One norm is for gradients that backward has combined in all parts, or that in all parts go as pushes of their
-        own. Else no process has the gradients of all parts as they are used, so each part is clipped as its policy
+        own. Else no process has the gradients of all parts as they are used, so each part is clipped as its strategy
         alone does it, which is told once: one norm would differ from worker to worker, and part their replicas.
         """
         optimizers = [part.optimizer for part in self._parts]

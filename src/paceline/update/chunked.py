@@ -20,6 +20,7 @@ from paceline.update.native_steps import LANES, NO_UNDO, Addends, NativeSteps, S
 from paceline.update.rules import Hyper
 from paceline.update.summing import (
     CHUNK,
+    Combining,
     Contribution,
     ThreadPool,
     combine_stretch,
@@ -27,7 +28,7 @@ from paceline.update.summing import (
     num_nonfinite,
     weights_of,
 )
-from paceline.update.table import NonFinite, Scale, SegmentPiece, cut_within
+from paceline.update.table import SegmentPiece, cut_within
 from paceline.update.torch_rule import PREFIX, defaults_of, require_count
 
 if TYPE_CHECKING:
@@ -362,7 +363,7 @@ class Chunked:
         kernel: the rule.
         pieces: of the range.
         values: (elements of the range,), changed in place.
-        policy: scale and treatment of non-finite elements, see `TableSpec`.
+        combining: how contributions become one gradient.
         threads: pool that runs the chunks.
         lasting: where the state lies if it outlives this process; what a predecessor has left there is taken over.
         cuts: of the shard, whose owner changes the list: they keep what updates change.
@@ -373,18 +374,19 @@ class Chunked:
         kernel: Kernel,
         pieces: Sequence[SegmentPiece],
         values: Tensor,
-        policy: tuple[Scale, NonFinite],
+        combining: Combining,
         threads: ThreadPool,
         lasting: ShardMemory | None = None,
         cuts: Sequence[ShardCut] = (),
     ) -> None:
         self._cuts = cuts
-        self._kernel, self._pieces, self._values, self._policy, self._threads = kernel, pieces, values, policy, threads
+        self._kernel, self._pieces, self._values = kernel, pieces, values
+        self._combining, self._threads = combining, threads
         self._numbers: list[dict[str, Any]] = []  # all hyperparameters of each group, as of the last update
         self._groups = _Groups.of(kernel, self._numbers, values.dtype)  # of the last plan
         self._told: tuple[Hyper, ...] = ()  # the argument that `_numbers` was made from
         # None where torch takes all steps; zeroing is left to it, too.
-        self._native: NativeSteps | None = steps_of(kernel, values) if policy[1] != "zero" else None
+        self._native: NativeSteps | None = steps_of(kernel, values) if combining.nonfinite != "zero" else None
         self._plan: _Plan | None = None  # of the last update
         self._state: dict[str, Tensor] = {}  # by name, each as long as the range
         self._held: list[tuple[str, ...]] = [()] * len(pieces)  # states of each piece
@@ -454,7 +456,7 @@ class Chunked:
         """Return what the C library needs of contributions; None if torch is to take the steps."""
         if self._native is None or not self._native.takes(self._numbers):
             return None
-        counts, scale = [contribution.count for contribution in contributions], self._policy[0]
+        counts, scale = [contribution.count for contribution in contributions], self._combining.scale
         tensors = [contribution.gradient for contribution in contributions]
         return Addends.of(tensors, weights_of(counts, scale), divisor_of(counts, scale))
 
@@ -486,7 +488,7 @@ class Chunked:
         """
         first, pieces = cut_within(self._pieces, start, stop)
         mine = slice(first, first + len(pieces))
-        part = Chunked(self._kernel, pieces, self._values[start:stop].clone(), self._policy, ThreadPool(1))
+        part = Chunked(self._kernel, pieces, self._values[start:stop].clone(), self._combining, ThreadPool(1))
         part._numbers, part._told, part._begun = list(self._numbers), self._told, self._begun
         part._state = {name: state[start:stop].clone() for name, state in self._state.items()}
         part._held, part._steps = self._held[mine], self._steps[mine].clone()
@@ -572,7 +574,7 @@ class Chunked:
         """Return the divisor that is left to the kernel; 1 if sums are divided before, as their dtype rounds then."""
         if not self._groups.divides:
             return 1.0
-        divisor = divisor_of([contribution.count for contribution in contributions], self._policy[0])
+        divisor = divisor_of([contribution.count for contribution in contributions], self._combining.scale)
         exact = divisor == torch.tensor(divisor).item()  # torch passes the divisor as a float32
         return divisor if exact else 1.0
 
@@ -603,13 +605,13 @@ class Chunked:
     def _do_in_torch(self, chunk: Chunk, update: _Update, thread: int) -> int:
         scratch, num_zeroed, divide = self._scratch[thread], 0, update.divisor == 1.0
         contributions = update.contributions
-        if len(contributions) == 1 and self._policy[1] != "zero":
+        if len(contributions) == 1 and self._combining.nonfinite != "zero":
             gradient = contributions[0].gradient[chunk.start : chunk.stop]
         else:
             gradient = scratch[2]
             for (start, stop), having in chunk.sums:
                 out = gradient[start - chunk.start : stop - chunk.start]
-                num_zeroed += combine_stretch(out, (start, stop), having, contributions, self._policy, divide=divide)
+                num_zeroed += combine_stretch(out, (start, stop), having, contributions, self._combining, divide=divide)
         spans = (gradient[start - chunk.start : stop - chunk.start] for (start, stop), _ in chunk.sums)
         if update.checks and any(map(num_nonfinite, spans)):
             update.is_suspect = True

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from paceline.update.rules import Hyper
-from paceline.update.summing import CHUNK, Contribution, ThreadPool, combine_stretch, runs, stretches
-from paceline.update.table import NonFinite, Scale, SegmentPiece
+from paceline.update.summing import CHUNK, Combining, Contribution, ThreadPool, combine_stretch, runs, stretches
+from paceline.update.table import SegmentPiece
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +47,7 @@ def without_clip(hyper: tuple[Hyper, ...]) -> tuple[tuple[Hyper, ...], float | N
 def combined_norm(
     contributions: Sequence[Contribution],
     pieces: Sequence[SegmentPiece],
-    policy: tuple[Scale, NonFinite],
+    combining: Combining,
     threads: ThreadPool,
 ) -> float:
     """Return the norm of the mean of all samples over a range; not finite if a gradient is not.
@@ -55,7 +55,7 @@ def combined_norm(
     Args:
         contributions: all of the update, at least one.
         pieces: of the range.
-        policy: scale, which is "samples", and treatment of non-finite elements, see `TableSpec`.
+        combining: how contributions become one gradient; its scale is "samples".
         threads: pool that adds the gradients.
     """
     having = [tuple(i for i, each in enumerate(contributions) if piece.segment not in each.absent) for piece in pieces]
@@ -74,7 +74,7 @@ def combined_norm(
     def measure(job: tuple[int, tuple[int, int], tuple[int, ...]], thread: int) -> int:
         number, span, there = job
         out = scratch[thread, : span[1] - span[0]]
-        combine_stretch(out, span, there, contributions, policy, divide=True)
+        combine_stretch(out, span, there, contributions, combining, divide=True)
         norms[number] = _norm(out)
         return 0
 

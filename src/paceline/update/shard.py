@@ -21,6 +21,7 @@ from paceline.update.placement import as_tensor
 from paceline.update.rules import Hyper, Quorum, UpdateRule
 from paceline.update.summing import (
     CHUNK,
+    Combining,
     Contribution,
     ThreadPool,
     combine_stretch,
@@ -29,7 +30,7 @@ from paceline.update.summing import (
     runs,
     stretches,
 )
-from paceline.update.table import NonFinite, Scale, SegmentPiece, cut
+from paceline.update.table import SegmentPiece, cut
 from paceline.update.torch_rule import TorchRule
 from paceline.update.user_code import own_code
 
@@ -162,11 +163,11 @@ class Shard:
         self._threads = ThreadPool(num_threads)
         self._cuts: list[ShardCut] = []  # that may still need what changes
         self._merger = Merger(spec.rule.quorum, now) if spec.rule.quorum else None
-        policy = (spec.scale, spec.nonfinite)
+        self._combining = Combining(spec.scale, spec.nonfinite)
         self._updates = (
-            Chunked(rule, self._pieces, self.values, policy, self._threads, lasting, self._cuts)
+            Chunked(rule, self._pieces, self.values, self._combining, self._threads, lasting, self._cuts)
             if isinstance(rule, Kernel)
-            else WholeTensors(rule, self._pieces, self.values, policy, self._threads, lasting)
+            else WholeTensors(rule, self._pieces, self.values, self._combining, self._threads, lasting)
         )
 
     def store(self, values: Tensor) -> None:
@@ -197,7 +198,7 @@ class Shard:
         return self._norm([*contributions, *self._missing(contributions)])
 
     def _norm(self, contributions: Sequence[Contribution]) -> float:
-        return combined_norm(contributions, self._pieces, (self.spec.scale, self.spec.nonfinite), self._threads)
+        return combined_norm(contributions, self._pieces, self._combining, self._threads)
 
     def apply(self, contributions: Sequence[Contribution], norm: float | None = None) -> dict[int, int]:
         """Update the values once: add the contributions in the order given, scale the sum, and apply the rule.
@@ -441,7 +442,7 @@ class WholeTensors:
         rule: a new rule, for this range alone.
         pieces: of the range.
         values: (elements of the range,), changed in place.
-        policy: scale and treatment of non-finite elements, see `TableSpec`.
+        combining: how contributions become one gradient.
         threads: pool that adds the gradients.
         lasting: where values and state are copied to, to outlive this process; a predecessor's copy is taken over.
     """
@@ -451,11 +452,11 @@ class WholeTensors:
         rule: UpdateRule,
         pieces: Sequence[SegmentPiece],
         values: Tensor,
-        policy: tuple[Scale, NonFinite],
+        combining: Combining,
         threads: ThreadPool,
         lasting: ShardMemory | None = None,
     ) -> None:
-        self._rule, self._pieces, self._policy, self._threads = rule, pieces, policy, threads
+        self._rule, self._pieces, self._combining, self._threads = rule, pieces, combining, threads
         self._values = values
         self._views = [piece.view(values) for piece in pieces]
         self._sum: Tensor | None = None  # allocated by the first update that adds; same shape as the values
@@ -539,7 +540,7 @@ class WholeTensors:
 
     def _combine(self, contributions: Sequence[Contribution], having: Sequence[tuple[int, ...]]) -> tuple[Tensor, int]:
         """Return the combined gradient of the range, uncopied if single, and the number of zeroed elements."""
-        if len(contributions) == 1 and self._policy[1] != "zero":
+        if len(contributions) == 1 and self._combining.nonfinite != "zero":
             return contributions[0].gradient, 0
         total = torch.empty_like(self._values) if self._sum is None else self._sum
         self._sum = total
@@ -552,6 +553,6 @@ class WholeTensors:
         def add(job: tuple[tuple[int, int], tuple[int, ...]], thread: int) -> int:
             del thread
             span, there = job
-            return combine_stretch(total[slice(*span)], span, there, contributions, self._policy, divide=True)
+            return combine_stretch(total[slice(*span)], span, there, contributions, self._combining, divide=True)
 
         return total, self._threads.total(jobs, add)

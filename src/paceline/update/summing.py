@@ -178,12 +178,19 @@ def add_up(out: Tensor, gradients: Sequence[Tensor]) -> Tensor:
     return out
 
 
+class Combining(msgspec.Struct, frozen=True):
+    """How the contributions of an update become one gradient; see `TableSpec` for both."""
+
+    scale: Scale
+    nonfinite: NonFinite
+
+
 def combine_stretch(
     out: Tensor,
     span: tuple[int, int],
     having: Sequence[int],
     contributions: Sequence[Contribution],
-    policy: tuple[Scale, NonFinite],
+    combining: Combining,
     *,
     divide: bool,
 ) -> int:
@@ -194,18 +201,17 @@ def combine_stretch(
         span: (start, stop).
         having: indices of the contributions that have a gradient there, at least one.
         contributions: all of the update.
-        policy: scale and treatment of non-finite elements, see `TableSpec`.
+        combining: how, but for the division.
         divide: see `combine`.
     """
-    scale, nonfinite = policy
     parts = [contributions[index].gradient[slice(*span)] for index in having]
     num_zeroed = 0
-    if nonfinite == "zero":
+    if combining.nonfinite == "zero":
         found = [num_nonfinite(part) for part in parts]
         num_zeroed = sum(found)
         parts = [zeroed(part) if bad else part for part, bad in zip(parts, found, strict=True)]
     counts = [contributions[index].count for index in having]
-    combine(out, parts, counts, [contribution.count for contribution in contributions], scale, divide=divide)
+    combine(out, parts, counts, [contribution.count for contribution in contributions], combining.scale, divide=divide)
     return num_zeroed
 
 

@@ -16,6 +16,7 @@ from paceline.job.environment import Place, child_environment, inherited, kept_r
 from paceline.job.machines import cores_here
 from paceline.job.spec import ClusterSpec
 from paceline.launch.child import Launch
+from paceline.launch.crash_policy import CrashPolicy
 from paceline.launch.forkserver.subreaper import Orphans
 from paceline.launch.guard import Guard, clear
 from paceline.launch.joining.connection import RunAddress, RunConnection, find_run_address
@@ -31,7 +32,6 @@ from paceline.launch.local import (
 )
 from paceline.launch.output import Console, unblocked_output
 from paceline.launch.plan import LocalRun, Programs, plan_workers
-from paceline.launch.policy import Policy
 from paceline.launch.rendezvous.liveness_lock import ProcessInfo
 from paceline.launch.signals import ABORT_MARKER_NAME, Signals
 from paceline.launch.supervise import Exits, Member, SupervisionConfig, Supervisor
@@ -249,7 +249,7 @@ def _supervise(
     run = LocalRun(script=order.script, args=order.args, module=order.module, num_workers=spec.num_workers)
     environment, console = _environment(order, spec, folder, len(places)), Console()
     config = SupervisionConfig(
-        policy=Policy(),
+        crash_policy=CrashPolicy(),
         start_timeout_s=run.start_timeout_s,
         grace_s=spec.grace_s,
         run_dir=folder,

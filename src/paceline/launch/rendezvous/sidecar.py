@@ -20,9 +20,9 @@ from paceline.job.addresses import SPEC_NAME, record_server_ended
 from paceline.job.environment import inherited, with_import_path
 from paceline.job.spec import ClusterSpec
 from paceline.job.views import FIRST, Views
+from paceline.launch.crash_policy import describe_exit
 from paceline.launch.entry import run_program
 from paceline.launch.folder_watch import LOOK_S, looks
-from paceline.launch.policy import describe_exit
 from paceline.launch.rendezvous.liveness_lock import newest_life, wait_worker_ended
 from paceline.launch.rendezvous.node_places import NodePlaces
 from paceline.launch.rendezvous.roster import wait_complete

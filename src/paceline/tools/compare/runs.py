@@ -13,9 +13,9 @@ from paceline.errors import UsageError
 from paceline.job.choices import ProcessTransport
 from paceline.job.environment import COLLECTIVES
 from paceline.job.strategy import Distribution
+from paceline.launch.crash_policy import CrashPolicy
 from paceline.launch.local import run_local
 from paceline.launch.plan import LocalRun
-from paceline.launch.policy import Policy
 
 SINGLE: Final = "single"
 _COUNT: Final = "@"
@@ -141,7 +141,7 @@ class RunPlan(msgspec.Struct, frozen=True):
             divide_lr=self.divide_lr,
             run_dir=self.run_dir(entry),
             copy_to=self.output(entry),
-            policy=Policy(on_crash="stop"),
+            crash_policy=CrashPolicy(on_crash="stop"),
             progress=True,
             quiet=True,
             defaults=((COLLECTIVES, "gloo"),) if self.carrier == "tcp" else (),  # over TCP, where bytes are counted

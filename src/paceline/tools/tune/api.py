@@ -66,7 +66,7 @@ def _require_whole(options: Mapping[str, Choice], arguments: Mapping[str, object
     for name, value in options.items():
         key = name.replace("-", "_")
         if isinstance(value, float) and isinstance(
-            arguments.get(key, getattr(arguments.get("policy"), key, None)), int
+            arguments.get(key, getattr(arguments.get("crash_policy"), key, None)), int
         ):
             raise UsageError(f"--{name} takes whole numbers, got {value:g} as a number with a fraction")
 
@@ -91,7 +91,7 @@ def _check(arguments: Mapping[str, Any]) -> None:
         record=arguments["record"],
         joining=arguments["joining"],
         run_dir=Path(_SOME_SCRIPT),  # each trial has one
-        policy=arguments["policy"],
+        crash_policy=arguments["crash_policy"],
     ).validate()
     if (log := arguments["export"].log) is not None:
         parse_trackers(log)

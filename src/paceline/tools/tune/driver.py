@@ -25,8 +25,8 @@ from paceline.job.environment import inherited
 from paceline.job.machines import cores_here, share_of
 from paceline.launch.child import pin
 from paceline.launch.config import RunConfig, as_text, flags, option_name
+from paceline.launch.crash_policy import describe_exit
 from paceline.launch.guard import Guard, kill_group
-from paceline.launch.policy import describe_exit
 from paceline.launch.signals import Signals
 from paceline.observe.averages import mean
 from paceline.observe.runs import TraceFollower

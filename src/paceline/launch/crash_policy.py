@@ -22,7 +22,7 @@ class CrashDecision(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class CrashPolicy:
     """What to do when a worker crashes (is killed by a signal) or fails (exits with a code that is not 0).
 
     A crash is the machine's doing and the others go on; a failure is most often a mistake in the script, which
@@ -43,7 +43,7 @@ class Policy:
     grace_s
         How many seconds workers have to finish their step and leave once the run is told to end.
 
-    >>> Policy().decide(exit_code=3, num_restarts=0)
+    >>> CrashPolicy().decide(exit_code=3, num_restarts=0)
     <CrashDecision.STOP: 'stop'>
     """
 
