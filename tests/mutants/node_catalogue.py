@@ -334,10 +334,26 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     _of(
         "a death completes clocks while pushes are missing",
         CATCH_UP,
-        "            self._gone.add((item.worker, item.incarnation))\n",
-        "            self._gone.add((item.worker, item.incarnation))\n            self.core.handle(item, 0.0)\n",
+        "        self._gone.add((item.worker, item.incarnation))\n",
+        "        self._gone.add((item.worker, item.incarnation))\n        self.core.handle(item, 0.0)\n",
         "server/test_catch_up",
         "died",
+    ),
+    _of(
+        "reads are answered before the clocks that their workers have seen",
+        CATCH_UP,
+        "                self.completing.append(item)\n",
+        "                self.postponed.append(item)\n",
+        "server/test_catch_up",
+        "own_push",
+    ),
+    _of(
+        "a server that is told to stop leaves what was asked before",
+        CATCH_UP,
+        "            if isinstance(item, Stop):  # what was asked",
+        "            if isinstance(item, Stop) and not self.postponed.clear():  # what was asked",
+        "server/test_catch_up",
+        "stop",
     ),
     _of(
         "what is lost is not told",

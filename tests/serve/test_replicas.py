@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.data.service.feeders import until
 from tests.leaks import nothing_left_behind
 from tests.nodes.slow_line import SlowLine, slow_lines
 from tests.nodes.test_successors import Fate, KillableServer, Killed
@@ -257,6 +258,36 @@ def test_a_server_that_is_told_to_end_tells_a_replica_that_lags_all_before_that_
         both.servers[1].told.wait("namespace 'job' is served by its replica from now on")
         assert SlowLine.num_lost == 0
         assert add_one(ps, table) == 2.0
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_server_that_is_told_to_end_as_it_comes_to_serve_saves_what_was_acknowledged(
+    lag: int, tmp_path: Path, fate: Fate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ending, begin = list[threading.Thread](), Namespace._begin_to_serve
+
+    def begin_at_the_end(self: Namespace) -> None:
+        ending.append(threading.Thread(target=self.close))
+        ending[0].start()
+        until(lambda: self._node is not None and self._node._acceptor.num_waiting() > 1)  # to save, and to stop
+        begin(self)
+
+    monkeypatch.setattr(Namespace, "_begin_to_serve", begin_at_the_end)
+    with pair(tmp_path, lag=lag) as both:
+        first, second = both.servers
+        with both.connect() as ps:
+            assert add_one(ps, open_sum(ps)) == 1.0
+            first.told.wait("namespace 'job' has a replica")
+            assert add_one(ps, open_sum(ps)) == 2.0
+            fate.stride = 1
+            ps.close(politely=False)
+        second.told.wait("namespace 'job' is served by its replica from now on")
+        second.wait_empty("job")
+        fate.stride = 0
+        with second.connect("job") as ps:
+            assert add_one(ps, open_sum(ps)) == 3.0
+        [closing] = ending
+        closing.join(DEADLINE_S)
 
 
 def test_servers_of_a_folder_agree_on_the_lag(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 It serves no worker until each of those that take part has repeated its pushes, or has gone: what a worker has read
 before may contain any of them. Until then pushes alone are handled, and all else waits: neither a tick nor a death may
-complete a clock for which pushes are missing.
+complete a clock for which pushes are missing. Then these come first: what a worker has read has the clocks that they
+complete, and it ignores values that are older, with its own pushes in them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from paceline.core.events import Died
-from paceline.core.messages import Join, Repeated
+from paceline.core.messages import Clock, Join, Repeated
 from paceline.core.server import ServerCore
 from paceline.core.work_queue import Life
 from paceline.server.connections import Stop, said_by
@@ -32,6 +33,9 @@ class CatchUp:
         core: of the server, as its replica knows it.
         lag: by how many clocks of each worker this process may be behind.
         postponed: items that have come before; and then all that are to be handled after this, in order.
+
+    Attributes:
+        completing: of those the ones to be handled before all others: ticks that workers repeat, and deaths.
     """
 
     served: str
@@ -39,6 +43,7 @@ class CatchUp:
     core: ServerCore
     lag: int
     postponed: list[object]
+    completing: list[object] = field(default_factory=list[object])
     _awaited: set[Life] = field(default_factory=set[Life])
     _gone: set[Life] = field(default_factory=set[Life])  # without having repeated anything
     _reached: int = -1  # the clock below which a worker has read all updates
@@ -52,8 +57,8 @@ class CatchUp:
         known = self.core.lives.current(life[0])
         return known is not None and known.joined_at is not None
 
-    def run(self, get: Callable[[float], object | None], handle: Callable[[object], object], patience_s: float) -> bool:
-        """Block until each worker has repeated what it keeps, has died, or did not come; return False if told to stop.
+    def run(self, get: Callable[[float], object | None], handle: Callable[[object], object], patience_s: float) -> None:
+        """Block until each worker has repeated what it keeps, has died, or did not come, or the server is told to stop.
 
         Args:
             get: returns the next item of the server's queue, or None after so many seconds.
@@ -65,21 +70,27 @@ class CatchUp:
             self._note_death(item)
         while self._awaited and watch.elapsed_s() < patience_s:
             item = get(LOOK_S)
-            if isinstance(item, Stop):
-                return False
             found = said_by(item, self.num_servers)
             if found is not None and self._admits(*found):
                 handle(item)
+            elif self._note_death(item) or (found is not None and self._is_repeated_tick(*found)):
+                self.completing.append(item)
             elif item is not None:
-                self._note_death(item)
                 self.postponed.append(item)
+            if isinstance(item, Stop):  # what was asked for before comes first: a namespace that ends is saved
+                return
+
+    def _note_death(self, item: object) -> bool:
+        """Do not wait for a worker that has died; return whether this is the death of one that was waited for."""
+        if not isinstance(item, Died) or (item.worker, item.incarnation) not in self._awaited:
+            return False
+        self._awaited.discard((item.worker, item.incarnation))
+        self._gone.add((item.worker, item.incarnation))
         return True
 
-    def _note_death(self, item: object) -> None:
-        """Do not wait for a worker that has died."""
-        if isinstance(item, Died) and (item.worker, item.incarnation) in self._awaited:
-            self._awaited.discard((item.worker, item.incarnation))
-            self._gone.add((item.worker, item.incarnation))
+    def _is_repeated_tick(self, life: Life, message: object) -> bool:
+        """Return whether a worker says again which clocks it has finished, whose pushes it has repeated before."""
+        return isinstance(message, Clock) and life in self._awaited
 
     def _admits(self, life: Life, message: object) -> bool:
         """Return whether a message of a worker is handled now; notes that it has repeated all."""

@@ -769,8 +769,8 @@ class ServerNode:
         """Wait for what workers repeat, then go on where the process before ended; False if told to stop meanwhile."""
         self._handle(Resumed())
         watch, patience_s = Stopwatch(), self.settings.lease_s
-        if recovery.lag and not self._catch_up(recovery):
-            return False
+        if recovery.lag:
+            self._catch_up(recovery)
         num_servers, core, peers = self.settings.num_servers, self._core, self._peers
         pushes = RepeatedPushes(num_servers, core, self._tables, peers, recovery, self._handle, self._on_incoming)
         if not pushes.wait(self._acceptor.get, lambda: watch.elapsed_s() >= patience_s):
@@ -784,15 +784,15 @@ class ServerNode:
             self._handle(Timeout())
         return all(map(self._handle_item, recovery.postponed))
 
-    def _catch_up(self, recovery: Recovery) -> bool:
-        """Wait until workers have said again what this process has not seen; False if told to stop meanwhile."""
+    def _catch_up(self, recovery: Recovery) -> None:
+        """Wait until workers have said again what this process has not seen."""
         lag, num_servers = recovery.lag, self.settings.num_servers
         catch_up = CatchUp(recovery.served, num_servers, self._core, lag, recovery.postponed)
-        if not catch_up.run(self._acceptor.get, self._handle_item, self.settings.lease_s):
-            return False
+        catch_up.run(self._acceptor.get, self._handle_item, self.settings.lease_s)
         losses = catch_up.losses()
         for text in losses:
             self.tell(text)
         for table in list(self._tables) * (lag * len(losses)):  # what lacks values that others have read is newer
             self._handle(Changed(table))
-        return True
+        for item in catch_up.completing:
+            self._handle_item(item)
