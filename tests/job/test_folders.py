@@ -1,5 +1,6 @@
 """Folders that cannot be used are refused with words that name them, their owner and what can be done."""
 
+import errno
 import os
 import pwd
 import re
@@ -51,5 +52,35 @@ def test_a_file_for_which_there_is_no_room_is_named_and_not_there(
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match=re.escape(f"No space left on device: '{tmp_path / 'view'}'")):
+        make_once(tmp_path / "view", b"1")
+    assert not any(tmp_path.iterdir())
+
+
+def fail_to_link(monkeypatch: pytest.MonkeyPatch, problem: int, *, is_done: bool) -> None:
+    """Have a link end with an error, be it that it was made."""
+    link = os.link
+
+    def fail(unfinished: Path, path: Path) -> None:
+        if is_done:
+            link(unfinished, path)
+        raise OSError(problem, os.strerror(problem))
+
+    monkeypatch.setattr(os, "link", fail)
+
+
+@pytest.mark.parametrize("problem", [errno.EEXIST, errno.EIO])
+def test_a_file_is_made_whose_link_was_made_before_it_failed(
+    problem: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_to_link(monkeypatch, problem, is_done=True)
+    assert make_once(tmp_path / "view", b"1"), "a client of NFS may repeat what was done"
+    assert [path.name for path in tmp_path.iterdir()] == ["view"]
+
+
+def test_that_a_file_cannot_be_made_does_not_say_that_another_process_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_to_link(monkeypatch, errno.EDQUOT, is_done=False)
+    with pytest.raises(OSError, match="quota"):
         make_once(tmp_path / "view", b"1")
     assert not any(tmp_path.iterdir())

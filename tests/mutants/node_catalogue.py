@@ -80,8 +80,8 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     _of(
         "a view counts that another process was first to write",
         "job/folders.py",
-        "return unfinished.stat().st_nlink > 1",
-        "return True",
+        "            return is_made\n",
+        "            return True\n",
         "job/test_views",
     ),
     _of(

@@ -66,8 +66,11 @@ def make_once(path: Path, content: bytes) -> bool:
             os.fsync(file.fileno())
         try:
             os.link(unfinished, path)
-        except OSError:  # a client of NFS may repeat what was done; the number of links tells
-            return unfinished.stat().st_nlink > 1
+        except OSError as error:  # a client of NFS may repeat what was done; the number of links tells
+            is_made = unfinished.stat().st_nlink > 1
+            if not is_made and not isinstance(error, FileExistsError):
+                raise  # no other process has made it either
+            return is_made
         return True  # be it that another process has read and removed it by now
     finally:
         with suppress(OSError):  # what was made counts, and a name that begins with a dot is looked at by none
