@@ -48,23 +48,25 @@ def push(worker: int, seq: int) -> PushFrame:
     return PushFrame(Push(PushId(1, worker, 0, seq), "w", 0, 0), 1.0, (), ())
 
 
-def take_part(core: ServerCore) -> ServerCore:
+def take_part(core: ServerCore, num_workers: int = NUM_WORKERS) -> ServerCore:
     """Have workers join, and finish three clocks."""
-    for worker in range(NUM_WORKERS):
+    for worker in range(num_workers):
         core.handle(Join(sender(worker)), 0.0)
         core.handle(Clock(sender(worker), 3), 0.0)
     return core
 
 
-def promoted() -> ServerCore:
-    """A core in which workers take part, but for worker 2, which has not joined."""
-    return take_part(ServerCore(ServerSettings(0, 1, workers=(0, 1, 2)), started=0.0))
+def promoted(num_workers: int = NUM_WORKERS) -> ServerCore:
+    """A core in which so many of three workers have joined."""
+    return take_part(ServerCore(ServerSettings(0, 1, workers=(0, 1, 2)), started=0.0), num_workers)
 
 
-def caught_up(*items: object, patience_s: float = 60.0) -> tuple[CatchUp, list[object], list[object]]:
+def caught_up(
+    *items: object, patience_s: float = 60.0, num_workers: int = NUM_WORKERS
+) -> tuple[CatchUp, list[object], list[object]]:
     """Return the state after these items, what was handled of them at once, and what was not asked for any more."""
     left, handled = [*items, Stop()], list[object]()
-    catch_up = CatchUp("server 0", 1, promoted(), 2, [])
+    catch_up = CatchUp("server 0", 1, promoted(num_workers), 2, [])
     catch_up.run(lambda _: left.pop(0), handled.append, patience_s)
     return catch_up, handled, left[:-1]
 
@@ -102,6 +104,15 @@ def test_a_worker_that_has_died_is_not_waited_for_and_what_may_be_lost_is_told()
         "clock 3 on, of 2 clocks and the open one at most, is lost as far as the replica had not received it; others "
         "have read values with its clocks 3 to 4"
     ]
+
+
+@pytest.mark.parametrize(("reached", "last"), [((5, 4), 4), ((4, 5), 4), ((3, -1), None)])
+def test_what_others_have_read_of_a_worker_that_is_lost_is_told(reached: tuple[int, int], last: int | None) -> None:
+    said_again = [said(worker, Repeated(sender(worker), clock)) for worker, clock in enumerate(reached)]
+    catch_up, _, _ = caught_up(*said_again, Died(2, 0, "it was killed"), num_workers=3)
+    [loss] = catch_up.losses()
+    told = "had not received it" if last is None else f"; others have read values with its clocks 3 to {last}"
+    assert loss.endswith(told)
 
 
 def test_a_death_of_which_the_replica_has_heard_before_counts() -> None:
@@ -155,3 +166,5 @@ def test_a_read_of_a_worker_that_comes_back_first_has_what_it_has_read_before_an
     assert all(map(node._handle_item, recovery.postponed))
     node._close()
     assert [(each.clock, each.includes) for each in served] == [(5, (1,))]
+    lost = 2 if isinstance(last, Died) else 0  # pushes of the worker that has died, at most, which others have read
+    assert [each.version for each in served] == [1 + lost]

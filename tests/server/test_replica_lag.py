@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.core.consistency import Consistency
-from paceline.core.events import Died, InvalidPush, Timeout
+from paceline.core.events import ClippedPush, Died, InvalidPush, Timeout
 from paceline.core.messages import (
     Applied,
     Clock,
@@ -81,6 +81,8 @@ def test_of_pushes_that_show_on_arrival_as_many_may_be_ahead_though_no_clock_end
         InvalidPush(push(0), "NaN"),
         Asked(0, 0, b"a request"),
         Clock(sender(), 1, (("w", 0, 7),)),
+        Follow(1, 1, "w", 0, norm=2.0),
+        Closed(1, "w", 0, ((0, 0),), clips=True, norm=2.0),
     ],
 )
 def test_what_is_not_said_again_is_never_ahead_of_the_replica(event: Any) -> None:
@@ -99,6 +101,8 @@ def test_each_push_is_told_of_once_when_the_replica_has_it() -> None:
     assert lag.take_received(3) == {(0, 0): [1, 2]}
     assert lag.take_received(3) == {}
     assert lag.take_received(None) == {(0, 0): [3]}, "there is no replica: none has to be waited for"
+    tell(lag, ClippedPush(push(4)))
+    assert lag.take_received(1) == {(0, 0): [4]}
 
 
 def test_another_replica_has_all_that_was_told_before() -> None:

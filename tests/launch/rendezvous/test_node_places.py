@@ -1,5 +1,6 @@
 """Which node starts another process of a server once the one that had its place is gone."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -143,8 +144,8 @@ def test_a_node_that_comes_again_gets_back_what_it_had_one_place_after_the_other
     try:
         assert not is_to_hand_over(tmp_path, 1, FIRST.replica), "it does not leave any more"
         assert taken(nodes) == {1: [(0, 5), (1, 4)]}
-        assert nodes[1].is_home(1, 4)
-        assert not nodes[2].is_home(0, 3)
+        assert nodes[1].has_brought_home(1, 4)
+        assert not nodes[2].has_brought_home(0, 3)
         assert taken(nodes) == {}
         assert not is_to_hand_over(tmp_path, 1, FIRST.replica), "its own process has not come"
         assert views[1].enlist(3, 4)
@@ -171,3 +172,57 @@ def test_a_node_that_comes_again_at_once_starts_the_next_processes_in_its_places
         assert taken(nodes) == {1: [(1, 2)]}
     finally:
         nodes[1].close()
+
+
+def test_what_is_claimed_is_started_though_the_disk_is_full_for_the_next_place(
+    nodes: list[NodePlaces], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for node in nodes[1:3]:
+        node.leave()
+    make_once, num_made = node_places.make_once, 0
+
+    def make_one(path: Path, content: bytes) -> bool:
+        nonlocal num_made
+        if num_made:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        num_made += 1
+        return make_once(path, content)
+
+    with monkeypatch.context() as full:
+        full.setattr(node_places, "make_once", make_one)
+        assert nodes[3].take_over() == [(0, 3)]
+        with pytest.raises(OSError, match="No space left"):
+            nodes[3].take_over()
+    assert nodes[3].take_over() == [(1, 3)]
+
+
+def test_the_next_node_takes_the_place_of_a_replica_from_the_node_that_serves(
+    nodes: list[NodePlaces], tmp_path: Path
+) -> None:
+    assert PlaceClaims(tmp_path, 0).claim(3, node=0), "when something else served"
+    assert Views(tmp_path, 0).dismiss(FIRST.number)
+    assert taken(nodes) == {1: [(0, 5)]}, "the two processes of a server are on two nodes"
+
+
+def test_a_place_is_asked_back_once_that_of_the_replica_is_home_or_has_none(
+    nodes: list[NodePlaces], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Server 0 has moved from node 0 to node 2, and its replica from node 1 to node 3."""
+    views = Views(tmp_path, 0)
+    nodes[0].close()
+    assert views.promote(FIRST.number)
+    assert taken(nodes[1:])[2] == [(0, 2)]
+    assert views.enlist(2, 2)
+    assert views.promote(3)
+    assert PlaceClaims(tmp_path, 0).claim(3, node=3)
+    assert views.enlist(4, 3)
+    monkeypatch.setattr(node_places, "SETTLED_S", 0.0)
+    nodes[0] = again(tmp_path, 0)
+    try:
+        nodes[0].take_over()
+        assert not is_to_hand_over(tmp_path, 0, 2), "node 1 has its place back before"
+        nodes[1].close()
+        nodes[0].take_over()
+        assert is_to_hand_over(tmp_path, 0, 2)
+    finally:
+        nodes[0].close()

@@ -121,10 +121,29 @@ class NodePlaces:
         is_settled = staying[self.node] and self._ran.elapsed_s() >= SETTLED_S
         for rank in range(len(self._views)) if is_settled else ():
             self._ask_for_handover(rank, staying)
-        due = [(rank, self._due(rank, staying, leaving)) for rank in range(len(self._views))]
-        taken = [(rank, process) for rank, process in due if process is not None and self.claim(rank, process)]
-        self._brought_home |= {place for place in taken if self.is_home(*place)}
+        taken: list[tuple[int, int]] = []
+        for rank in range(len(self._views)):
+            try:
+                process = self._due(rank, staying, leaving)
+                if process is not None and self._take(rank, process):
+                    taken.append((rank, process))
+            except OSError:
+                if not taken:
+                    raise
+                break  # what is claimed has to be started; the next look meets the problem again
         return taken
+
+    def _take(self, rank: int, process: int) -> bool:
+        """Claim a process of a server, and note whether that brings its place home; return whether it is claimed."""
+        is_home = self.is_home(rank, process)  # first: behind a claim nothing may fail
+        is_claimed = self.claim(rank, process)
+        if is_claimed and is_home:
+            self._brought_home.add((rank, process))
+        return is_claimed
+
+    def has_brought_home(self, rank: int, process: int) -> bool:
+        """Return whether this node has claimed a process as its place came home."""
+        return (rank, process) in self._brought_home
 
     def _staying(self, leaving: set[int]) -> dict[int, bool]:
         """Return for each node whether it lives, and is not about to leave; one that has just come may be missing."""

@@ -90,7 +90,7 @@ class SidecarServers:
                 except OSError as error:
                     tell(f"server {rank} stays without a replica, as this machine cannot start a process: {error}")
                     continue
-                if node.is_home(rank, process):
+                if node.has_brought_home(rank, process):
                     tell(f"this machine is back, and has a replica of server {rank} again", NEWS)
                 else:
                     tell(
