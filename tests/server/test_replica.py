@@ -15,7 +15,7 @@ from tests.nodes.cluster import hosted_tables
 from paceline.core.events import Died, Timeout
 from paceline.core.messages import Push, PushId
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError
-from paceline.server import replica_place
+from paceline.server import replica_link, replica_place
 from paceline.server.buffers import ReceiveBuffers
 from paceline.server.connections import Stop
 from paceline.server.journal import Asked, encode_written
@@ -326,6 +326,24 @@ def test_a_new_replica_that_cannot_be_reached_is_told_of(other: Other, listener:
     assert not link.is_there
     [line] = other.told
     assert line.startswith("server 0 has no replica yet: ")
+
+
+def test_a_head_in_which_pushes_always_wait_says_once_why_it_has_no_replica(
+    other: Other, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed = SimpleNamespace(s=100.0)
+    monkeypatch.setattr(replica_link, "time", SimpleNamespace(monotonic=lambda: passed.s))
+    place = ReplicaPlace(0, 2, other.votes, lambda: "memory://nowhere", other.transport, other.told.append, process=2)
+    link, tables = ReplicaLink(None, lambda: [place]), SimpleNamespace(num_waiting=1, has_values=True)
+    for step_s in (0.0, 9.0, 0.9):
+        passed.s += step_s
+        link.repair(whole(), cast("Any", {"w": tables}))
+        assert not other.told
+    for step_s in (0.2, 11.0, 11.0):
+        passed.s += step_s
+        link.repair(whole(), cast("Any", {"w": tables}))
+    [line] = other.told
+    assert line.startswith("server 0 has no replica yet: pushes that wait for their clock, or calls, have left no ")
 
 
 def test_a_new_replica_that_does_not_take_all_does_not_count(other: Other, listener: Listener) -> None:

@@ -46,6 +46,7 @@ from paceline.wire.send_queue import SendQueue
 
 _CONNECT_TIMEOUT_S: Final = 5.0
 _IDLE_LOOK_S: Final = 1.0  # between two looks of the head at its replica, or for one
+_BUSY_S: Final = 10.0  # in which something always waits, until that is told to be why there is no replica yet
 _LEAST_BYTES_PER_S: Final = 1e6
 _RECORD_BEHIND: Final = 4096  # frames at the end of a record, among which are those of a journal
 
@@ -76,6 +77,7 @@ class ReplicaLink:
     replaces: bool = True
     _look_s: float = 0.0  # when to look next at the one that there is
     _find_s: float = 0.0  # when to look next for another
+    _busy_since_s: float | None = None  # since when something always waits
     _tried: set[str] = field(default_factory=set[str])  # addresses of those that were not to be reached
     _told: str = ""  # the last reason why there is none yet
     _connection: Connection | None = None
@@ -160,7 +162,9 @@ class ReplicaLink:
             return
         is_quiet = not any(table.num_waiting or not table.has_values for table in tables.values())
         if not is_quiet or parts.calls.has_waiting:
+            self._note_busy()
             return
+        self._busy_since_s = None
         self._find_s = time.monotonic() + _IDLE_LOOK_S
         if self._untried() is None:
             return
@@ -182,6 +186,19 @@ class ReplicaLink:
             return
         self._told = ""
         self._enlist(place, connection, num_told)
+
+    def _note_busy(self) -> None:
+        """Tell that a process waits to be given all for as long as something else always waits, once."""
+        now = time.monotonic()
+        self._busy_since_s = now if self._busy_since_s is None else self._busy_since_s
+        if now < self._busy_since_s + _BUSY_S:
+            return
+        self._busy_since_s = now
+        place = None if self.is_connected else self._untried()
+        why = "pushes that wait for their clock, or calls, have left no moment to give it all; it is tried again"
+        if place is not None and self._told != why:
+            place.tell(f"{place.served} has no replica yet: {why}")
+            self._told = why
 
     def _untried(self) -> ReplicaPlace | None:
         """Return the place of the newest process that has come to be the replica, and was not tried before."""
