@@ -31,6 +31,7 @@ from paceline.job.views import View
 from paceline.serve import namespace as namespaces
 from paceline.serve import replicas
 from paceline.serve.access import server_access
+from paceline.serve.command import serve
 from paceline.serve.gateway import Namespaces
 from paceline.serve.lag import agree_on_lag
 from paceline.serve.messages import EnterFrame
@@ -299,6 +300,15 @@ def test_servers_of_a_folder_agree_on_the_lag(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--lag is -1, expected a number of clocks from 0 to 9999"):
         agree_on_lag(tmp_path / "others", -1)
     assert not (tmp_path / "others").exists()
+
+
+def test_a_server_that_does_not_start_decides_on_no_lag(tmp_path: Path) -> None:
+    state, views = tmp_path / "state", tmp_path / "views"
+    with pytest.raises(UsageError, match="is every address of this machine"):
+        serve(state=state, listen="0.0.0.0:0", views=views, lag=7)
+    agree_on_lag(views, 2)
+    with pytest.raises(UsageError, match=r"--lag is 7, and '2' for the servers that came before"):
+        serve(state=state, views=views, lag=7)
 
 
 def test_a_folder_of_views_without_room_is_named_to_clients_and_to_the_operator(

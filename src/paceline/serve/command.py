@@ -16,7 +16,7 @@ from paceline.job.folders import require_text
 from paceline.job.machines import ANY_ADDRESS, format_host_port, look_up, parse_host_port
 from paceline.observe.export.prometheus import check_free
 from paceline.serve.access import server_access
-from paceline.serve.lag import agree_on_lag
+from paceline.serve.lag import check_lag
 from paceline.serve.orders import LISTENER, LOCK, ServeOrders
 from paceline.serve.state import StateFolder
 from paceline.serve.supervise import ServeProcess, ServeSupervisor, most_regions, take_from
@@ -128,9 +128,12 @@ def _check_allowed(paths: tuple[str, ...]) -> None:
 
 
 def _check_lag(orders: ServeOrders) -> None:
-    """Raise UsageError where there are no replicas to lag, or the other servers have another number."""
+    """Raise UsageError where there are no replicas to lag, or the other servers have another number.
+
+    This one does not say its own before it serves: others would have to start with that of one that never did.
+    """
     if orders.views:
-        agree_on_lag(Path(orders.views), orders.lag)
+        check_lag(Path(orders.views), orders.lag)
     elif orders.lag:
         raise UsageError(f"--lag is {orders.lag}: replicas may lag, and there are none. Add --views")
 
