@@ -221,3 +221,11 @@ def test_a_life_that_is_over_clips_nothing() -> None:
     lead.handle(push(0, 0, 0), 0.0)
     assert of(lead.handle(tick(0, 1), 0.0), Apply) == [Apply("w", (push_id(0, 0),))]
     assert lead.lives.objection(sender(1))
+
+
+def test_a_push_that_is_too_late_leaves_nothing_to_clip() -> None:
+    lead = make_server(backup(1), num_servers=2)
+    lead.handle(push(0, 0, 0), 0.0)
+    lead.handle(tick(0, 1), 0.0)
+    assert said(lead.handle(ClippedPush(push(1, 0, 0)), 0.0), PushRefused)
+    assert not lead.tables["w"].commit._clipped

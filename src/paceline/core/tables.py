@@ -112,8 +112,9 @@ class ClockCommit:
         self._held.setdefault(clock, []).append(push_id)
 
     def note_clip(self, clock: int) -> None:
-        """On the lead: clip the update of this clock."""
-        self._clipped.add(clock)
+        """On the lead: clip the update of this clock, unless it is closed."""
+        if clock >= self.clock:
+            self._clipped.add(clock)
 
     def withdraw(self, worker: int, incarnation: int, clock: int, seq: int) -> bool:
         """On the lead: exclude a push that some server refused; return False if its worker has withdrawn too many."""
