@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -159,8 +159,11 @@ class Asked:
     machine: ElasticMachine
     wanted: deque[int]
     answers: list[str] = field(default_factory=list[str])
+    begins: Callable[[], bool] = lambda: True
 
     def requested(self) -> int | None:
+        if not (self.answers or self.begins()):
+            return None
         if not self.wanted:
             self.machine.is_over = True
             return None
@@ -181,7 +184,7 @@ class ElasticWorker(Member):
     """A worker that leaves when it is told to, by itself or, before it has begun, by the signal; or at the end."""
 
     def reap(self) -> int | None:
-        if self.launch.role == "server":
+        if self.launch.role == "server" or self.name in self.machine.dying:
             return super().reap()
         assert isinstance(self.machine, ElasticMachine)
         if self.is_told:
@@ -225,6 +228,21 @@ def test_workers_come_to_the_lowest_places_and_leave_from_the_highest(tmp_path: 
     lives = [(member.launch.rank, member.launch.incarnation) for member in machine.members[1:]]
     assert lives == [(0, 0), (1, 0), (2, 1), (3, 1), (1, 1), (2, 2)]
     assert all(member.launch.num_restarts == 0 for member in machine.members[1:])
+
+
+def test_a_worker_that_is_about_to_come_again_leaves_before_those_of_lower_ranks(tmp_path: Path) -> None:
+    machine = ElasticMachine(deque(), dying=["worker 2"])
+    asked = Asked(WorkerPlaces(tmp_path, []), machine, deque([2, 3]), begins=lambda: bool(run._due))
+    config = SupervisionConfig(policy=Policy(on_crash="restart"), start_timeout_s=WAIT_S, grace_s=1.0, run_dir=tmp_path)
+    with Signals() as signals:
+        exits = Exits(Console(), None, tmp_path)
+        run = Supervisor(
+            config, machine, machine, Console(), signals, None, exits, now=lambda: machine.now_s, places=asked
+        )
+        run.run([describe("server"), worker(0), worker(1), worker(2)])
+    assert asked.answers == ["2 workers from now on: worker 2 to leave", "3 workers from now on: worker 2 to come"]
+    assert not any(member.is_told for member in machine.members if member.launch.role == "worker")
+    assert [member.name for member in machine.members[4:]] == ["worker 2"]
 
 
 def test_the_number_stays_when_a_worker_has_finished(tmp_path: Path) -> None:

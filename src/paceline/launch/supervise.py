@@ -591,18 +591,24 @@ class Supervisor:
         if stays:
             return stays
         workers = [child for child in self._alive("worker") if child not in self._leaving]
-        num_due = sum(launch.role == "worker" for _, launch in self._due)
-        more = wanted - len(workers) - num_due
-        coming = places.take(max(0, more))
+        due = [(when, launch) for when, launch in self._due if launch.role == "worker"]
+        ranks = sorted([child.launch.rank for child in workers] + [launch.rank for _, launch in due])
+        coming = places.take(max(0, wanted - len(ranks)))
         for launch in coming:
             self._start(launch)
-        going = sorted(workers, key=lambda child: child.launch.rank)[more:] if more < 0 else []
+        surplus = set(ranks[wanted:])
+        going = [child for child in workers if child.launch.rank in surplus]
         for child in going:
             child.signal(signal.SIGTERM)
         self._leaving += going
-        num = len(workers) + num_due + len(coming) - len(going)
-        changes = [launch.name for launch in coming] or [child.name for child in going]
-        happens = f": {', '.join(changes)} to {'come' if coming else 'leave'}" if changes else ""
+        dropped = [(when, launch) for when, launch in due if launch.rank in surplus]
+        for when, launch in dropped:
+            self._due.remove((when, launch))
+            places.give_back(launch)
+        num = len(ranks) + len(coming) - len(surplus)
+        changed = coming or [child.launch for child in going] + [launch for _, launch in dropped]
+        names = ", ".join(launch.name for launch in sorted(changed, key=lambda launch: launch.rank))
+        happens = f": {names} to {'come' if coming else 'leave'}" if names else ""
         return f"{num} worker{'' if num == 1 else 's'} from now on{happens}"
 
     def _why_number_stays(self) -> str:
