@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from tests.serve.test_command import DEADLINE_S, add_one, address_in, open_sum, 
 
 import paceline
 from paceline.api.session import Session
+from paceline.core.server import ServerCore
+from paceline.core.settings import ServerSettings
 from paceline.errors import ConnectionLost, Refused, UsageError
 from paceline.job.credentials.holders import Holder
 from paceline.job.credentials.key_store import issue_keys, make_keys
@@ -31,15 +34,17 @@ from paceline.job.views import View
 from paceline.serve import namespace as namespaces
 from paceline.serve import replicas
 from paceline.serve.access import server_access
+from paceline.serve.admission import RESERVED_S, Admission, OpenNamespace
 from paceline.serve.command import serve
 from paceline.serve.gateway import Namespaces
 from paceline.serve.lag import agree_on_lag
-from paceline.serve.messages import EnterFrame
+from paceline.serve.messages import EnterFrame, EnterRequest, NamespaceStanding
 from paceline.serve.namespace import Namespace, NamespaceConfig, NamespaceConnection
-from paceline.serve.replicas import Companions, NamespaceReplicas, NamespaceViews, own_number
+from paceline.serve.replicas import Companions, NamespaceReplicas, NamespaceViews, ServedElsewhere, own_number
 from paceline.serve.state import StateFolder
 from paceline.server import replica_link
 from paceline.transport import MemoryTransport
+from paceline.version import __version__
 from paceline.wire.messages import Hello, encode
 
 
@@ -463,6 +468,43 @@ def test_a_client_that_the_replica_may_serve_is_not_refused(
     with pytest.raises(ConnectionLost):  # without a refusal before it
         client.receive(timeout_s=DEADLINE_S)
     listener.close()
+
+
+@pytest.mark.parametrize(
+    ("standing", "serves"),
+    [
+        (None, False),
+        (NamespaceStanding(is_head=False, follows=True, saved=0), False),
+        (NamespaceStanding(is_head=False, follows=False, saved=2), False),
+        (NamespaceStanding(is_head=False, follows=False, saved=1), True),
+    ],
+    ids=["says nothing", "follows yet", "has saved all", "has ended"],
+)
+def test_a_server_that_ended_badly_serves_from_disk_where_its_replica_cannot_have_more(
+    standing: NamespaceStanding | None,
+    serves: bool,
+    left: tuple[Namespaces, NamespaceReplicas],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Companions, "standing", lambda *_: standing)
+    if serves:
+        left[1].take()
+    else:
+        with pytest.raises(ServedElsewhere):
+            left[1].take()
+    assert left[1].is_alone == serves
+
+
+def test_a_client_that_the_server_before_has_admitted_has_its_rank_for_a_while(tmp_path: Path) -> None:
+    held: Any = SimpleNamespace(core=ServerCore(ServerSettings(0, 1), started=0.0))
+    ask, clock = EnterRequest(None, None, __version__), [5.0]  # of another machine, whose time is another
+    before = Admission("job", 1, None, now=lambda: 1e6)
+    assert before.admit(held, ask, None).rank == 0
+    after = Admission("job", 1, None, now=lambda: clock[0])
+    after.take_over(OpenNamespace.decode(before.opened().encode()).reserved_anew(clock[0]))
+    assert after.admit(held, ask, None).rank == 1
+    clock[0] += RESERVED_S
+    assert after.admit(held, ask, None).rank == 0
 
 
 @pytest.mark.usefixtures("promoted")
