@@ -233,7 +233,9 @@ def test_workers_come_to_the_lowest_places_and_leave_from_the_highest(tmp_path: 
 def test_a_worker_that_is_about_to_come_again_leaves_before_those_of_lower_ranks(tmp_path: Path) -> None:
     machine = ElasticMachine(deque(), dying=["worker 2"])
     asked = Asked(WorkerPlaces(tmp_path, []), machine, deque([2, 3]), begins=lambda: bool(run._due))
-    config = SupervisionConfig(policy=Policy(on_crash="restart"), start_timeout_s=WAIT_S, grace_s=1.0, run_dir=tmp_path)
+    config = SupervisionConfig(
+        crash_policy=CrashPolicy(on_crash="restart"), start_timeout_s=WAIT_S, grace_s=1.0, run_dir=tmp_path
+    )
     with Signals() as signals:
         exits = Exits(Console(), None, tmp_path)
         run = Supervisor(
@@ -243,6 +245,22 @@ def test_a_worker_that_is_about_to_come_again_leaves_before_those_of_lower_ranks
     assert asked.answers == ["2 workers from now on: worker 2 to leave", "3 workers from now on: worker 2 to come"]
     assert not any(member.is_told for member in machine.members if member.launch.role == "worker")
     assert [member.name for member in machine.members[4:]] == ["worker 2"]
+
+
+def test_a_worker_that_is_killed_as_it_leaves_does_not_come_again(tmp_path: Path) -> None:
+    machine = ElasticMachine(deque(), code_when_told=-signal.SIGKILL)
+    asked = Asked(WorkerPlaces(tmp_path, []), machine, deque([1, 1]))
+    config = SupervisionConfig(
+        crash_policy=CrashPolicy(on_crash="restart"), start_timeout_s=WAIT_S, grace_s=1.0, run_dir=tmp_path
+    )
+    with Signals() as signals:
+        exits = Exits(Console(), None, tmp_path)
+        run = Supervisor(
+            config, machine, machine, Console(), signals, None, exits, now=lambda: machine.now_s, places=asked
+        )
+        assert run.run([describe("server"), worker(0), worker(1)]) == EXIT_LOST
+    assert asked.answers == ["1 worker from now on: worker 1 to leave", "1 worker from now on"]
+    assert [member.name for member in machine.members] == ["server 0", "worker 0", "worker 1"]
 
 
 def test_the_number_stays_when_a_worker_has_finished(tmp_path: Path) -> None:

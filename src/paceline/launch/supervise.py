@@ -446,7 +446,8 @@ class Supervisor:
 
     def _on_worker_exit(self, child: Member, exit_code: int) -> None:
         self._ended.append(child.launch)
-        if child in self._leaving:
+        is_leaving = child in self._leaving
+        if is_leaving:
             self._leaving.remove(child)
             if exit_code == -signal.SIGTERM:  # it had not begun to take part
                 exit_code = EXIT_PREEMPTED
@@ -459,7 +460,7 @@ class Supervisor:
             else:
                 self._is_finishing = True
         elif self._ending is None:
-            self._on_worker_loss(child, exit_code)
+            self._on_worker_loss(child, exit_code, is_leaving=is_leaving)
 
     def _on_server_exit(self, child: Member, exit_code: int) -> None:
         may_end = self._servers_stopped and (exit_code == 0 or self._is_spare(child))
@@ -524,9 +525,11 @@ class Supervisor:
         for server in self._alive("server"):
             server.send_line(f"ended {launch.rank} {launch.incarnation}")
 
-    def _on_worker_loss(self, child: Member, exit_code: int) -> None:
+    def _on_worker_loss(self, child: Member, exit_code: int, *, is_leaving: bool) -> None:
         was_told, has_joined = exit_code == EXIT_PREEMPTED, bool(child.launch.origin)
         decision = self._config.crash_policy.decide(exit_code, child.launch.num_restarts)
+        if is_leaving and decision == CrashDecision.RESTART:  # it was not to stay
+            decision = CrashDecision.CONTINUE
         then = self._fate_of_others() or "the others go on without it"
         match CrashDecision.CONTINUE if has_joined else decision:
             case CrashDecision.CONTINUE if not (self._num_finished or self._has_workers()):
