@@ -38,7 +38,7 @@ from paceline.serve.admission import RESERVED_S, Admission, OpenNamespace
 from paceline.serve.command import serve
 from paceline.serve.gateway import Namespaces
 from paceline.serve.lag import agree_on_lag
-from paceline.serve.messages import EnterFrame, EnterRequest, NamespaceStanding
+from paceline.serve.messages import EnterAccepted, EnterFrame, EnterRequest, NamespaceStanding
 from paceline.serve.namespace import Namespace, NamespaceConfig, NamespaceConnection
 from paceline.serve.replicas import Companions, NamespaceReplicas, NamespaceViews, ServedElsewhere, own_number
 from paceline.serve.state import StateFolder
@@ -294,6 +294,27 @@ def test_a_server_that_is_told_to_end_as_it_comes_to_serve_saves_what_was_acknow
             assert add_one(ps, open_sum(ps)) == 3.0
         [closing] = ending
         closing.join(DEADLINE_S)
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_the_replica_knows_who_is_admitted_before_the_client_does(
+    lag: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, admit = list[bool](), Namespace._admit
+
+    def admit_and_look(self: Namespace, *asked: Any) -> EnterAccepted:
+        accepted = admit(self, *asked)
+        assert self._node is not None
+        known.append(self._node.replica.has_received(may_lag=False))
+        return accepted
+
+    monkeypatch.setattr(Namespace, "_admit", admit_and_look)
+    with pair(tmp_path, lag=lag) as both, both.connect() as ps:
+        assert add_one(ps, open_sum(ps)) == 1.0
+        both.servers[0].told.wait("namespace 'job' has a replica")
+        with both.connect(rank=5):
+            pass
+    assert known == [True, True]
 
 
 def test_servers_of_a_folder_agree_on_the_lag(tmp_path: Path) -> None:
