@@ -107,8 +107,9 @@ def test_each_push_is_told_of_once_when_the_replica_has_it() -> None:
 
 def test_another_replica_has_all_that_was_told_before() -> None:
     lag = lag_of(1, "bsp")
-    tell(lag, push(0), Clock(sender(), 1))
+    assert tell(lag, push(0), Clock(sender(), 1), Leave(sender(1)))[-1] == 3
     lag.restart()
+    assert lag.num_needed == 0, "its frames are counted anew"
     assert tell(lag, push(1), Clock(sender(), 2), Clock(sender(), 3)) == [0, 0, 2]
     assert lag.take_received(1) == {(0, 0): [0, 1]}
 
