@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from tests.serve.test_command import DEADLINE_S, add_one, address_in, open_sum, 
 import paceline
 from paceline.errors import PacelineError, UsageError
 from paceline.serve import supervise
+from paceline.serve.command import check_offer
 from paceline.serve.namespace import NamespaceMemory
 from paceline.serve.orders import (
     HAND_OVER,
@@ -95,6 +96,39 @@ def test_clients_go_on_when_the_server_is_killed_and_when_a_newer_one_takes_over
         assert float(open_sum(ps).pull()[0]) == 9.0
 
 
+def test_memory_is_kept_until_a_process_comes_to_serve(tmp_path: Path) -> None:
+    state, views, away = tmp_path / "state", tmp_path / "views", tmp_path / "away"
+    with serving(state, "--snapshot-every", "1000", "--views", str(views)) as (process, line):
+        with paceline.connect(address_in(line, "job"), token=state / "token") as ps:
+            table = open_sum(ps)
+            assert add_one(ps, table) == 1.0
+            found = wait_for_successor(state)
+            views.rename(away)  # as that of a file server that is away
+            views.touch()
+            os.kill(found.serving, signal.SIGKILL)
+            assert process.stderr is not None
+            assert any("before it served" in told for told in process.stderr)
+            views.unlink()
+            away.rename(views)
+            assert add_one(ps, table) == 2.0
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE_S) == 0
+
+
+def test_one_that_cannot_have_its_port_for_metrics_takes_nothing_over(tmp_path: Path) -> None:
+    with socket.socket() as taken, supervisor(tmp_path / "state") as (found, _):
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        orders = replace(found.orders, metrics=port)
+        for served, is_refused in (("", True), ("9464", True), (f"127.0.0.1:{port}", False), (None, False)):
+            offer = ServeOffer(found.orders.address, metrics=served)
+            with pytest.raises(UsageError, match="--metrics") if is_refused else nullcontext():
+                check_offer(orders, None, offer)
+        with pytest.raises(UsageError, match="every address of this machine"):
+            check_offer(replace(orders, views="/views", metrics=""), None, ServeOffer("tcp://0.0.0.0:7"))
+
+
 @pytest.mark.campaign
 def test_a_process_that_is_started_anew_takes_over_at_a_signal(tmp_path: Path) -> None:
     state = tmp_path / "state"
@@ -140,10 +174,12 @@ def asked(found: ServeSupervisor, control: socket.socket) -> tuple[threading.Thr
 
 
 def test_memory_and_socket_of_a_server_go_to_the_one_that_takes_over(tmp_path: Path) -> None:
-    state, checked = tmp_path / "state", list[str]()
+    state, checked = tmp_path / "state", list[ServeOffer]()
     with supervisor(state) as (found, control), MemoryHolder() as newer:
+        found.orders = replace(found.orders, metrics="9464")
         thread, answers = asked(found, control)
-        assert take_from(state, newer, checked.append) == "tcp://127.0.0.1:7" == checked[0]
+        assert take_from(state, newer, checked.append) == "tcp://127.0.0.1:7" == checked[0].address
+        assert checked[0].metrics == "9464"
         thread.join(DEADLINE_S)
         assert answers == [True]
         assert sorted(newer.names()) == [LISTENER, LOCK]
@@ -153,8 +189,8 @@ def test_memory_and_socket_of_a_server_go_to_the_one_that_takes_over(tmp_path: P
 def test_a_server_goes_on_where_none_can_take_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = tmp_path / "state"
 
-    def refuse(address: str) -> None:
-        raise UsageError(f"not {address}")
+    def refuse(offer: ServeOffer) -> None:
+        raise UsageError(f"not {offer.address}")
 
     with supervisor(state) as (found, control), MemoryHolder() as newer:
         thread, answers = asked(found, control)

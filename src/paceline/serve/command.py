@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -17,7 +18,7 @@ from paceline.job.machines import ANY_ADDRESS, format_host_port, look_up, parse_
 from paceline.observe.export.prometheus import check_free
 from paceline.serve.access import server_access
 from paceline.serve.lag import check_lag
-from paceline.serve.orders import LISTENER, LOCK, ServeOrders
+from paceline.serve.orders import LISTENER, LOCK, ServeOffer, ServeOrders
 from paceline.serve.state import StateFolder
 from paceline.serve.supervise import ServeProcess, ServeSupervisor, most_regions, take_from
 from paceline.snapshots.options import interval_s
@@ -96,11 +97,7 @@ def serve(
     if take_over:
         return _take_over(orders, listen)
     host, port = parse_host_port(listen or DEFAULT_ADDRESS)
-    if views is not None and host in ANY_ADDRESS:
-        raise UsageError(
-            f"--listen {host} is every address of this machine, and with --views other servers have to reach it: give "
-            "the one at which they do"
-        )
+    _check_reachable(orders, host)
     with ExitStack() as undo:
         folder = StateFolder(state.absolute())
         undo.callback(folder.close)
@@ -138,25 +135,44 @@ def _check_lag(orders: ServeOrders) -> None:
         raise UsageError(f"--lag is {orders.lag}: replicas may lag, and there are none. Add --views")
 
 
+def _check_reachable(orders: ServeOrders, host: str) -> None:
+    """Raise UsageError where other servers are to reach this one, and are not told at which address."""
+    if orders.views and host in ANY_ADDRESS:
+        raise UsageError(
+            f"--listen {host} is every address of this machine, and with --views other servers have to reach it: give "
+            "the one at which they do"
+        )
+
+
+def _check_metrics(wanted: str, served: str | None) -> None:
+    """Raise UsageError where a port is not free, unless it is the one at which the process before is scraped."""
+    if wanted and served is not None and wanted.rpartition(":")[2] != served.rpartition(":")[2]:
+        check_free(wanted)
+
+
+def check_offer(orders: ServeOrders, listen: str | None, offer: ServeOffer) -> None:
+    """Raise UsageError where a server that is to take another's place could not serve as it is told to."""
+    folder, keys = Path(orders.state), None if orders.keys is None else Path(orders.keys)
+    where = offer.address.removeprefix("tcp://")
+    host, port = parse_host_port(where)
+    if listen is not None:
+        wanted_host, wanted_port = parse_host_port(listen)
+        if wanted_port not in (0, port) or host not in look_up(wanted_host):
+            raise UsageError(f"the server of {folder} listens at {where}, and not at {listen}: leave out --listen")
+    _check_reachable(orders, host)
+    _check_metrics(orders.metrics, offer.metrics)
+    server_access(host, folder, keys).transport()
+
+
 def _take_over(orders: ServeOrders, listen: str | None) -> int:
     """Serve in the place of another process, which ends."""
-    folder, keys = Path(orders.state), None if orders.keys is None else Path(orders.keys)
-
-    def check(address: str) -> None:
-        where = address.removeprefix("tcp://")
-        host, port = parse_host_port(where)
-        if listen is not None:
-            wanted_host, wanted_port = parse_host_port(listen)
-            if wanted_port not in (0, port) or host not in look_up(wanted_host):
-                raise UsageError(f"the server of {folder} listens at {where}, and not at {listen}: leave out --listen")
-        server_access(host, folder, keys).transport()
-
+    folder = Path(orders.state)
     with MemoryHolder(most_regions()) as memory:
         memory.start()
         first = ServeProcess.start()
         try:
             first.wait_ready()
-            address = take_from(folder, memory, check)
+            address = take_from(folder, memory, partial(check_offer, orders, listen))
         except BaseException:
             first.kill()
             raise

@@ -75,12 +75,14 @@ class ServeOffer(msgspec.Struct, frozen=True):
         serving: the process that serves; 0 for none.
         waiting: the process that is ready to go on in its place; 0 for none yet.
         refusal: why nothing can be taken over; empty if it can.
+        metrics: port, or HOST:PORT, at which Prometheus scrapes; empty for none, None where that is not known.
     """
 
     address: str = ""
     serving: int = 0
     waiting: int = 0
     refusal: str = ""
+    metrics: str | None = None
 
 
 def ready(version: ServeVersion | None = None) -> bytes:

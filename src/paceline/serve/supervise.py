@@ -144,8 +144,7 @@ class RepeatedDeaths:
 
     def note(self, memory: MemoryHolder, lived_s: float) -> bool:
         """Note that a process was killed; return whether the next one would only be killed as well."""
-        journals = [name for name in memory.names() if name.endswith(f"/{JOURNAL}")]
-        done = sum(counts(memory.read(name, START_BYTES))[0] for name in journals)
+        done = sum(counts(memory.read(name, START_BYTES))[0] for name in _journals(memory))
         is_fruitless = lived_s < FRUITFUL_S and self._done <= done < self._done + NUM_ENTRIES
         self._num_fruitless = self._num_fruitless + 1 if is_fruitless else 0
         self._done = done
@@ -170,6 +169,7 @@ class ServeSupervisor:
     _next: ServeProcess | None = None
     _next_at: float = 0.0  # when to start it
     _untold: bool = True  # that it cannot be started
+    _has_failed: bool = False  # the last one that was to serve
     _deaths: RepeatedDeaths = field(default_factory=RepeatedDeaths)
     _is_ending: bool = False
     _upgrades: bool = False
@@ -261,22 +261,43 @@ class ServeSupervisor:
             served = process.serves
             if process.read():
                 if process.serves and not served:
+                    self._has_failed = False
                     self._next_at = time.monotonic() + NEXT_AFTER_S
                     if self._is_ending:
                         process.process.terminate()
                 continue
-            code = process.end()
-            if process is self._next:
-                self._next, self._next_at = None, time.monotonic() + RESTART_PAUSE_S
-                if code >= 0 and self._serving is None:
-                    return EXIT_FAILURE
-            elif code >= 0:
-                self._serving = None
+            code = self._on_ended(process, process.end())
+            if code is not None:
                 return code
-            else:
-                self._serving, self._next_at = None, 0.0
-                self._on_killed(process, code)
         return None
+
+    def _on_ended(self, process: ServeProcess, code: int) -> int | None:
+        """Note that a process has ended; return the exit code if that is the end."""
+        self._next_at = time.monotonic() + RESTART_PAUSE_S
+        if process is self._next:
+            self._next = None
+        else:
+            self._serving = None
+        if process.serves and code >= 0:
+            return code
+        if code < 0 and process.began_s:
+            self._next_at = 0.0
+            self._on_killed(process, code)
+        elif code >= 0 and self._serving is None:
+            if not _journals(self.memory):
+                return code or EXIT_FAILURE
+            self._tell_of_failure(code)
+        return None
+
+    def _tell_of_failure(self, code: int) -> None:
+        """Say once that no process comes to serve, as it has said itself: what clients have pushed is kept for one."""
+        if not self._has_failed:
+            tell(
+                f"the process that was to go on {describe_exit(code)} before it served, for the reason above; another "
+                f"one is tried every {RESTART_PAUSE_S:g} s, as what clients have pushed since the last save is in "
+                "memory alone. To give that up, end this server twice"
+            )
+        self._has_failed = True
 
     def _on_killed(self, process: ServeProcess, code: int) -> None:
         happened = f"the process that serves (pid {process.process.pid}) {describe_exit(code)}"
@@ -315,7 +336,12 @@ class ServeSupervisor:
             asking.send(msgspec.json.encode(ServeOffer(refusal=_other_format(version.program))))
             return False
         waiting = self._next if self._next is not None and self._next.version is not None else None
-        offer = ServeOffer(self.orders.address, serving=_pid_of(self._serving), waiting=_pid_of(waiting))
+        offer = ServeOffer(
+            self.orders.address,
+            serving=_pid_of(self._serving),
+            waiting=_pid_of(waiting),
+            metrics=self.orders.metrics,
+        )
         asking.send(msgspec.json.encode(offer))
         if asking.recv(ORDER_BYTES) != HAND_OVER:
             return False
@@ -337,10 +363,10 @@ class ServeSupervisor:
         return is_taken
 
 
-def take_from(folder: Path, keep: MemoryHolder, check: Callable[[str], None]) -> str:
+def take_from(folder: Path, keep: MemoryHolder, check: Callable[[ServeOffer], None]) -> str:
     """Take over from the supervisor of this folder; return the address that it listens at.
 
-    What it kept is in `keep` afterwards. Blocks until its process has made room; `check` is called with the address
+    What it kept is in `keep` afterwards. Blocks until its process has made room; `check` is called with what it offers
     before, and may raise.
 
     Raises:
@@ -358,7 +384,7 @@ def take_from(folder: Path, keep: MemoryHolder, check: Callable[[str], None]) ->
             offer = msgspec.json.decode(end.recv(ORDER_BYTES), type=ServeOffer)
             if offer.refusal:
                 raise UsageError(offer.refusal)
-            check(offer.address)
+            check(offer)
             end.send(HAND_OVER)
             end.settimeout(HAND_OVER_TIMEOUT_S)
             _, descriptors, _, _ = socket.recv_fds(end, ORDER_BYTES, 1)
@@ -381,6 +407,11 @@ def _adopt_all(found: LastingMemory, keep: MemoryHolder) -> None:
                 note_holder(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _journals(memory: MemoryHolder) -> list[str]:
+    """Return the names of the journals of namespaces with which another process can go on."""
+    return [name for name in memory.names() if name.endswith(f"/{JOURNAL}")]
 
 
 def most_regions() -> int:
