@@ -317,6 +317,18 @@ def test_the_replica_knows_who_is_admitted_before_the_client_does(
     assert known == [True, True]
 
 
+def test_a_replica_keeps_no_account_of_pushes_whose_workers_another_server_answers(tmp_path: Path) -> None:
+    with pair(tmp_path, lag=2) as both, both.connect() as ps:
+        table = open_sum(ps)
+        both.servers[0].told.wait("namespace 'job' has a replica")
+        for _ in range(8):
+            add_one(ps, table)
+        node = both.servers[1].namespaces._open["job"]._node
+        assert node is not None
+        assert node.replica.lag is not None
+        assert node.replica.lag.take_received(None) == {}
+
+
 def test_servers_of_a_folder_agree_on_the_lag(tmp_path: Path) -> None:
     views = tmp_path / "views"
     agree_on_lag(views, 2)

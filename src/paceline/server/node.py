@@ -696,7 +696,9 @@ class ServerNode:
                 self._journal.append(written, now)
             except JournalFull as error:
                 self._keep_no_more(str(error))
-        self.replica.note(written, now)  # last: a process in the place of this one completes a record by the journal
+        if self.follows is None:  # else it is news to no worker
+            # Last: a process in the place of this one completes a record by the journal.
+            self.replica.note(written, now)
 
     def _note_began(self, table: str, what: str) -> None:
         self._write_down(Began(table, what), time.monotonic())
