@@ -329,6 +329,22 @@ def test_a_replica_keeps_no_account_of_pushes_whose_workers_another_server_answe
         assert node.replica.lag.take_received(None) == {}
 
 
+def test_a_reader_of_rows_is_told_at_once_that_a_replica_serves_none_until_it_does(tmp_path: Path) -> None:
+    with pair(tmp_path) as both, both.connect() as ps:
+        first, second = both.servers
+        rows = ps.table("rows", rows=1, update=paceline.update.Add())
+        first.told.wait("namespace 'job' has a replica")
+        rows.push(torch.tensor([7]), torch.ones(1, 1))
+        ps.clock()
+        with paceline.subscribe(second.address("job"), token=first.state / "token") as reader:
+            with pytest.raises(Refused, match="or another server serves them"):
+                reader.table("rows", timeout_s=0.5)
+            first.gateway.stop()
+            second.told.wait("namespace 'job' is served by its replica from now on")
+            with reader.table("rows", timeout_s=DEADLINE_S) as there:
+                assert there.pull([7], timeout_s=DEADLINE_S).item() == 1.0
+
+
 def test_servers_of_a_folder_agree_on_the_lag(tmp_path: Path) -> None:
     views = tmp_path / "views"
     agree_on_lag(views, 2)

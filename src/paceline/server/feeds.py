@@ -198,7 +198,7 @@ class RowFeeds:
         if self._absence:
             raise HasNoRows(self._absence)
         if server is None:
-            raise UsageError("no tables are served here now: no worker takes part")
+            raise UsageError("no tables are served here now: no worker takes part, or another server serves them")
         return server
 
 

@@ -190,7 +190,6 @@ class ServerNode:
         )
         readers = ReaderService(self.published)
         self._readable = readers.published
-        self._readable.feeds.attach(self.do, self._tables)
         self._acceptor = Acceptor(self.listener, BodyLimits(self._tables.get, self._receive_buffers).place, readers)
         may_send = self._may_send if self._is_replicated else None
         self._peers = Connections(
@@ -221,6 +220,7 @@ class ServerNode:
                     return
                 self.follows = None
                 self._tables.host.follows = False
+            self._readable.feeds.attach(self.do, self._tables)
             self.replica.open(self._parts().dump())
             self._acceptor.open()
             self._deadline = self._core.next_deadline()
