@@ -16,12 +16,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.api.session import Session
-from paceline.errors import CheckpointError, UsageError
+from paceline.errors import CheckpointError, Refused, UsageError
 from paceline.snapshots.converting import to_torch
 from paceline.snapshots.files import FileWriter
 from paceline.snapshots.folder import Snapshot, SnapshotManifest, newest, snapshots_in
 from paceline.snapshots.taking import SavedJob
 from paceline.update import cuts
+from paceline.worker.cuts import CutReader
 from paceline.worker.rows.table import RowTable
 
 WAIT_S = 60.0
@@ -336,6 +337,34 @@ def test_where_no_snapshot_is_there_none_counts(
         started.run(work)
     told = [line for line in capsys.readouterr().err.splitlines() if "no snapshot was made" in line]
     assert [line.split(", ")[1] for line in told] == ["there is none yet", "the one before counts"]
+
+
+def test_training_goes_on_where_the_system_has_no_thread_that_writes_a_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = Thread.start
+
+    def refuse(thread: Thread) -> None:
+        if thread.name.startswith("paceline-snapshot"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def work(session: Session) -> None:
+        session.table("w", shape=(6,), update=paceline.update.Add())
+        with monkeypatch.context() as patched:
+            patched.setattr(Thread, "start", refuse)
+            session.snapshots.take_planned([])
+        with pytest.raises(Refused, match="has no cut of table 'w'"):
+            list(CutReader(session.node, "w", []).pieces(0, 1))
+        session.snapshots.take_planned([])
+        session.snapshots._wait_last()
+
+    (tmp_path / "job").mkdir()
+    with job(tmp_path / "job", snapshots=str(tmp_path / "snapshots"), snapshot_every_s=3600.0) as started:
+        started.run(work)
+    told = [line for line in capsys.readouterr().err.splitlines() if "no snapshot was made" in line]
+    assert [line.split(": ")[-1] for line in told] == ["can't start new thread. Those before it are whole."]
+    assert len(snapshots_in(tmp_path / "snapshots")) == 1
 
 
 def test_the_state_of_a_scheduler_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -159,8 +159,6 @@ class SnapshotTaker:
         content, clock, began_s = _packed(state), self._node.clock, time.monotonic()
         cuts = [(each, self._begin(each, clock, increments)) for each in list_tables(self._node)]
         base = None if increments is None else increments.begin()
-        if self._writer is None:
-            self._writer = ThreadPoolExecutor(1, "paceline-snapshot")
 
         def fill(path: Path) -> SnapshotManifest:
             reached = self._ask_later(cuts, clock, marks=increments is not None)
@@ -193,12 +191,28 @@ class SnapshotTaker:
                     "Those before it are whole; free space there, or name another folder."
                 ) from error
             finally:
-                with suppress(PacelineError):  # a server is gone, and its cuts with it
-                    for _, reader in cuts:
-                        reader.end()
+                _end(cuts)
 
-        self._last = self._writer.submit(write)
+        try:
+            self._last = self._submitted(write)
+        except RuntimeError as error:
+            _end(cuts)
+            raise CheckpointError(
+                f"the snapshot of clock {clock} was not written, as the system has no thread left for it: {error}. "
+                "Those before it are whole."
+            ) from error
         return self._last
+
+    def _submitted(self, write: Callable[[], Path]) -> Future[Path]:
+        """Have the thread of snapshots make this call; raises RuntimeError where the system has none left."""
+        if self._writer is None:
+            self._writer = ThreadPoolExecutor(1, "paceline-snapshot")
+        try:
+            return self._writer.submit(write)
+        except RuntimeError:
+            self._writer.shutdown(wait=False, cancel_futures=True)  # it would make this call with the next one
+            self._writer = None
+            raise
 
     def close(self, *, politely: bool) -> None:
         """End; politely: once the snapshot at hand is on disk."""
@@ -271,6 +285,12 @@ class SnapshotTaker:
         is_there = self._resumed is not None or (self.plan is not None and snapshots_in(self.plan.folder))
         before = "the one before counts" if is_there else "there is none yet"
         self._tell(f"no snapshot was made, {before}, the next is due {due}: {error}")
+
+
+def _end(cuts: Sequence[tuple[ListedTable, CutReader]]) -> None:
+    with suppress(PacelineError):  # a server is gone, and its cuts with it
+        for _, reader in cuts:
+            reader.end()
 
 
 def _policy(listed: ListedTable) -> Consistency:
