@@ -41,6 +41,9 @@ from paceline.serve.lag import agree_on_lag
 from paceline.serve.messages import EnterAccepted, EnterFrame, EnterRequest, NamespaceStanding
 from paceline.serve.namespace import Namespace, NamespaceConfig, NamespaceConnection
 from paceline.serve.replicas import Companions, NamespaceReplicas, NamespaceViews, ServedElsewhere, own_number
+
+
+from paceline.serve.replicas import Companion, Companions, NamespaceReplicas, NamespaceViews, own_number
 from paceline.serve.state import StateFolder
 from paceline.server import replica_link
 from paceline.transport import MemoryTransport
@@ -222,6 +225,32 @@ def test_what_one_server_alone_has_is_given_to_one_that_comes_though_no_client_i
         first.gateway.stop()
         with one(tmp_path, 1) as second, second.connect("job", token=second.state / "token") as ps:
             assert add_one(ps, open_sum(ps)) == 2.0
+
+
+def test_no_client_waits_for_a_file_server_that_does_not_say_what_one_server_alone_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_asked, answers = threading.Event(), threading.Event()
+
+    def is_alone(_: NamespaceReplicas) -> bool:
+        is_asked.set()
+        assert answers.wait(DEADLINE_S)
+        return False
+
+    with nothing_left_behind(), one(tmp_path, 0) as first:
+        with first.connect("job") as ps:
+            assert add_one(ps, open_sum(ps)) == 1.0
+        first.wait_empty("job")
+        monkeypatch.setattr(NamespaceReplicas, "is_alone", property(is_alone))
+        filling = threading.Thread(target=first.namespaces.fill, args=((Companion(1, "tcp://127.0.0.1:7"),),))
+        filling.start()
+        try:
+            assert is_asked.wait(DEADLINE_S)
+            with first.connect("other") as ps:
+                assert add_one(ps, open_sum(ps)) == 1.0
+        finally:
+            answers.set()
+            filling.join(DEADLINE_S)
 
 
 def test_what_only_one_server_has_is_not_served_by_the_other(tmp_path: Path) -> None:

@@ -111,16 +111,24 @@ class Namespaces:
         with self._lock:
             is_busy = any(namespace.fills and not namespace.is_over for namespace in self._open.values())
             idle = [] if is_busy else [name for name in self._state.names() if self._known(name) is None]
-            for name in idle:
-                replicas = self._replicas_of(name)
-                if replicas is None or self._filled.get(name) == alive or not replicas.is_alone:
-                    continue
-                if not self._ending.is_set():
-                    with suppress(Refused):  # tried again
-                        self._begin(name, None, self._memory_of(name), fills=True)
-                        self._filled[name] = alive
-                        return True
+        for name in idle:
+            replicas = self._replicas_of(name)
+            # Without the lock: the folder of views may be of a file server that does not answer.
+            is_due = replicas is not None and self._filled.get(name) != alive and replicas.is_alone
+            if is_due and self._has_begun_to_fill(name):
+                self._filled[name] = alive
+                return True
         return is_busy
+
+    def _has_begun_to_fill(self, name: str) -> bool:
+        """Open a namespace that no client uses; return whether that was possible, else it is tried again."""
+        with self._lock:
+            if self._ending.is_set() or self._known(name) is not None:
+                return False
+            with suppress(Refused):
+                self._begin(name, None, self._memory_of(name), fills=True)
+                return True
+        return False
 
     def _known(self, name: str) -> Namespace | None:
         """Return a namespace that is served or followed here; one that is over is put away."""
