@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,15 +18,17 @@ from paceline.errors import DeadlineExceeded, UsageError
 from paceline.job.credentials.holders import Holder, tls_settings
 from paceline.job.folders import names_in
 from paceline.job.machines import Machine, own_addresses, this_machine
-from paceline.job.spec import write_private
+from paceline.job.spec import ClusterSpec, write_private
 from paceline.launch.rendezvous.detect import Detected, detect
 from paceline.launch.rendezvous.join import FOUNDER_NAME, BootstrapResult, bootstrap_process, listening_host
 from paceline.launch.rendezvous.liveness_lock import (
     VERSION,
     Heartbeat,
+    LifeWatch,
     LivenessLock,
     ProcessInfo,
     SilenceTimer,
+    wait_all_ended,
     wait_end_elsewhere,
 )
 from paceline.launch.rendezvous.store import FolderRendezvous, Invitation
@@ -155,6 +158,29 @@ def test_a_machine_that_is_gone_holds_up_no_other_though_its_locks_stay(tmp_path
     liveness_lock.release()
     assert wait_end_elsewhere(tmp_path, "worker", 0)
     assert wait_end_elsewhere(tmp_path / "cleared", "worker", 0)
+
+
+def test_a_file_server_that_is_away_is_no_end_of_a_process_nor_of_what_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Any] = [OSError(5, "Input/output error")] * 2 + ["there", OSError(5, "Input/output error"), "ended"]
+
+    def look(*_: object) -> Any:
+        found = seen.pop(0)
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    monkeypatch.setattr(LifeWatch, "look", look)
+    assert wait_end_elsewhere(tmp_path, "worker", 0)
+    assert not seen
+    told = "it cannot be seen whether worker 0 takes part: [Errno 5] Input/output error"
+    assert capsys.readouterr().err == f"paceline: {told}\n"
+
+    seen += [OSError(5, "Input/output error")] * 2 + [-1]
+    monkeypatch.setattr("paceline.launch.rendezvous.liveness_lock.newest_life", look)
+    wait_all_ended(ClusterSpec(job="3f", num_workers=1, num_servers=1, transport="shm", run_dir=str(tmp_path)))
+    assert "it cannot be seen which workers take part" in capsys.readouterr().err
 
 
 def test_a_process_that_cannot_tell_that_it_came_leaves_nothing(

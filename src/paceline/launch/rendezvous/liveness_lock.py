@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Final, Literal, final
+from typing import Annotated, Final, Literal, TypeVar, final
 
 import msgspec
 
@@ -27,6 +27,7 @@ from paceline.errors import UsageError
 from paceline.job.folders import make_once, names_in
 from paceline.job.machines import Machine, this_machine
 from paceline.job.spec import ClusterSpec
+from paceline.launch.folder_watch import looks
 from paceline.launch.rendezvous.detect import Role
 from paceline.notices import NEWS, tell
 from paceline.stopwatch import Stopwatch
@@ -37,6 +38,7 @@ VERSION: Final = f"{__version__} (wire version {WIRE_VERSION})"
 BEAT_S: Final = 2.0
 SILENCE_S: Final = 60.0  # much longer than a process that lives may be kept from touching its file
 _TELL_AFTER_S: Final = 10.0
+_Seen = TypeVar("_Seen")
 _MOST_VERSION: Final = 100  # characters, as a refusal quotes it
 
 
@@ -332,9 +334,17 @@ class LifeWatch:
 def wait_end_elsewhere(run_dir: Path, role: Role, index: int, life: int = 0, silence_s: float = SILENCE_S) -> bool:
     """Block as `wait_end` does, for one that may be on another machine; returns False when it is silent."""
     watch, pause = LifeWatch(run_dir, role, index, silence_s, life=life), threading.Event()
-    while (presence := watch.look()) == "there":
+    while (presence := _see(watch.look, f"it cannot be seen whether {role} {index} takes part")) == "there":
         pause.wait(POLL_INTERVAL_S)  # to block could take longer: a client of NFS asks for a lock ever less often
     return presence == "ended"
+
+
+def _see(look: Callable[[], _Seen], problem: str) -> _Seen:
+    """Return what a look sees; blocks while it raises OSError, as where a file server is away, which is told."""
+    try:
+        return look()
+    except OSError:
+        return next(looks(look, threading.Event(), problem, POLL_INTERVAL_S))
 
 
 def takes_part(run_dir: Path, role: Member, index: int) -> bool:
@@ -388,7 +398,7 @@ def wait_all_ended(spec: ClusterSpec) -> None:
     def left() -> list[int]:
         return [rank for rank, num in enumerate(num_ended) if newest_life(run_dir, "worker", rank) >= num]
 
-    while ranks := left():
+    while ranks := _see(left, "it cannot be seen which workers take part"):
         for rank in ranks:
             wait_worker_ended(spec, rank, num_ended[rank])
             num_ended[rank] += 1
