@@ -143,20 +143,22 @@ class Bucket:
 
     def _require_unchanged(self, sent: _Sent, samples: float, hyper: tuple[Hyper, ...]) -> None:
         """Raise UsageError if the push would differ from the one that was sent."""
-        name = self.gradients.changed(sent.found)
+        name, is_reweighed = self.gradients.changed(sent.found), sent.samples != samples
         changed = [
             what
             for what, is_changed in (
                 (f"the gradient of '{name}' has", bool(name)),
-                ("the number of samples has", sent.samples != samples),
+                ("the number of samples has", is_reweighed),
                 ("hyperparameters have", sent.hyper != hyper),
             )
             if is_changed
         ]
         if changed:
+            counted = "have paceline.shard(loader) count samples, in the place of step(samples=...), "
+            earlier = "change them before backward (clip in a hook, say), "
             raise UsageError(
                 f"{' and '.join(changed)} changed since the gradients of '{self.table.name}' were sent, while backward "
-                "ran: change them before backward (clip in a hook, say), or leave out overlap=True."
+                f"ran: {counted * is_reweighed}{earlier * (len(changed) > is_reweighed)}or leave out overlap=True."
             )
 
     @property
