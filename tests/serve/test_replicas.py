@@ -40,10 +40,14 @@ from paceline.serve.gateway import Namespaces
 from paceline.serve.lag import agree_on_lag
 from paceline.serve.messages import EnterAccepted, EnterFrame, EnterRequest, NamespaceStanding
 from paceline.serve.namespace import Namespace, NamespaceConfig, NamespaceConnection
-from paceline.serve.replicas import Companions, NamespaceReplicas, NamespaceViews, ServedElsewhere, own_number
-
-
-from paceline.serve.replicas import Companion, Companions, NamespaceReplicas, NamespaceViews, own_number
+from paceline.serve.replicas import (
+    Companion,
+    Companions,
+    NamespaceReplicas,
+    NamespaceViews,
+    ServedElsewhere,
+    own_number,
+)
 from paceline.serve.state import StateFolder
 from paceline.server import replica_link
 from paceline.transport import MemoryTransport
