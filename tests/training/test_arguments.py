@@ -32,6 +32,15 @@ NO_NORMS: list[tuple[object, object, str]] = [
 ]
 
 
+def test_what_is_distributed_already_is_told_so(tmp_path: Path) -> None:
+    def work(_worker: Session) -> None:
+        made = paceline.distributed(sgd(nn.Linear(1, 1)))
+        with pytest.raises(UsageError, match=r"Distributed SGD.*, which paceline.distributed has returned. Go on with"):
+            paceline.distributed(made)
+
+    run_job(tmp_path, work)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, get_args, overload
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from msgspec.structs import replace
 from torch import Tensor
@@ -30,6 +30,7 @@ from paceline.observe.trace import BARRIER
 from paceline.snapshots.taking import SavedJob, SnapshotPlan, SnapshotTaker, Sources
 from paceline.training.embedding_gradients import EmbeddingLookups
 from paceline.training.flat import Weights
+from paceline.training.hooks import refuse_own_steps
 from paceline.training.publishing import ModelPublisher
 from paceline.training.strategy import CountedSteps, Distributed, Settings, Strategy, distribute, optimizers_of_loop
 from paceline.update.rows.spec import FilterSpec, First, Lifecycle
@@ -52,6 +53,7 @@ from paceline.worker.validation import as_count, brief
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.utils.hooks import RemovableHandle
 
 
 class Closable(Protocol):
@@ -95,6 +97,8 @@ class Session:
     num_samples: int = 0
     # Weak references: dropping an optimizer also releases its parameters.
     _optimizers: WeakSet[Distributed] = field(default_factory=WeakSet)
+    # What keeps optimizers that were given from stepping by themselves.
+    _given: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = field(default_factory=WeakKeyDictionary)
     _has_overlap: bool = False  # an optimizer sends gradients while backward runs
     _weights: WeakSet[Weights] = field(default_factory=WeakSet)
     tables: TableOpener = field(init=False)
@@ -508,6 +512,8 @@ class Session:
         finally:
             for optimizer in list(self._optimizers):
                 optimizer.detach()
+            for handle in list(self._given.values()):
+                handle.remove()
             for weights in list(self._weights):
                 weights.detach()
 
@@ -530,6 +536,9 @@ class Session:
                 self._optimizers.discard(known)
         made.turns = self.node.clock, self.node.clock
         self._optimizers.add(made)
+        if (earlier := self._given.pop(optimizer, None)) is not None:
+            earlier.remove()
+        self._given[optimizer] = refuse_own_steps(optimizer, made.stepping, settings.name)
         self._has_overlap = self._has_overlap or settings.overlap
         return made
 
@@ -573,7 +582,8 @@ class Session:
             if not used:
                 self.clock()
             for optimizer in sorted(used, key=lambda one: (one.turn_s == 0.0, one.turn_s)):
-                optimizer.step_without_batch()
+                with optimizer.stepping:
+                    optimizer.step_without_batch()
 
 
 def _is_one(found: Sequence[tuple[str, int]]) -> bool:

@@ -19,7 +19,7 @@ from paceline.training.fsdp import FullySharded
 from paceline.training.groups import Groups
 from paceline.training.local_sgd import diloco, local_sgd
 from paceline.training.parameter_server import ParameterServer
-from paceline.training.strategy import Strategy
+from paceline.training.strategy import Distributed, Strategy
 from paceline.worker.validation import brief
 
 
@@ -34,6 +34,11 @@ def check_distributed(
         raise UsageError(
             f"{here}: the optimizer is {brief(optimizer)}, expected one that was made, "
             "torch.optim.SGD(model.parameters(), lr=0.1) for example."
+        )
+    if isinstance(optimizer, Distributed):
+        raise UsageError(
+            f"{here}: the optimizer is {optimizer}, which paceline.distributed has returned. Go on with it, or give "
+            "the call one of torch.optim; in a notebook, make that in the same cell."
         )
     if not isinstance(model, nn.Module | None):
         raise UsageError(f"{here}: model is {brief(model)}, expected the torch.nn.Module that is trained, or None.")
