@@ -93,3 +93,24 @@ def test_accuracy_needs_the_loss_beside_it() -> None:
                 paceline.report(accuracy=0.9)
 
     run_fresh(act)
+
+
+@pytest.mark.parametrize("begins", ["init", "connect"])
+def test_a_script_that_names_code_of_its_own_by_path_does_not_train_within_itself(tmp_path: Path, begins: str) -> None:
+    script = tmp_path / "trains_itself.py"
+    script.write_text(f"""
+import paceline
+def shifted(record):
+    return record
+paceline.{begins}()
+print("trains", __name__, flush=True)
+paceline.init()
+paceline.feed(paceline.sources.lines(__file__), batch_size=8, leases=False, transform="trains_itself:shifted")
+""")
+
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+
+    assert done.stdout == "trains __main__\n"
+    assert "The transform trains_itself:shifted cannot be imported: UsageError: it is in a script that trains" in (
+        done.stderr
+    )

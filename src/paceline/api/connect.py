@@ -16,6 +16,7 @@ from paceline.serve.access import ClientCredentials, PathLike, ServeUrl
 from paceline.serve.client import enter_namespace
 from paceline.serve.namespace import LEASE_S
 from paceline.transport.base import Transport
+from paceline.update.user_code import require_no_import
 from paceline.worker.validation import brief
 from paceline.worker.waits import WorkerOptions
 
@@ -66,6 +67,7 @@ def connect(
         ...     ps.rank, ps.size
         (0, 1)
     """
+    require_no_import()
     for_launched, shown = (transport, place, servers), (token, keys, ca, certificate, key)
     if not isinstance(address, str | None):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
         raise UsageError(f"connect: the address is {brief(address)}, expected a text: paceline://HOST:PORT/NAME.")

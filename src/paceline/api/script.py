@@ -15,6 +15,7 @@ from paceline.api.join import open_session, start, thread_session
 from paceline.api.session import Session
 from paceline.core.calls import checked, checked_late
 from paceline.errors import UsageError
+from paceline.update.user_code import require_no_import
 from paceline.worker.validation import as_number, brief
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def init(session: Session | None = None, *, servers: str | None = None, timeout_
         >>> paceline.rank(), paceline.size(), paceline.local_rank()
         (0, 1, 0)
     """
+    require_no_import()
     _check_given(session)
     if not isinstance(servers, str | None):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
         raise UsageError(f"init: servers is {brief(servers)}, expected 'first:M', 'node:M' or 'ranks:M'.")

@@ -12,11 +12,15 @@ import sysconfig
 from collections.abc import Generator
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Final
 
 from paceline.errors import UsageError
+
+_is_importing: Final = ContextVar("paceline_is_importing", default=False)  # whether this thread imports code by path
 
 
 def split_path(path: str, kind: str = "update rule") -> tuple[str, str]:
@@ -91,13 +95,25 @@ def member_at(path: str, allowed: AbstractSet[str] | None, kind: str = "update r
             "Start the servers with this path among those that are allowed."
         )
     _require_fit(path, module_name, kind)
+    before = _is_importing.set(True)
     try:
         with own_code(f"Module {module_name}"):
             module = importlib.import_module(module_name)
     except Exception as error:  # whatever a module may do as it is imported, the server goes on
         why = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
         raise UsageError(f"The {kind} {path} cannot be imported: {why}. Is it installed on the servers?") from error
+    finally:
+        _is_importing.reset(before)
     return getattr(module, member, None)
+
+
+def require_no_import() -> None:
+    """Raise UsageError where a script that is imported by path begins to train, within the script that named it."""
+    if _is_importing.get():
+        raise UsageError(
+            "it is in a script that trains. Put it into a module of its own, or what trains under "
+            "`if __name__ == '__main__':`"
+        )
 
 
 def build_own(path: str, allowed: AbstractSet[str] | None) -> object:
