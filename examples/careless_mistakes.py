@@ -48,7 +48,7 @@ samples = torch.randn(80, 32)
 for inputs in torch.utils.data.DataLoader(samples, batch_size=8):
     step(model(inputs).square().mean())
 """,
-        "did the script forget paceline.shard(loader)?",
+        "did the script forget paceline.shard(loader)",
     ),
     Mistake(
         "dtype",

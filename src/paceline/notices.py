@@ -14,7 +14,8 @@ from typing import Final, final
 
 CLOCK_ADVICE = "Call clock() once a step, after its pushes (optimizer.step() of paceline.distributed does)."
 SHARD_ADVICE = (
-    "did the script forget paceline.shard(loader)? Workers that train on the same samples learn no more than one of "
+    "did the script forget paceline.shard(loader), or draw the same random numbers on all workers "
+    "(torch.manual_seed(seed + paceline.rank()))? Workers that train on the same samples learn no more than one of "
     "them."
 )
 NEWS: Final = logging.INFO  # what happens as it should

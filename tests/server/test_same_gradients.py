@@ -16,7 +16,8 @@ from paceline.core.messages import Push, PushId
 from paceline.server.push_checks import CLOCKS, SameGradients
 
 FORGOTTEN = (
-    "did the script forget paceline.shard(loader)? Workers that train on the same samples learn no more than one of "
+    "did the script forget paceline.shard(loader), or draw the same random numbers on all workers "
+    "(torch.manual_seed(seed + paceline.rank()))? Workers that train on the same samples learn no more than one of "
     "them."
 )
 

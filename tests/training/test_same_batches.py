@@ -15,7 +15,8 @@ from paceline.api.session import Session
 from paceline.training.same_batches import STEPS, SameBatches, digest_of_batch
 
 FORGOTTEN = (
-    "did the script forget paceline.shard(loader)? Workers that train on the same samples learn no more than one of "
+    "did the script forget paceline.shard(loader), or draw the same random numbers on all workers "
+    "(torch.manual_seed(seed + paceline.rank()))? Workers that train on the same samples learn no more than one of "
     "them."
 )
 
