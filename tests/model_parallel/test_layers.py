@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import combinations
 from pathlib import Path
 
@@ -188,6 +189,9 @@ def test_a_whole_model_is_used_through_the_same_face(tmp_path: Path) -> None:
             optimizer.zero_grad()
             loss = whole.forward_backward(inputs[batch : batch + 2], targets[batch : batch + 2])
             assert whole.clip_gradients(100.0) > 0
+            for wrong in (-1.0, 0, math.nan):
+                with pytest.raises(UsageError, match=f"max_norm is {wrong:g}, expected a norm above 0"):
+                    whole.clip_gradients(wrong)
             optimizer.step()
         whole.eval()
         assert not model.training

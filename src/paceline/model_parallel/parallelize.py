@@ -43,7 +43,7 @@ from paceline.model_parallel.pipeline import (
     text_of,
 )
 from paceline.torch_private import AnyBatchNorm, submodules
-from paceline.worker.validation import brief
+from paceline.worker.validation import as_number, brief
 
 _Run = Callable[[Any], Any]
 
@@ -139,7 +139,13 @@ class Parallel(nn.Module):
         """Scale all gradients of this replica to a norm of at most `max_norm`; return the norm before.
 
         As `torch.nn.utils.clip_grad_norm_` for one process. Blocks until all workers of the replica call it.
+
+        Raises:
+            UsageError: the norm is not a number above 0.
         """
+        limit = as_number(max_norm, "clip_gradients", "max_norm")
+        if not limit > 0:
+            raise UsageError(f"clip_gradients: max_norm is {limit:g}, expected a norm above 0 (inf clips nothing).")
         total = _squared_norm(self, self._part)
         mesh = self._part.mesh
         if mesh is not None:
@@ -147,8 +153,8 @@ class Parallel(nn.Module):
                 dist.all_reduce(total, group=mesh.group("pipeline"))
         norm = float(total.sqrt())
         for parameter in self.parameters():
-            if parameter.grad is not None and norm > max_norm:
-                parameter.grad.mul_(max_norm / (norm + 1e-6))
+            if parameter.grad is not None and norm > limit:
+                parameter.grad.mul_(limit / (norm + 1e-6))
         return norm
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Parallel:
