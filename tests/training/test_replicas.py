@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.jobs import run_job
-from tests.training.recipes import adam, loss_of, mlp, parameters, sgd
+from tests.training.recipes import adam, loss_of, mlp, parameters, seeded, sgd
 from tests.training.test_all_reduce import samples
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -156,10 +156,31 @@ def test_none_that_is_trained_is_told(tmp_path: Path) -> None:
         model = mlp().double()
         optimizer = attach(model, sgd(model))
         model.requires_grad_(False)
-        with pytest.raises(UsageError, match="none of the parameters requires a gradient any more"):
+        with pytest.raises(UsageError, match=r"requires a gradient any more. Leave one unfrozen; where"):
             step(optimizer, model, samples(4))
 
     run_job(tmp_path, work, workers=2)
+
+
+def test_a_loss_passes_through_a_model_whose_gradients_it_does_not_combine(tmp_path: Path) -> None:
+    """As in adversarial training, with an optimizer for each model and batches that do not divide by the workers."""
+
+    def work(_: Session) -> Tensor:
+        made, judging = mlp().double(), seeded(lambda: nn.Linear(3, 1)).double()
+        first, second = (paceline.distributed(sgd(one), model=one, strategy="all-reduce") for one in (made, judging))
+        for (batch,) in paceline.shard(DataLoader(TensorDataset(samples(20)), batch_size=4)):
+            second.zero_grad()
+            (judging(batch[:, :3]) - judging(made(batch).detach())).square().mean().backward()
+            second.step()
+            with second.accumulate():
+                first.zero_grad()
+                judging(made(batch)).mean().backward()
+            first.step()
+        return torch.cat([parameters(made), parameters(judging)])
+
+    one, other = run_job(tmp_path, work, workers=2)
+
+    assert torch.equal(one, other)
 
 
 def test_a_backward_that_combines_nothing_is_told_at_the_step(tmp_path: Path) -> None:

@@ -295,7 +295,11 @@ class DDPReplica:
             return
         what = f"forward of '{self._settings.name}'"
         if not any(trained):
-            raise UsageError(f"worker {self._job.rank}, {what}: none of the parameters requires a gradient any more.")
+            raise UsageError(
+                f"worker {self._job.rank}, {what}: none of the parameters requires a gradient any more. Leave one "
+                "unfrozen; where this model only passes on the gradients of another, run that backward inside of "
+                "`with optimizer.accumulate()` of this one's optimizer in place of freezing it."
+            )
         rank = self._job.rank
 
         def act(turn: QueuedCall) -> None:
