@@ -304,6 +304,29 @@ def test_a_group_that_torch_has_dropped_leaves_nothing() -> None:
                 thread.join(120)
 
 
+def test_a_group_is_made_again_where_the_former_one_met() -> None:
+    """As `init_process_group` after `destroy_process_group`, however late a worker is with either."""
+    store, comes_again, totals = HashStore(), threading.Event(), list[float]()
+
+    def make_group(rank: int) -> None:
+        total = torch.ones(1)
+        group = connect(store, rank, 2, TIMEOUT)
+        group.allreduce([total], AllreduceOptions()).wait()
+        totals.append(total.item())
+
+    def live(rank: int) -> None:
+        make_group(rank)
+        if rank == 0:
+            comes_again.wait(60)
+        else:
+            comes_again.set()
+        make_group(rank)
+
+    start_and_join([threading.Thread(target=live, args=(rank,)) for rank in range(2)])
+
+    assert totals == [2.0] * 4
+
+
 def test_a_single_value_with_strides_is_flat_in_its_own_memory() -> None:
     one = torch.arange(2.0)[1::2]
     flat = process_group._flat(one)

@@ -43,8 +43,9 @@ def connect(store: Store, rank: int, size: int, timeout: timedelta, find_access:
     folder = private_folder()
     offer = Offer.make(folder, find_access())
     try:
-        store.set(f"offer/{rank}", offer.told.text)
-        told = [MemberAddresses.read(_told(store, rank, other)) for other in range(size)]
+        number = store.add(f"groups/{rank}", 1)  # a group that is made again meets in the store of the former one
+        store.set(f"offer/{number}/{rank}", offer.told.text)
+        told = [MemberAddresses.read(_told(store, number, rank, other)) for other in range(size)]
         if not can_meet(told):
             raise UsageError(
                 f"worker {rank}: the backend {NAME!r} joins workers on one machine of type x86_64 by shared memory, "
@@ -57,10 +58,10 @@ def connect(store: Store, rank: int, size: int, timeout: timedelta, find_access:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _told(store: Store, rank: int, other: int) -> str:
-    """Return what another worker has told; blocks until it has."""
+def _told(store: Store, number: int, rank: int, other: int) -> str:
+    """Return what another worker has told for the group of this number in a store; blocks until it has."""
     try:
-        return store.get(f"offer/{other}").decode()
+        return store.get(f"offer/{number}/{other}").decode()
     except RuntimeError as error:
         raise DeadlineExceeded(f"worker {rank}: worker {other} did not come in time: {error}") from error
 
