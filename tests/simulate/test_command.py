@@ -44,6 +44,14 @@ def test_the_table_names_every_policy_and_explains_itself(capsys: pytest.Capture
     assert "10% of the clocks take 4 times as long" in " ".join(out.split())
 
 
+def test_of_one_worker_it_says_that_none_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(workers=1, clocks=5) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "1 worker, 5 clocks each" in out
+    assert "One worker waits for no other" in out
+    assert "slowest" not in out
+
+
 def test_json_has_the_numbers_of_every_policy(capsys: pytest.CaptureFixture[str]) -> None:
     told_ = told(capsys, consistency=("ssp:2, bsp", "bound=1,visible=on_clock"), clocks=30, workers=3)
     rows = {row["consistency"]: row for row in told_["policies"]}  # type: ignore[attr-defined]

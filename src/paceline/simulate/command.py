@@ -234,6 +234,8 @@ def write_picture(path: Path, png: bytes) -> None:
 
 def explain(scenario: Scenario, reference: Outcome, outcomes: Sequence[Outcome]) -> str:
     """Explain the numbers by the fastest policy: any if one worker is always slow, else a bounded one."""
+    if scenario.num_workers == 1:
+        return "One worker waits for no other, so there is nothing that a policy could hide: take two or more."
     stragglers = scenario.stragglers
     bounded = [outcome for outcome in outcomes if outcome.consistency.bound is not None]
     candidates = outcomes if stragglers.kind == "persistent" else bounded or outcomes
@@ -328,7 +330,8 @@ def _policies(texts: Iterable[str]) -> list[Consistency]:
 
 
 def _table(scenario: Scenario, reference: Outcome, outcomes: Iterable[Outcome]) -> Table:
-    title = f"{scenario.num_workers} workers, {scenario.num_clocks} clocks each, on virtual time"
+    workers = "1 worker" if scenario.num_workers == 1 else f"{scenario.num_workers} workers"
+    title = f"{workers}, {scenario.num_clocks} clocks each, on virtual time"
     return _columns(_empty(title), _COLUMNS, reference, outcomes)
 
 
