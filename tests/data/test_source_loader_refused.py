@@ -66,7 +66,9 @@ def test_leases_need_an_optimizer_that_can_add_up(tmp_path: Path) -> None:
 
     def work(_: Session) -> None:
         loader = paceline.feed(source, batch_size=3)
-        with pytest.raises(UsageError, match=r"needs an optimizer .* Or give paceline.feed leases=False"):
+        with pytest.raises(
+            UsageError, match=r"slices or leased batches needs an optimizer .* Or give paceline.feed leases=False"
+        ):
             next(iter(loader))
         model = mlp().double()
         combined = paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.1), strategy="all-reduce", model=model)

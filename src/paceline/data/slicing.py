@@ -101,8 +101,8 @@ class Slicing:
         """
         if not self.optimizers:
             raise UsageError(
-                "a loop over slices needs an optimizer from paceline.distributed, whose step() finishes the clock "
-                "with the last slice: make it before the loop, or leave slices out."
+                "a loop over slices or leased batches needs an optimizer from paceline.distributed, whose step() "
+                "finishes the clock with the last of them: make it before the loop, or leave out slices that you gave."
             )
         if self._slices is not None and self._slices.num_samples:
             raise UsageError("a loop over slices is within another one: the steps would be of both; slice one of them.")
