@@ -23,7 +23,7 @@ def test_the_launcher_can_say_fsdp_learning_is_that_of_one_process_and_a_dead_wo
     assert code == EXIT_LOST, run.output
     assert "Traceback" not in run.output
     assert run.told() == went_on_without("worker 1", needs_all="fsdp")
-    assert len(run.saying("passed ")) == 2 * 13 + 1, run.output
+    assert len(run.saying("passed ")) == 2 * 14 + 1, run.output
 
 
 def test_groups_that_keep_slices_learn_together_what_one_process_learns(tmp_path: Path) -> None:

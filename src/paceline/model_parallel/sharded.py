@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import prod
 from typing import Any, Final
+from weakref import WeakSet
 
 import msgspec
 import torch
@@ -91,6 +92,7 @@ class ScatterSums(SliceCall, frozen=True):
 
 
 _HOOKS = "_state_dict_pre_hooks"  # torch's attribute of modules
+_gathered: Final = WeakSet[nn.Module]()  # models that are whole on this worker for a while
 
 
 def shard_fully(
@@ -157,18 +159,25 @@ def gathered(model: nn.Module) -> Generator[None]:
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         module.unshard()
+    _gathered.add(model)
     hooks = _without_slicing(model)
     for module in modules[1:]:  # the first is the root, which stays gathered after forward
         module.set_reshard_after_forward(False, recurse=False)
     try:
         yield
     finally:
+        _gathered.discard(model)
         for module, own in hooks.items():
             setattr(module, _HOOKS, own)
         for module in modules[1:]:
             module.set_reshard_after_forward(True, recurse=False)
         for module in modules:
             module.reshard()
+
+
+def is_gathered(model: nn.Module) -> bool:
+    """Return whether a model is gathered as a whole, so that its forward needs no other rank."""
+    return model in _gathered
 
 
 def _without_slicing(model: nn.Module) -> dict[nn.Module, dict[int, object]]:

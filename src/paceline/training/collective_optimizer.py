@@ -27,7 +27,10 @@ from paceline.worker.validation import as_count
 GroupNumbers: TypeAlias = list[dict[str, Any]]
 
 # What all do at the same time.
-Together: TypeAlias = Literal["forward", "backward", "clip_gradients", "step", "snapshot", "state_dict"]
+_EVALUATION: Final = "forward without gradients"
+Together: TypeAlias = Literal[
+    "forward", "forward without gradients", "backward", "clip_gradients", "step", "snapshot", "state_dict"
+]
 _CALLS: Final = {"clip_gradients", "snapshot", "state_dict"}  # of them, those that a script makes beside the loop
 
 _MOST_NUMBERS: Final = 4
@@ -171,6 +174,11 @@ def agree_on(mesh: Mesh, what: Together, *numbers: int, group: dist.ProcessGroup
 def _advice(*kinds: str) -> str:
     """Return what to do where workers come to several kinds of calls at once."""
     calls = [f"optimizer.{kind}()" for kind in kinds if kind in _CALLS]
+    if not calls and _EVALUATION in kinds:
+        return (
+            "Every forward takes all workers, but those inside of `with optimizer.snapshot():`, which all enter and "
+            "where one may evaluate alone."
+        )
     if not calls:
         return (
             "All run the model equally often in each step: where batches do not divide by the workers, one without a "

@@ -21,7 +21,7 @@ from paceline.errors import UsageError
 from paceline.model_parallel.arrangement import whole
 from paceline.model_parallel.mesh import Mesh
 from paceline.model_parallel.parallelize import Parallel
-from paceline.model_parallel.sharded import gathered, local_slice, shard_fully, sliced_like
+from paceline.model_parallel.sharded import gathered, is_gathered, local_slice, shard_fully, sliced_like
 from paceline.torch_private import call_after_backward, tree_leaves, tree_map_only
 from paceline.training.buffers import floating_buffers
 from paceline.training.collective_optimizer import (
@@ -242,6 +242,8 @@ class Passes:
                 workers = [dist.get_global_rank(self._group, index) for index in range(len(told))]
                 same.compare(workers, [digest for digest, *_ in told])
             self._last = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+        elif not is_gathered(self._model):
+            agree_on(self._mesh, "forward without gradients", group=self._group)
 
     def _after(self, outputs: Any) -> None:  # noqa: ANN401 - whatever the module returns
         if torch.is_grad_enabled():

@@ -311,6 +311,26 @@ def a_worker_that_runs_the_model_more_often_is_told() -> None:
             optimizer.step()
 
 
+def a_worker_that_alone_evaluates_is_told() -> None:
+    model = small()
+    optimizer = distributed(model, "evaluation")
+    with torch.no_grad():
+        model(torch.ones(2, 3))  # together
+    with optimizer.snapshot():
+        for _ in range(RANK):
+            model(torch.ones(2, 3))
+    expected = r"inside of `with optimizer.snapshot\(\):`, which all enter and where one may evaluate alone"
+    if RANK == 0:
+        with (
+            pytest.raises(UsageError, match=f"a forward without gradients of every worker, got a forward.*{expected}"),
+            torch.no_grad(),
+        ):
+            model(torch.ones(2, 3))
+    else:
+        with pytest.raises(UsageError, match=f"a forward of every worker, got a forward without.*{expected}"):
+            model(torch.ones(2, 3))
+
+
 def a_worker_that_alone_enters_a_snapshot_is_told() -> None:
     model = small()
     optimizer = distributed(model, "alone")
@@ -405,6 +425,7 @@ for check in (
     optimizers_that_look_at_whole_tensors_are_refused,
     state_that_is_there_before_the_first_step_is_cut,
     a_worker_that_runs_the_model_more_often_is_told,
+    a_worker_that_alone_evaluates_is_told,
     a_worker_that_alone_enters_a_snapshot_is_told,
     a_wait_is_for_all_other_workers,
     a_worker_that_dies_is_named,
