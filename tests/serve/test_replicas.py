@@ -40,14 +40,7 @@ from paceline.serve.gateway import Namespaces
 from paceline.serve.lag import agree_on_lag
 from paceline.serve.messages import EnterAccepted, EnterFrame, EnterRequest, NamespaceStanding
 from paceline.serve.namespace import Namespace, NamespaceConfig, NamespaceConnection
-from paceline.serve.replicas import (
-    Companion,
-    Companions,
-    NamespaceReplicas,
-    NamespaceViews,
-    ServedElsewhere,
-    own_number,
-)
+from paceline.serve.replicas import Companion, Companions, NamespaceReplicas, NamespaceViews, ServedElsewhere
 from paceline.serve.state import StateFolder
 from paceline.server import replica_link
 from paceline.transport import MemoryTransport
@@ -606,16 +599,6 @@ def test_views_of_long_ago_are_forgotten(
         assert ours.enlist(number, 2)
     assert ours.newest() == View(5, 1, 2)
     assert len(list((tmp_path / "views").iterdir())) == 3
-
-
-def test_the_number_of_a_server_stays(tmp_path: Path) -> None:
-    state = StateFolder(tmp_path / "state")
-    number = own_number(state)
-    assert own_number(state) == number
-    (state.path / "server").write_text("two")
-    with pytest.raises(UsageError, match="says 'two', expected the number of this server"):
-        own_number(state)
-    state.close()
 
 
 def test_a_server_that_cannot_be_asked_from_here_is_told_of_once(tmp_path: Path) -> None:

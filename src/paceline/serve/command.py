@@ -18,6 +18,7 @@ from paceline.job.machines import ANY_ADDRESS, format_host_port, look_up, parse_
 from paceline.observe.export.prometheus import check_free
 from paceline.serve.access import server_access
 from paceline.serve.lag import check_lag
+from paceline.serve.numbers import require_same_views
 from paceline.serve.orders import LISTENER, LOCK, ServeOffer, ServeOrders
 from paceline.serve.state import StateFolder
 from paceline.serve.supervise import ServeProcess, ServeSupervisor, most_regions, take_from
@@ -91,6 +92,7 @@ def serve(
         views="" if views is None else str(views.absolute()),
         lag=lag,
     )
+    require_same_views(state.absolute(), None if views is None else views.absolute())
     _check_lag(orders)
     if metrics is not None and not take_over:
         check_free(metrics)

@@ -12,10 +12,8 @@ believe the other gone, the first to make the next view has decided; without the
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
 
@@ -28,6 +26,7 @@ from paceline.launch.limits import explain
 from paceline.serve.access import DEFAULT_NAMESPACE
 from paceline.serve.lag import agree_on_lag
 from paceline.serve.messages import EnterFrame, EnterRequest, NamespaceStanding, encode
+from paceline.serve.numbers import SERVERS_NAME, own_number
 from paceline.serve.standing import ask_standing
 from paceline.serve.state import folder_name, write_durably
 from paceline.server.replica_lag import ReplicaLag
@@ -41,10 +40,7 @@ if TYPE_CHECKING:
     from paceline.serve.state import StateFolder
     from paceline.transport.base import Connection, Listener, Transport
 
-NUMBER_NAME: Final = "server"
-_SERVERS: Final = "servers"
 _NAMESPACES: Final = "namespaces"
-_MOST_SERVERS: Final = 1 << 31
 _KEPT_VIEWS: Final = 64
 _LOOK_S: Final = 1.0  # between two looks for servers that could have a replica
 _FILL_S: Final = 10.0  # between two looks for namespaces that this server alone has, and no client uses
@@ -132,19 +128,6 @@ class NamespaceViews:
         return True
 
 
-def own_number(state: StateFolder) -> int:
-    """Return the number of the server with this folder, which it keeps; raises OSError, UsageError for another text."""
-    file = state.path / NUMBER_NAME
-    with suppress(FileNotFoundError):
-        text = file.read_text()
-        if not text.isdecimal() or not 0 <= int(text) < _MOST_SERVERS:
-            raise UsageError(f"{file} says {text[:80]!r}, expected the number of this server: was it changed?")
-        return int(text)
-    number = secrets.randbelow(_MOST_SERVERS)
-    write_durably(file, str(number).encode())
-    return number
-
-
 @final
 class PeerTransport:
     """A `Transport` by which the head of a namespace reaches another server, which is to have its replica."""
@@ -201,7 +184,7 @@ class Companions:
     ) -> None:
         """Note where this server listens; raises UsageError as `agree_on_lag`, OSError."""
         agree_on_lag(folder, lag)
-        (folder / _SERVERS).mkdir(mode=0o700, exist_ok=True)
+        (folder / SERVERS_NAME).mkdir(mode=0o700, exist_ok=True)
         self._folder = folder
         self._transport = transport
         self.state: Final = state
@@ -210,7 +193,7 @@ class Companions:
         self._told: dict[int, str] = {}  # why a server cannot be asked, by its number
         self._address = address
         self.own: Final = own_number(state)
-        write_durably(folder / _SERVERS / str(self.own), address.encode())
+        write_durably(folder / SERVERS_NAME / str(self.own), address.encode())
         for name in state.names():
             self.views(name).begin()
         self._alive: tuple[Companion, ...] = ()
@@ -255,7 +238,7 @@ class Companions:
     def address_of(self, number: int) -> str:
         """Return where a server listens; "" where that is not known. Raises OSError."""
         try:
-            return (self._folder / _SERVERS / str(number)).read_text()
+            return (self._folder / SERVERS_NAME / str(number)).read_text()
         except FileNotFoundError:
             return ""
 
@@ -311,7 +294,7 @@ class Companions:
         self._alive_until_s = time.monotonic() + 2 * _LOOK_S
 
     def _read_others(self) -> tuple[Companion, ...]:
-        numbers = sorted(int(name) for name in names_in(self._folder / _SERVERS) if name.isdecimal())
+        numbers = sorted(int(name) for name in names_in(self._folder / SERVERS_NAME) if name.isdecimal())
         return tuple(Companion(number, self.address_of(number)) for number in numbers if number != self.own)
 
 

@@ -4,6 +4,7 @@
     STATE/token                          token of clients, without --keys
     STATE/namespaces/NAME/generation     number of starts of this namespace
     STATE/namespaces/NAME/snapshot-12/   as `paceline.snapshots.folder` writes it
+    STATE/server                         with --views: see `numbers.py`
     STATE/saved-in-view/NAME             with --views: number of the view in which all that was acknowledged is saved
 
 Names of namespaces are encoded as names of files.
