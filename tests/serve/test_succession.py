@@ -43,6 +43,7 @@ from paceline.serve.supervise import (
     FRUITFUL_S,
     RESTART_PAUSE_S,
     RepeatedDeaths,
+    ServeProcess,
     ServeSupervisor,
     take_from,
 )
@@ -146,7 +147,10 @@ def test_a_process_that_is_started_anew_takes_over_at_a_signal(tmp_path: Path) -
             sums.append(add_one(ps, table))
             assert sums == [float(number + 1) for number in range(len(sums))]
         process.send_signal(signal.SIGTERM)
-        assert process.wait(DEADLINE_S) == 0
+        _, stderr = process.communicate(timeout=DEADLINE_S)
+        takes_over = f"paceline: a process of paceline {paceline.__version__} takes over"
+        told = [text for text in stderr.splitlines() if "turned away" not in text]
+        assert (process.returncode, told) == (0, [takes_over, "paceline: saving, and ending"])
 
 
 @contextmanager
@@ -206,6 +210,20 @@ def test_a_server_goes_on_where_none_can_take_over(tmp_path: Path, monkeypatch: 
         assert sorted(found.memory.names()) == [LISTENER, LOCK]
     with MemoryHolder() as newer, pytest.raises(UsageError, match="start one without --take-over"):
         take_from(state, newer, lambda _: None)
+
+
+@pytest.mark.parametrize("makes_room", [False, True])
+def test_a_process_that_makes_room_is_not_said_to_have_been_killed(
+    makes_room: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = list[str]()
+    monkeypatch.setattr(supervise, "tell", told.append)
+    ours, theirs = socket.socketpair()
+    with theirs, supervisor(tmp_path / "state") as (found, _):
+        process = ServeProcess(subprocess.Popen(["sleep", "100"]), ours, makes_room=makes_room)
+        process.process.kill()
+        found._on_killed(process, process.end())
+    assert ["was killed by SIGKILL" in line for line in told] == [True] * (not makes_room)
 
 
 class SlowToTakeOver(socket.socket):

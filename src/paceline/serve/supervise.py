@@ -300,6 +300,8 @@ class ServeSupervisor:
         self._has_failed = True
 
     def _on_killed(self, process: ServeProcess, code: int) -> None:
+        if process.makes_room and code == -signal.SIGKILL:  # its own, as it was told
+            return
         happened = f"the process that serves (pid {process.process.pid}) {describe_exit(code)}"
         if process.makes_room or not self._deaths.note(self.memory, time.monotonic() - process.began_s):
             tell(f"{happened}; another process goes on in its place")
