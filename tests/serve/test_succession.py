@@ -208,8 +208,9 @@ def test_a_server_goes_on_where_none_can_take_over(tmp_path: Path, monkeypatch: 
         thread.join(DEADLINE_S)
         assert (answers, newer.names()) == ([False], [])
         assert sorted(found.memory.names()) == [LISTENER, LOCK]
-    with MemoryHolder() as newer, pytest.raises(UsageError, match="start one without --take-over"):
-        take_from(state, newer, lambda _: None)
+    for folder in (state, tmp_path / "missing", state / "lock"):
+        with MemoryHolder() as newer, pytest.raises(UsageError, match=f"in {folder}: start one without --take-over"):
+            take_from(folder, newer, lambda _: None)
 
 
 @pytest.mark.parametrize("makes_room", [False, True])

@@ -375,11 +375,12 @@ def take_from(folder: Path, keep: MemoryHolder, check: Callable[[ServeOffer], No
         UsageError: there is none, or it keeps memory of another format; it goes on then.
         PacelineError: it has not let go.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end, _short(folder) as short:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
         end.settimeout(ASK_TIMEOUT_S)
         try:
-            end.connect(f"{short}/{CONTROL_NAME}")
-        except (FileNotFoundError, ConnectionRefusedError) as error:
+            with _short(folder) as short:
+                end.connect(f"{short}/{CONTROL_NAME}")
+        except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError) as error:
             raise UsageError(f"no server keeps its state in {folder}: start one without --take-over") from error
         try:
             end.send(ready())
