@@ -129,6 +129,17 @@ def test_what_cannot_be_served_is_told_and_nothing_is_left(tmp_path: Path, capsy
         assert "is not a text in the encoding of this process" in refusal(state=tmp_path / os.fsdecode(b"\xff"))
 
 
+def test_limits_of_the_shell_that_let_no_process_serve_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known, too_little = resource.getrlimit, 400 << 20
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda one: (too_little, too_little) if one == resource.RLIMIT_AS else known(one)
+    )
+    assert answer(["serve", "--state", str(tmp_path / "state"), "--listen", "127.0.0.1:0"]) == 2
+    assert f"`ulimit -v` allows each process {too_little} bytes" in capsys.readouterr().err
+
+
 def test_a_damaged_namespace_is_told_and_the_others_are_served(tmp_path: Path) -> None:
     folder = NamespaceFolder(tmp_path / "state" / "namespaces" / "broken")
     folder.start_generation()

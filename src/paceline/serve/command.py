@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from paceline.errors import UsageError
 from paceline.job.folders import require_text
 from paceline.job.machines import ANY_ADDRESS, format_host_port, look_up, parse_host_port
+from paceline.launch.limits import check_limits
 from paceline.observe.export.prometheus import check_free
 from paceline.serve.access import server_access
 from paceline.serve.lag import check_lag
@@ -78,6 +79,7 @@ def serve(
     for folder in (state, *(() if views is None else (views,))):
         require_text(folder)
     _check_allowed(allow)
+    check_limits(1 if alone else 2)
     if alone and take_over:
         raise UsageError("--alone keeps nothing that another process could go on with: leave out one of the two")
     folder_keys = None if keys is None else keys.absolute()
