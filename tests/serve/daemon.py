@@ -97,7 +97,7 @@ def daemon(
                 thread.join(JOIN_S)
                 if companions is not None:
                     companions.close()
-            assert [len(lines) for lines in unsaved] == [num_unsaved]
+            assert [len(lines) for lines in unsaved] == [num_unsaved], (unsaved, told.lines)
         finally:
             folder.close()
 

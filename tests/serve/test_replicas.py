@@ -21,7 +21,7 @@ from tests.nodes.slow_line import SlowLine, slow_lines
 from tests.nodes.test_successors import Fate, KillableServer, Killed
 from tests.serve.daemon import Daemon, daemon
 from tests.serve.test_clients import together
-from tests.serve.test_command import DEADLINE_S, add_one, address_in, open_sum, serving
+from tests.serve.test_command import DEADLINE_S, add_one, address_in, open_sum, serving, wait_saved
 
 import paceline
 from paceline.api.session import Session
@@ -74,13 +74,13 @@ def pair(folder: Path, keys: Path | None = None, lag: int = 0) -> Iterator[Both]
 
 
 @contextmanager
-def one(folder: Path, number: int, keys: Path | None = None, lag: int = 0) -> Iterator[Daemon]:
+def one(folder: Path, number: int, keys: Path | None = None, lag: int = 0, **settings: Any) -> Iterator[Daemon]:
     """One of two servers; the second has the token of the first."""
     state = folder / f"state-{number}"
     if number and keys is None and not state.exists():
         state.mkdir(mode=0o700)
         shutil.copy(folder / "state-0" / "token", state / "token")
-    with daemon(state, keys, views=folder / "views", lag=lag) as served:
+    with daemon(state, keys, views=folder / "views", lag=lag, **settings) as served:
         yield served
 
 
@@ -102,6 +102,13 @@ def fate(monkeypatch: pytest.MonkeyPatch) -> Fate:
         except Killed:
             self.unsaved = ""  # it is another server's by now
 
+    forget: Callable[[Namespaces, Namespace], None] = Namespaces._forget
+
+    def forget_ended(self: Namespaces, namespace: Namespace) -> None:
+        namespace.wait_end(DEADLINE_S)  # a snapshot may be on its way yet; then it is known that it was killed
+        forget(self, namespace)
+
+    monkeypatch.setattr(Namespaces, "_forget", forget_ended)
     monkeypatch.setattr(namespaces, "ServerNode", WatchedServer)
     monkeypatch.setattr(Namespace, "_live", watched)
     monkeypatch.setattr(replica_link, "_IDLE_LOOK_S", 0.05)
@@ -205,6 +212,20 @@ def test_a_server_that_is_told_to_end_hands_over_and_what_its_clients_left_is_sa
             second.gateway.stop()
             first.told.wait("namespace 'job' is served by its replica from now on")
             assert add_one(ps, table) == 5.0
+
+
+def test_a_server_that_comes_to_serve_saves_at_once_as_its_memory_ends_with_its_process(tmp_path: Path) -> None:
+    with nothing_left_behind(), ExitStack() as undo:
+        first = undo.enter_context(one(tmp_path, 0, snapshot_every_s=1000.0))
+        second = undo.enter_context(one(tmp_path, 1, snapshot_every_s=1000.0))
+        ps = undo.enter_context(Both([first, second]).connect())
+        table = open_sum(ps)
+        assert add_one(ps, table) == 1.0
+        first.told.wait("namespace 'job' has a replica")
+        assert add_one(ps, table) == 2.0
+        first.gateway.stop()
+        second.told.wait("namespace 'job' goes on from its newest snapshot if this process is killed while no other")
+        wait_saved(second.state, 2.0)
 
 
 def test_what_one_server_alone_has_is_given_to_one_that_comes_though_no_client_is_there(

@@ -509,8 +509,13 @@ class Namespace:
         self._followed = 0
 
     def _take_over(self, held: ServerState) -> None:
-        """Serve in the place of the server whose replica this has been."""
+        """Serve in the place of the server whose replica this has been, from memory that ends with this process."""
         self._go_on(held, OpenNamespace.decode(self._beside).reserved_anew(time.monotonic()))
+        self._due_s = time.monotonic()  # there may be no snapshot here, as replicas make none
+        self._config.tell(
+            f"namespace '{self.name}' goes on from its newest snapshot if this process is killed while no other server "
+            "has its replica, as it was begun on another one"
+        )
 
     def _save_followed(self, core: ServerCore, tables: ServedTables, view: int) -> None:
         """Save what the server has said whose replica this has been until it ended.
