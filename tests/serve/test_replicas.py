@@ -202,6 +202,7 @@ def test_a_server_that_is_told_to_end_hands_over_and_what_its_clients_left_is_sa
             first.wait_empty("job")
             second.wait_empty("job")
             assert "job" in second.namespaces._state.names()
+        assert not [line for line in second.told.lines if "only this server" in line]
         with one(tmp_path, 1) as second, second.connect("job") as ps:  # the other one is asked first this time
             table = open_sum(ps)
             assert add_one(ps, table) == 3.0
@@ -277,6 +278,7 @@ def test_what_only_one_server_has_is_not_served_by_the_other(tmp_path: Path) -> 
             with first.connect("job") as ps:
                 assert add_one(ps, open_sum(ps)) == 1.0
             first.wait_empty()
+        assert first.told.lines[-1].startswith("only this server has what is newest of job: others refuse")
         with one(tmp_path, 1) as second:
             expected = rf"namespace 'job' is with another server, .*: 127.0.0.1:{first.port}\. Start it"
             with pytest.raises(Refused, match=expected):

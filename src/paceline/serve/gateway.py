@@ -310,7 +310,19 @@ class Namespaces:
                 self._forget(namespace)
         for readers in self._readers.values():
             readers.close()
+        self._tell_alone()
         return self._lost
+
+    def _tell_alone(self) -> None:
+        """Tell which namespaces no other server can serve before this one is back."""
+        with suppress(OSError):  # of the folder of views, which was told
+            replicas = {name: self._replicas_of(name) for name in self._state.names()}
+            alone = [name for name, found in replicas.items() if found is not None and found.is_alone]
+            if alone:
+                self._config.tell(
+                    f"only this server has what is newest of {', '.join(alone)}: others refuse clients of it until "
+                    "this one is back"
+                )
 
     def _forget(self, namespace: Namespace) -> None:
         """Drop a namespace that has ended, unless another thread has, but not what it could not save."""
