@@ -23,16 +23,24 @@ _MOST_SERVERS: Final = 1 << 31
 
 
 def own_number(state: StateFolder) -> int:
-    """Return the number of the server with this folder, which it keeps; raises OSError, UsageError for another text."""
+    """Return the number of the server with this folder, a new one before `keep_number`.
+
+    Raises OSError, UsageError for another text.
+    """
     file = state.path / _NUMBER_NAME
     with suppress(FileNotFoundError):
         text = file.read_text()
         if not text.isdecimal() or not 0 <= int(text) < _MOST_SERVERS:
             raise UsageError(f"{file} says {text[:80]!r}, expected the number of this server: was it changed?")
         return int(text)
-    number = secrets.randbelow(_MOST_SERVERS)
-    write_durably(file, str(number).encode())
-    return number
+    return secrets.randbelow(_MOST_SERVERS)
+
+
+def keep_number(state: StateFolder, number: int) -> None:
+    """Have the server with this folder keep its number, once others find it by that. Raises OSError."""
+    file = state.path / _NUMBER_NAME
+    if not file.exists():
+        write_durably(file, str(number).encode())
 
 
 def require_same_views(state: Path, views: Path | None) -> None:

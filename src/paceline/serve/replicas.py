@@ -26,7 +26,7 @@ from paceline.launch.limits import explain
 from paceline.serve.access import DEFAULT_NAMESPACE
 from paceline.serve.lag import agree_on_lag
 from paceline.serve.messages import EnterFrame, EnterRequest, NamespaceStanding, encode
-from paceline.serve.numbers import SERVERS_NAME, own_number
+from paceline.serve.numbers import SERVERS_NAME, keep_number, own_number
 from paceline.serve.standing import ask_standing
 from paceline.serve.state import folder_name, write_durably
 from paceline.server.replica_lag import ReplicaLag
@@ -194,6 +194,7 @@ class Companions:
         self._address = address
         self.own: Final = own_number(state)
         write_durably(folder / SERVERS_NAME / str(self.own), address.encode())
+        keep_number(state, self.own)
         for name in state.names():
             self.views(name).begin()
         self._alive: tuple[Companion, ...] = ()
