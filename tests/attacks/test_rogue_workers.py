@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save
 from tests.attacks.rogue import IDS, MOST, Rogue, bytes_of, container, dense, rogue_in, row_table
 from tests.attacks.target import REFUSED_WITHIN_S, Target, target
-from tests.nodes.client import ONES
+from tests.nodes.client import ONES, member
 
 from paceline.core.messages import (
     Applied,
@@ -354,6 +354,18 @@ def test_a_request_that_cannot_be_carried_out_is_answered_with_the_reason(
 def test_another_generation_takes_no_part(victim: Target) -> None:
     heard = outcome(victim, lambda rogue: rogue.say(Clock(Sender(0, rogue.rank, 0), 1)))
     assert [type(message) for message in heard] == [WorkerRefused]
+
+
+def test_a_life_that_has_ended_asks_for_nothing_more() -> None:
+    with target() as victim, member(victim.servers, 1) as ended, member(victim.servers, 1, incarnation=1):
+        before, rogue = victim.picture(), Rogue(ended, 1)
+        rogue.say(LoadState(1, "w"), save({"values": torch.ones(4)}))
+        rogue.say(Declare(2, dense("late")))
+        rogue.say(Barrier(3, "here"))
+        heard = rogue.hear()
+        assert [message.number for message in heard if isinstance(message, RequestFailed)] == [1, 2, 3]
+        assert all("worker 1 has ended since it joined" in str(message) for message in heard)
+        assert victim.picture() == before
 
 
 @pytest.mark.parametrize("clock", [-1, 2**63, MOST])

@@ -410,9 +410,11 @@ class ServerNode:
 
     def _on_request(self, life: Life, message: Request, body: memoryview) -> None:
         again = partial(self._on_request, life, message, body)
-        if isinstance(message, Declare) and self._preload.defer(life, message.spec.rule, again):
-            return
-        self._do_request(life, message, body)
+        over = self._core.lives.objection(Sender(self.settings.generation, *life))
+        if over:
+            self._request_handler.refuse(life, message, over)
+        elif not (isinstance(message, Declare) and self._preload.defer(life, message.spec.rule, again)):
+            self._do_request(life, message, body)
 
     def _do_request(self, life: Life, message: Request, body: memoryview) -> None:
         now = self._tell_time()

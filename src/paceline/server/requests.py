@@ -85,6 +85,10 @@ class RequestHandler:
             self._answer(life, RequestFailed(request.number, describe_error(error)))
             return None
 
+    def refuse(self, life: Life, request: Request, reason: str) -> None:
+        """Answer a request of a life that may not act: it changes nothing, and counts nowhere."""
+        self._answer(life, RequestFailed(request.number, reason))
+
     def keeps(self, request: Request) -> bool:
         """Return whether a request changes what is kept here, or which tables there are, beside their values."""
         if isinstance(request, Initialise | AwaitValues):  # which worker loads the rows of a snapshot, and that it has
