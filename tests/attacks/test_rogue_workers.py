@@ -289,7 +289,8 @@ def take_piece(*sizes: int, epoch: int = 0, number: int = 0) -> Attack:
 
 HOPELESS: dict[str, tuple[Attack, str]] = {
     "a table of 2**62 numbers": (declare(2**62), "cannot hold table 'z': it needs 18446744073709551616 bytes"),
-    "a table beyond all numbers": (declare(*(MOST,) * 20), "cannot hold table 'z'"),
+    "a table beyond all numbers": (declare(*(MOST,) * 20), "expected sizes whose product"),
+    "a table of nothing that no file can name": (declare(4, 0, MOST), "expected sizes whose product"),
     "a table of 16 TiB": (declare(2**42), "cannot hold table 'z'"),
     "a table of less than nothing": (declare(-4, -4), "expected sizes of 0 or more"),
     "a long name": (declare(name="n" * 400_000), "400000 characters, expected at most 500"),

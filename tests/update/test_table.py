@@ -27,6 +27,8 @@ def test_knows_its_layout() -> None:
         ({"name": ""}, "it has no name"),
         ({"segments": ()}, "it has no parameters"),
         ({"segments": (Segment("w", (2, -1)),)}, r"shape \(2, -1\), expected sizes"),
+        ({"segments": (Segment("w", (0, 2**63)),)}, "whose product without zeros is below"),
+        ({"segments": (Segment("w", (0, 2**32, 2**32)),)}, "whose product without zeros is below"),
         ({"segments": (Segment("w", (2,)), Segment("w", (3,)))}, r"parameter 1 \('w'\) has the name of an earlier"),
         ({"segments": (Segment("w", (2,), 1),)}, r"is in group 1, but its rule has 1 group\(s\)"),
         ({"dtype": "int8"}, "dtype is 'int8', expected one of float32, float64"),

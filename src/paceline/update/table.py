@@ -30,6 +30,7 @@ MAX_SEGMENTS = 1 << 14  # parameters of a table
 MAX_DIMS = 64  # of a parameter, as torch computes with
 MAX_CONSISTENCY = 100  # characters of its name
 MAX_QUORUM = 1 << 16  # pushes that become one update
+_MOST_ELEMENTS = 1 << 63
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -139,9 +140,20 @@ class TableSpec(msgspec.Struct, frozen=True):
                 yield f"{where} has {len(segment.shape)} dimensions, expected at most {MAX_DIMS}."
             if any(size < 0 for size in segment.shape):
                 yield f"{where} has shape {segment.shape}, expected sizes of 0 or more."
+            if not counts_in_torch(segment.shape):
+                yield f"{where} has shape {segment.shape}, expected sizes whose product without zeros is below 2**63."
             if not 0 <= segment.group < len(self.rule.groups):
                 yield f"{where} is in group {segment.group}, but its rule has {len(self.rule.groups)} group(s)."
             seen.add(segment.name)
+
+
+def counts_in_torch(shape: Sequence[int]) -> bool:
+    """Return whether torch and files can name this shape: without its zeros, it has fewer than 2**63 elements.
+
+    >>> counts_in_torch((2**31, 2**31)), counts_in_torch((0, 2**63)), counts_in_torch((0, 2**32, 2**32))
+    (True, False, False)
+    """
+    return math.prod(size or 1 for size in shape) < _MOST_ELEMENTS
 
 
 def shown_name(name: str) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paceline.errors import PeerError
 from paceline.update.dtypes import dtype_name
+from paceline.update.table import counts_in_torch
 from paceline.versions.link import LeasedPart, PartMemory
 from paceline.wire.deltas import WordBytes
 from paceline.wire.versions import PublishedTensor, VersionLayout, decode_layout, whole_digest
@@ -70,6 +71,8 @@ def _tensor(of: PublishedTensor, runs: dict[str, list[tuple[int, memoryview]]], 
     if dtype is None:
         raise PeerError(f"'{of.name[:200]}' of a version has the dtype '{of.dtype[:50]}', which is not known here")
     numel = math.prod(of.shape)
+    if not counts_in_torch(of.shape):
+        raise PeerError(f"'{of.name[:200]}' of a version has the shape {of.shape[:8]}, which torch cannot have")
     if not numel:
         return torch.empty(of.shape, dtype=dtype)
     if not of.table:
