@@ -7,6 +7,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -120,6 +121,23 @@ def test_announced_but_unsent_body_takes_no_memory() -> None:
         with pytest.raises(DeadlineExceeded):
             server.receive(timeout_s=0.05)
         assert psutil.Process().memory_info().rss - before < 64 << 20
+
+
+def test_a_connection_takes_memory_for_a_large_header_once_one_comes() -> None:
+    tracemalloc.start()
+    try:
+        client, server = served_by_hand()
+        assert tracemalloc.get_traced_memory()[0] < 1 << 18
+    finally:
+        tracemalloc.stop()
+    with closing(client), closing(server):
+        for size_bytes in (7, 1 << 20, 1 << 15, 0):
+            header = os.urandom(size_bytes)
+            with ThreadPoolExecutor(1) as pool:
+                sent = pool.submit(client.sendall, encode_prefix(Prefix(Kind.INLINE, size_bytes, 3)) + header + b"abc")
+                frame = server.receive(timeout_s=30)
+                sent.result()
+            assert (frame.header, bytes(frame.body)) == (header, b"abc")
 
 
 def test_shared_memory_cannot_be_named() -> None:

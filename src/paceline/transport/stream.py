@@ -29,11 +29,11 @@ _INTERRUPTED: Final = "a signal handler has interrupted it in the middle of a fr
 
 @final
 class ReadAhead:
-    """The next bytes of a channel, with room for one whole header. One thread at a time."""
+    """The next bytes of a channel, with room for the largest header that has come. One thread at a time."""
 
-    def __init__(self, channel: Channel, limits: Limits, bodies: Payloads) -> None:
+    def __init__(self, channel: Channel, bodies: Payloads) -> None:
         self._channel = channel
-        self._memory = memoryview(bytearray(max(_AHEAD_BYTES, PREFIX_BYTES + limits.max_header_bytes)))
+        self._memory = memoryview(bytearray(_AHEAD_BYTES))
         self._takes_descriptors = bodies.passes_descriptors
         # Invariant: 0 <= start <= end <= len(memory); the bytes between are not consumed yet.
         self._start = 0
@@ -69,8 +69,11 @@ class ReadAhead:
             os.close(self.descriptors.popleft())
 
     def _read_more(self, num_wanted: int, deadline: Deadline) -> None:
-        if self._start:
+        is_short = num_wanted > len(self._memory)
+        if self._start or is_short:
             waiting = bytes(self._memory[self._start : self._end])
+            if is_short:  # few connections bring such a header, and there may be thousands
+                self._memory = memoryview(bytearray(num_wanted))
             self._memory[: len(waiting)] = waiting
             self._start, self._end = 0, len(waiting)
         room = self._memory[self._end : max(num_wanted, _AHEAD_BYTES)]
@@ -109,7 +112,7 @@ class StreamConnection:
         self._channel = channel
         self._limits = limits
         self._bodies = bodies
-        self._ahead = ReadAhead(channel, limits, bodies)
+        self._ahead = ReadAhead(channel, bodies)
         self._prefix: Prefix | None = None  # of the next frame, once it is here
         self._arrival: _Arrival | None = None
         self._sending = threading.Lock()
