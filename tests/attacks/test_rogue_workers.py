@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save
 from tests.attacks.rogue import IDS, MOST, Rogue, bytes_of, container, dense, rogue_in, row_table
 from tests.attacks.target import REFUSED_WITHIN_S, Target, target
-from tests.nodes.client import ONES, member
+from tests.nodes.client import ONES, client, member
 
 from paceline.core.messages import (
     Applied,
@@ -367,6 +367,15 @@ def test_a_life_that_has_ended_asks_for_nothing_more() -> None:
         assert [message.number for message in heard if isinstance(message, RequestFailed)] == [1, 2, 3]
         assert all("worker 1 has ended since it joined" in str(message) for message in heard)
         assert victim.picture() == before
+
+
+@pytest.mark.parametrize("rank", [-1, 2**16, MOST])
+def test_a_rank_that_there_cannot_be_takes_no_part(rank: int, victim: Target) -> None:
+    before = victim.picture()
+    with client(victim.servers, Hello("worker", rank, 0, 1)) as peer:
+        peer.say(Join(Sender(1, rank, 0)))
+        assert peer.is_cut_off()
+    assert victim.picture() == before
 
 
 @pytest.mark.parametrize("clock", [-1, 2**63, MOST])

@@ -7,10 +7,9 @@ from paceline.api.join import start
 from paceline.api.session import Session
 from paceline.core.calls import checked_late
 from paceline.core.messages import Sender
-from paceline.core.settings import WorkerSettings
+from paceline.core.settings import MAX_WORKERS, WorkerSettings
 from paceline.errors import UsageError
 from paceline.job.environment import Place, checks_memory, wait_timeout_s
-from paceline.job.spec import MAX_WORKERS
 from paceline.launch.script_exit import leave_after_crash
 from paceline.serve.access import ClientCredentials, PathLike, ServeUrl
 from paceline.serve.client import enter_namespace

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 WAIT_TIMEOUT_S: Final = 600.0  # the default for a worker's waits
 LEASE_S: Final = 5.0
+MAX_WORKERS: Final = 1 << 16  # of a job, as far as messages can say
 
 
 class ServerSettings(msgspec.Struct, frozen=True):

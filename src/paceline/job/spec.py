@@ -13,7 +13,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from paceline.core.settings import LEASE_S, WAIT_TIMEOUT_S
+from paceline.core.settings import LEASE_S, MAX_WORKERS, WAIT_TIMEOUT_S
 from paceline.errors import UsageError
 from paceline.job.choices import ScaleName, TraceLevel, TransportName
 from paceline.job.folders import naming, wait_for
@@ -21,7 +21,6 @@ from paceline.job.folders import naming, wait_for
 TOKEN_NAME: Final = "token"
 TOKEN_BYTES: Final = 32
 REPLICATED_LEASE_S: Final = 15.0
-MAX_WORKERS: Final = 1 << 16  # of a job, as far as messages can say
 MAX_LAG: Final = 9999  # clocks by which answers may be ahead of replicas
 
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_WORKERS)]

@@ -10,8 +10,8 @@ import msgspec
 from msgspec.structs import replace
 
 from paceline.core.messages import Sender
+from paceline.core.settings import MAX_WORKERS
 from paceline.errors import Refused
-from paceline.job.spec import MAX_WORKERS
 from paceline.serve.messages import EnterAccepted, EnterRequest
 from paceline.version import __version__
 

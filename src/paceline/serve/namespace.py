@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, TypeVar, final
 import msgspec
 
 from paceline.core.messages import Sender, WorkerRefused
-from paceline.core.settings import ServerSettings
+from paceline.core.settings import MAX_WORKERS, ServerSettings
 from paceline.errors import (
     CheckpointError,
     ConnectionLost,
@@ -27,7 +27,6 @@ from paceline.errors import (
 )
 from paceline.job.environment import checks_memory
 from paceline.job.machines import cores_here, server_threads
-from paceline.job.spec import MAX_WORKERS
 from paceline.launch.limits import explain, is_shortage
 from paceline.observe.export.run_metrics import RunMetrics
 from paceline.observe.trace import Trace

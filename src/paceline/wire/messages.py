@@ -15,6 +15,7 @@ import msgspec
 
 from paceline.core import messages
 from paceline.core.messages import PushId, Sender
+from paceline.core.settings import MAX_WORKERS
 from paceline.core.worker import MAX_TOGETHER
 from paceline.errors import AuthenticationFailed, PeerError, UsageError
 from paceline.transport.base import EMPTY, Connection
@@ -477,9 +478,14 @@ def check_sender(hello: Hello, message: object, num_servers: int) -> None:
 
 
 def check_caller(hello: object, connection: Connection) -> Hello:
-    """Return the caller's introduction; raises PeerError if it has none, or its certificate is for another process."""
+    """Return the caller's introduction.
+
+    Raises PeerError: it has none, or no rank that there can be, or its certificate is for another process.
+    """
     if not isinstance(hello, Hello):
         raise PeerError("the peer did not introduce itself")
+    if not 0 <= hello.rank < MAX_WORKERS:
+        raise PeerError(f"it calls itself {hello.role} {hello.rank}, expected a rank from 0 to {MAX_WORKERS - 1}")
     if not connection.peer_identity.permit(hello.role, hello.rank):
         holder = connection.peer_identity.holder
         raise PeerError(f"it calls itself {hello.role} {hello.rank}, but its certificate is for {holder}")

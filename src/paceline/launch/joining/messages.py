@@ -8,8 +8,9 @@ from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 
+from paceline.core.settings import MAX_WORKERS
 from paceline.errors import PeerError, UsageError
-from paceline.job.spec import MAX_WORKERS, Count, Rank
+from paceline.job.spec import Count, Rank
 from paceline.launch.rendezvous.liveness_lock import ProcessInfo
 from paceline.observe.trace import BoundedSeconds
 from paceline.transport.base import Limits
