@@ -11,7 +11,7 @@ import pytest
 from tests.transport.carriers import make_carrier
 
 from paceline.errors import ConnectionLost
-from paceline.server.connections import Acceptor, Incoming
+from paceline.server.connections import LARGE_COUNTS, MOST_AHEAD, Acceptor, Incoming
 from paceline.transport.base import EMPTY, Connection, Transport
 from paceline.transport.deadline import Deadline
 from paceline.transport.frames import Kind, Prefix, encode_prefix
@@ -124,6 +124,35 @@ def test_a_connection_that_is_dropped_as_its_thread_ends_is_said_to_have_ended_o
         assert isinstance(end, Incoming)
         assert end.frame is None
         assert made.get(0.0) is None
+
+
+def test_the_thread_reads_no_further_ahead_than_frames_are_taken(tmp_path: Path) -> None:
+    with acceptor("tcp", tmp_path) as (made, transport), client(made, transport, b"worker 3") as worker:
+        most, headers, body = MOST_AHEAD // LARGE_COUNTS, [b"%d" % number for number in range(60)], bytes(LARGE)
+
+        def send_all() -> None:
+            for header in headers:
+                worker.send(header, memoryview(body), timeout_s=PATIENCE_S)
+
+        sending = threading.Thread(target=send_all)
+        sending.start()
+        while made.num_waiting() < most:
+            sending.join(0.01)
+        for _ in range(100):
+            sending.join(0.001)
+            assert made.num_waiting() <= most + 1  # the first may have been read by this thread
+        assert [heard(made)[1] for _ in headers] == headers
+        sending.join(PATIENCE_S)
+        assert not sending.is_alive()
+
+
+def test_the_thread_ends_though_what_it_has_read_is_not_taken(tmp_path: Path) -> None:
+    with acceptor("tcp", tmp_path) as (made, transport), client(made, transport, b"worker 3") as worker:
+        reader = enter_large_bodies(made, worker)
+        for _ in range(MOST_AHEAD + 1):
+            worker.send(b"clock", timeout_s=PATIENCE_S)
+    reader.join(PATIENCE_S)
+    assert not reader.is_alive()
 
 
 @pytest.mark.parametrize("body_bytes", [0, 100, LARGE])

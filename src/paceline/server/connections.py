@@ -29,7 +29,7 @@ from paceline.transport.buffer_pool import Buffer
 from paceline.transport.buffers import LentBody
 from paceline.transport.deadline import Deadline
 from paceline.transport.poller import Poller, receive_all
-from paceline.wire.connection import SMALL_IN_A_ROW, LargeBodies
+from paceline.wire.connection import LARGE_BYTES, SMALL_IN_A_ROW, LargeBodies
 from paceline.wire.messages import (
     EarlyValues,
     FactoredPush,
@@ -50,14 +50,22 @@ from paceline.wire.send_queue import SendHold, SendQueue
 _CARRIED_INTERVAL_S = 1.0  # between two records of the bytes by worker and table
 _POLL_S = 0.5  # between two looks at all connections: whether a peer is silent
 _NO_MEMORY = "this machine has no memory for a frame"
+# What a reader thread has read and the server's thread has yet to take: so many frames, of which a large one counts
+# as several.
+MOST_AHEAD = 64
+LARGE_COUNTS = 8
 
 
 class Incoming(msgspec.Struct, frozen=True):
-    """A frame for the server's thread, or the end of a connection (frame is None)."""
+    """A frame for the server's thread, or the end of a connection (frame is None).
+
+    `note_taken` is called once that thread has it.
+    """
 
     connection: Connection
     frame: Frame | None
     problem: str = ""
+    note_taken: Callable[[], None] | None = None
 
 
 def said_by(item: object, num_servers: int) -> tuple[Life, object] | None:
@@ -101,8 +109,7 @@ class Acceptor:
     listener: Listener
     place: AllocateBody | None = None  # allocates memory for bodies that the transport copies
     readers: ReaderService | None = None
-    # Bounded by how many messages workers may have unanswered, not by the queue: with a full queue a reader could wait
-    # for the very thread that waits for it.
+    # Its length is bounded by what each reader thread may put into it before some of that is taken, see `_read`.
     _queue: SimpleQueue[object] = field(default_factory=SimpleQueue[object])
     _received: deque[Incoming] = field(default_factory=deque[Incoming])  # by the thread that calls `get`
     _has_looked: bool = False  # whether frames have arrived, since the last item of the queue
@@ -134,6 +141,8 @@ class Acceptor:
             if not self._queue.empty() and self._has_looked:
                 self._has_looked = False
                 item = self._queue.get_nowait()
+                if isinstance(item, Incoming) and item.note_taken is not None:
+                    item.note_taken()
                 if not isinstance(item, _OnlySmall):
                     return item
                 self._read_here(item.connection)
@@ -285,12 +294,14 @@ class Acceptor:
         return None if self.place is None else self.place(header, size_bytes)
 
     def _read(self, connection: Connection) -> None:
-        large = LargeBodies(SMALL_IN_A_ROW)
+        large, room = LargeBodies(SMALL_IN_A_ROW), threading.Semaphore(MOST_AHEAD)
         while not self._closing.is_set():
             try:
                 frames = receive_all(connection, timeout_s=_POLL_S, place=partial(self._place, large))
                 for frame in frames:
-                    self.put(Incoming(connection, frame))
+                    num = LARGE_COUNTS if frame.body.nbytes > LARGE_BYTES else 1
+                    self._wait_for_room(room, num)
+                    self.put(Incoming(connection, frame, note_taken=partial(room.release, num)))
                 large.note_frames(len(frames))
                 if not large.num_left and connection.fileno() is not None:
                     self.put(_OnlySmall(connection))
@@ -303,6 +314,12 @@ class Acceptor:
             except MemoryError:  # the connection ends, and the peer repeats the frame over a new one
                 self.put(Incoming(connection, None, _NO_MEMORY))
                 return
+
+    def _wait_for_room(self, room: threading.Semaphore, num: int) -> None:
+        """Block until so much of what was read before is taken, or all of this ends."""
+        for _ in range(num):
+            while not room.acquire(timeout=_POLL_S) and not self._closing.is_set():
+                pass
 
 
 _URGENT = Held | Ticked  # a clock cannot complete before a worker has received these
