@@ -189,6 +189,18 @@ def test_a_revoked_worker_is_out_within_a_second_and_the_others_go_on(keys: Path
         honest.hear(Applied)
 
 
+def test_a_revoked_worker_is_out_while_the_server_is_busy(keys: Path) -> None:
+    with serving(keys) as servers, member(seen_by(servers, keys, 1), 1) as revoked:
+        busy, is_over = threading.Event(), threading.Event()
+        servers.servers[0].do(lambda _: (busy.set(), is_over.wait(JOIN_S)))
+        try:
+            assert busy.wait(JOIN_S)
+            servers.servers[0].expel(frozenset({"worker-1"}))
+            assert revoked.is_cut_off()
+        finally:
+            is_over.set()
+
+
 def test_a_certificate_that_is_revoked_between_its_handshake_and_its_first_word_lets_nothing_in(
     keys: Path, tmp_path: Path
 ) -> None:

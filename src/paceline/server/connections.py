@@ -82,9 +82,13 @@ def said_by(item: object, num_servers: int) -> tuple[Life, object] | None:
 
 
 class Expel(msgspec.Struct, frozen=True):
-    """Close connections whose certificate has one of these holders or serial numbers: an item of the queue."""
+    """Certificates with these holders or serial numbers were revoked: an item of the queue.
+
+    `connections`: those that had one, which are closed already.
+    """
 
     names: frozenset[str]
+    connections: tuple[Connection, ...]
 
 
 class Stop(msgspec.Struct, frozen=True):
@@ -183,18 +187,20 @@ class Acceptor:
         with self._lock:
             return list(self._connections.values())
 
-    def expel(self, names: Collection[str]) -> list[Connection]:
-        """Refuse connections whose certificate has one of these holders or serial numbers; return those that are open.
+    def expel(self, names: frozenset[str]) -> None:
+        """End connections whose certificate has one of these holders or serial numbers, and refuse others; any thread.
 
-        `names` are all revoked ones, and replace earlier ones.
+        Also while the thread that calls `get` is busy: `Expel` tells it later. `names` are all revoked ones, and
+        replace earlier ones.
         """
         if self.readers is not None:
             self.readers.expel(names)
         with self._lock:
             self._expelled = names
-            return [
-                connection for connection in self._connections.values() if connection.peer_identity.are_among(names)
-            ]
+            found = [each for each in self._connections.values() if each.peer_identity.are_among(names)]
+        for connection in found:
+            connection.close()
+        self.put(Expel(names, tuple(found)))
 
     def drop(self, connection: Connection) -> None:
         """End one connection; its end is an item that comes after its frames."""

@@ -304,7 +304,7 @@ class ServerNode:
 
     def expel(self, names: frozenset[str]) -> None:
         """Close connections whose certificate has one of these holders or serial numbers; from any thread."""
-        self._acceptor.put(Expel(names))
+        self._acceptor.expel(names)
 
     def report_death(self, worker: int, incarnation: int, reason: str) -> None:
         """Report that a worker's process has ended; from any thread."""
@@ -544,7 +544,7 @@ class ServerNode:
 
     def _expel(self, order: Expel) -> None:
         self._peers.expel(order.names)
-        for connection in self._acceptor.expel(order.names):
+        for connection in order.connections:
             self._on_revoked(connection)
 
     def _on_revoked(self, connection: Connection) -> None:

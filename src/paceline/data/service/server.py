@@ -363,7 +363,7 @@ class DataServer:
 
     def expel(self, names: frozenset[str]) -> None:
         """End the connections whose certificate has one of these subjects or serial numbers, from any thread."""
-        self._acceptor.put(Expel(names))
+        self._acceptor.expel(names)
 
     def _make(self) -> None:
         try:
@@ -463,7 +463,7 @@ class DataServer:
             self._source_cache.leave(source, reader.hello.rank)
 
     def _expel(self, order: Expel) -> None:
-        for connection in self._acceptor.expel(order.names):
+        for connection in order.connections:
             self._forget(connection)
 
 
