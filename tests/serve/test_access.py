@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -12,7 +13,7 @@ from typing import Literal
 from unittest.mock import Mock
 
 import pytest
-from tests.serve.daemon import Daemon, daemon
+from tests.serve.daemon import JOIN_S, Daemon, daemon
 
 import paceline
 from paceline.errors import (
@@ -28,8 +29,9 @@ from paceline.job.credentials.holders import Holder
 from paceline.job.credentials.key_store import issue_keys, make_keys, revoke
 from paceline.serve.access import ClientCredentials, ServeUrl, server_access
 from paceline.serve.client import enter_namespace
-from paceline.serve.messages import EnterFrame, EnterRefused, EnterRequest, encode
-from paceline.transport.base import EMPTY, Connection
+from paceline.serve.gateway import Namespaces
+from paceline.serve.messages import EnterAccepted, EnterFrame, EnterRefused, EnterRequest, encode
+from paceline.transport.base import EMPTY, Connection, PeerIdentity
 from paceline.version import __version__
 from paceline.wire.messages import Hello
 from paceline.wire.messages import encode as encode_node
@@ -129,6 +131,27 @@ def test_silent_holders_of_the_token_keep_no_client_waiting(served: Daemon) -> N
         with served.connect("other") as ps:
             assert ps.rank == 0
         assert time.monotonic() - began < 20.0  # before it was half a minute
+
+
+def test_clients_of_a_namespace_that_answers_none_keep_those_of_others_from_nothing(
+    served: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, is_over, admit = served.state / "token", threading.Event(), Namespaces.admit
+
+    def admit_late(namespaces: Namespaces, name: str, ask: EnterRequest, identity: PeerIdentity) -> EnterAccepted:
+        if name == "slow":
+            is_over.wait(JOIN_S)
+        return admit(namespaces, name, ask, identity)
+
+    monkeypatch.setattr(Namespaces, "admit", admit_late)
+    transport = ClientCredentials(token=key).access(ServeUrl.parse(served.address()), None).transport()
+    visit = encode(EnterFrame("slow", ask=EnterRequest(None, None, __version__)))
+    with ExitStack() as clients:
+        clients.callback(is_over.set)
+        for _ in range(80):
+            clients.enter_context(closing(transport.connect(f"tcp://127.0.0.1:{served.port}", visit, timeout_s=30)))
+        with served.connect("other") as ps:
+            assert ps.rank == 0
 
 
 def test_a_client_whose_certificate_is_revoked_after_its_handshake_is_not_admitted(tmp_path: Path) -> None:

@@ -324,7 +324,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 
 def test_a_server_without_a_thread_for_a_client_goes_on(served: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.serve.gateway.tell", served.told)
+    monkeypatch.setattr("paceline.serve.answer_lines.tell", served.told)
     location, key = ServeUrl.parse(served.address("job")), served.state / "token"
     transport = NamespaceTransport(
         location, ClientCredentials(key).access(location, None).transport(), lambda: addresses_of(location)

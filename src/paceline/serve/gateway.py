@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-import traceback
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final, final
 
@@ -17,9 +15,9 @@ from msgspec.structs import replace
 
 from paceline.errors import DeadlineExceeded, PacelineError, PeerError, Refused, UsageError
 from paceline.launch.limits import explain
-from paceline.notices import tell
 from paceline.serve.access import check_name
 from paceline.serve.admission import ClaimedRank
+from paceline.serve.answer_lines import AnswerLines
 from paceline.serve.messages import (
     EnterAccepted,
     EnterElsewhere,
@@ -56,12 +54,9 @@ if TYPE_CHECKING:
 MAX_NAMESPACES: Final = 64
 # That a client was killed may be known a moment after it has come again.
 _TAKEN_PATIENCE_S: Final = 1.0
-_TAKEN_PAUSE_S: Final = 0.05
 _END_TIMEOUT_S: Final = 5.0  # for a thread that has nothing left to do
 TICK_S: Final = 0.25
 _SEND_TIMEOUT_S: Final = 5.0  # an answer is small, and a client takes it at once
-# Answered at once, others wait in line: an answer waits for its own namespace, which may be read from disk first.
-_MAX_ANSWERS: Final = MAX_NAMESPACES
 
 
 @final
@@ -152,7 +147,8 @@ class Namespaces:
 
         Raises:
             UsageError: it cannot have that name.
-            Refused: the client cannot take part, or there are too many namespaces.
+            Refused: the client cannot take part, or there are too many namespaces; `ClaimedRank` where another one
+                has its rank, which may be known to be over a moment later.
             CheckpointError: what was saved of it cannot be used.
             ServedElsewhere: another server serves it.
         """
@@ -164,17 +160,13 @@ class Namespaces:
                 f"its certificate is for {peer_identity.holder}, which may read what is published and no more"
             )
         holder_rank = _holder_rank(peer_identity)
-        give_up, patient_until = time.monotonic() + ANSWER_TIMEOUT_S, time.monotonic() + _TAKEN_PATIENCE_S
+        give_up = time.monotonic() + ANSWER_TIMEOUT_S
         while time.monotonic() < give_up:
             namespace = self._namespace(name, ask.workers)
             try:
                 if namespace.is_followed:
                     self._require_own(name)
                 return self._with_servers(namespace.admit(ask, holder_rank))
-            except ClaimedRank:
-                if time.monotonic() >= patient_until:
-                    raise
-                self._ending.wait(_TAKEN_PAUSE_S)
             except NamespaceEnded:  # its last client has just left
                 namespace.wait_end(max(0.0, give_up - time.monotonic()))
         raise DeadlineExceeded(f"namespace '{name}' ended whenever it was asked for")
@@ -393,19 +385,21 @@ class Gateway:
     def __init__(self, listener: Listener, namespaces: Namespaces) -> None:
         self._listener = listener
         self.namespaces: Final = namespaces
+        self._lines = AnswerLines(MAX_NAMESPACES)
         self._stopping = threading.Event()
 
     def run(self) -> list[str]:
         """Accept clients until `stop`; then save and end all namespaces, and return what could not be saved."""
         look_at = 0.0
-        with ThreadPoolExecutor(_MAX_ANSWERS, thread_name_prefix="paceline-gateway") as answers:
+        with self._lines:
             try:
                 while not self._stopping.is_set():
                     with suppress(DeadlineExceeded):
-                        self._receive(self._listener.accept(timeout_s=TICK_S), answers)
+                        self._receive(self._listener.accept(timeout_s=TICK_S))
                     if time.monotonic() >= look_at:
                         look_at = time.monotonic() + TICK_S
                         self.namespaces.run_due_work()
+                        self._lines.resume()
             finally:
                 self._listener.close()
                 unsaved = self.namespaces.close()
@@ -415,7 +409,7 @@ class Gateway:
         """End `run`; for any thread, and for handlers of signals."""
         self._stopping.set()
 
-    def _receive(self, connection: Connection, answers: ThreadPoolExecutor) -> None:
+    def _receive(self, connection: Connection) -> None:
         """Answer a client, or hand it over to its namespace; a malformed identity ends the connection."""
         try:
             frame = decode_enter_frame(connection.identity)
@@ -430,32 +424,37 @@ class Gateway:
                 self.namespaces.hand_over(frame.namespace, entering)
         elif frame.ask is not None:
             ask = partial(self._place, frame.namespace, frame.ask, connection.peer_identity)
-            self._answer_beside(answers, connection, ask)
+            self._answer_in_line(frame.namespace, connection, ask)
         elif frame.seeks:
-            seek = partial(self._standing, frame.namespace)
-            self._answer_beside(answers, connection, seek)
+            self._answer_in_line(frame.namespace, connection, partial(self._standing, frame.namespace))
         else:
             connection.close()
 
-    def _answer_beside(self, answers: ThreadPoolExecutor, connection: Connection, find: Callable[[], Answer]) -> None:
-        """Have a client answered in a thread; where the system has none left it stays in line for one that is done."""
-        try:
-            answers.submit(self._answer, connection, find).add_done_callback(_show_fault)
-        except RuntimeError as error:
-            tell(f"a client waits for its answer: {explain(error)}")
+    def _answer_in_line(self, name: str, connection: Connection, find: Callable[[], Answer]) -> None:
+        """Have a client answered in a thread, behind those that ask of the same namespace."""
+        patient_until = time.monotonic() + _TAKEN_PATIENCE_S
+        self._lines.add(name, partial(self._answer, name, connection, find, patient_until))
 
-    def _answer(self, connection: Connection, find: Callable[[], Answer]) -> None:
+    def _answer(self, name: str, connection: Connection, find: Callable[[], Answer], patient_until: float) -> None:
         """Answer a client that asks something; a rank that it asks for expires if the answer is not received."""
         try:
-            connection.send(encode(find()), timeout_s=_SEND_TIMEOUT_S)
-        except PeerError:
-            return
-        finally:
+            answer = find()
+        except ClaimedRank as error:
+            again = partial(self._answer, name, connection, find, patient_until)
+            if time.monotonic() < patient_until and self._lines.defer(name, again):
+                return
+            answer = EnterRefused(describe_error(error))
+        except BaseException:
             connection.close()
+            raise
+        with closing(connection), suppress(PeerError):
+            connection.send(encode(answer), timeout_s=_SEND_TIMEOUT_S)
 
     def _place(self, namespace: str, ask: EnterRequest, peer_identity: PeerIdentity) -> Answer:
         try:
             return self.namespaces.admit(namespace, ask, peer_identity)
+        except ClaimedRank:
+            raise
         except ServedElsewhere as error:
             return EnterElsewhere(describe_error(error), error.address)
         except (PacelineError, OSError) as error:
@@ -466,10 +465,3 @@ class Gateway:
             return self.namespaces.standing(namespace)
         except (PacelineError, OSError) as error:
             return EnterRefused(describe_error(error))
-
-
-def _show_fault(answered: Future[None]) -> None:
-    """Print the traceback of an unexpected error, whose future is never waited for."""
-    error = answered.exception()
-    if error is not None:
-        traceback.print_exception(error)
