@@ -14,7 +14,7 @@ import paceline
 from paceline.api.session import Session
 from paceline.core.messages import Clock, Join, Leave, Push, PushId, Sender
 from paceline.errors import PeerError
-from paceline.server import feeds
+from paceline.server import feeds, readers
 from paceline.server.feeds import MAX_SHOWN
 from paceline.transport.base import Connection
 from paceline.wire import messages as wire
@@ -94,6 +94,26 @@ def test_a_reader_that_says_what_it_may_not_is_cut_and_training_goes_on(breach: 
 
     with job(tmp_path, carrier="tcp") as started:
         started.run(work)
+
+
+def test_readers_that_say_nothing_keep_none_out_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "MAX_READERS", 2)
+
+    def ask(reader: Connection) -> object:
+        reader.send(spoken.encode(FindVersions(1, "w", (), 0.0)), timeout_s=PATIENCE_S)
+        return spoken.decode(reader.receive(timeout_s=PATIENCE_S).header)
+
+    with job(tmp_path, carrier="tcp") as started, reading(started) as first, reading(started) as silent:
+        for reader in (first, silent, first):
+            assert ask(reader) == spoken.VersionsFound(1, ())
+        with reading(started) as early:
+            refused = spoken.decode(early.receive(timeout_s=PATIENCE_S).header)
+            assert refused == ReaderRefused(-1, "there are 2 readers already")
+        monkeypatch.setattr(readers, "SILENT_S", 0.0)
+        with reading(started) as late:
+            assert ask(late) == spoken.VersionsFound(1, ())
+            assert is_cut(silent)
+            assert ask(first) == spoken.VersionsFound(1, ())
 
 
 def test_what_is_not_there_is_refused_and_the_next_request_is_answered(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
-from paceline.server.feeds import HasNoRows, RowFeeds, RowReading, RowsRequest
+from paceline.server.feeds import SILENT_S, HasNoRows, RowFeeds, RowReading, RowsRequest
 from paceline.server.versions import PublishedVersion, PublishedVersions, VersionGone
 from paceline.transport.base import EMPTY, Connection
 from paceline.update.rows.changes import CursorExpired
@@ -43,7 +43,7 @@ from paceline.wire.versions import (
     require_said_by_reader,
 )
 
-MAX_READERS: Final = 256  # connected at once
+MAX_READERS: Final = 256  # connected at once; with more, one that asks for nothing gives way
 MAX_REQUESTS_PER_S: Final = 1000  # of one reader; more have to wait
 _RECEIVE_S: Final = 10.0  # between two looks at whether the server closes, which wakes the thread anyway
 _SEND_TIMEOUT_S: Final = 60.0
@@ -77,6 +77,7 @@ class ReaderService:
         self._owns_published = published is None
         self._lock = threading.Lock()
         self._serving: dict[Connection, threading.Thread] = {}
+        self._readings: dict[Connection, _Reading] = {}  # of these, but for those that have given way
         self._closing = threading.Event()
         self._expelled: Collection[str] = frozenset()
 
@@ -90,21 +91,35 @@ class ReaderService:
         """Serve a connection if it is a reader's, in a thread of its own; return whether it is."""
         if not is_reader(connection):
             return False
-        thread = threading.Thread(target=self._serve, args=(connection,), name="paceline-reader", daemon=True)
+        reading = _Reading(connection, self.parts, self._closing)
+        thread = threading.Thread(target=self._serve, args=(connection, reading), name="paceline-reader", daemon=True)
         try:
             check_caller(decode_hello(connection.identity), connection)
             with self._lock:
                 if self._closing.is_set() or connection.peer_identity.are_among(self._expelled):
                     raise PeerError("it may not read here, or not any more")
-                if len(self._serving) >= MAX_READERS:
-                    raise PeerError(f"there are {MAX_READERS} readers already")
-                self._serving[connection] = thread
+                if len(self._readings) >= MAX_READERS:
+                    self._make_room()
+                self._serving[connection], self._readings[connection] = thread, reading
                 thread.start()
         except (PeerError, RuntimeError) as error:  # or the system has no thread left
             with self._lock:
                 self._serving.pop(connection, None)
+                self._readings.pop(connection, None)
             refuse_reader(connection, str(error))
         return True
+
+    def _make_room(self) -> None:
+        """End the reader that has asked for nothing for the longest time; in the lock.
+
+        Raises:
+            PeerError: all have asked lately.
+        """
+        silent = min(self._readings, key=lambda each: self._readings[each].asked_s)
+        if time.monotonic() - self._readings[silent].asked_s < SILENT_S:
+            raise PeerError(f"there are {MAX_READERS} readers already")
+        del self._readings[silent]
+        silent.close()
 
     def expel(self, names: Collection[str]) -> None:
         """End the readers whose certificate has one of these holders or serial numbers, and let no more of them in."""
@@ -129,8 +144,7 @@ class ReaderService:
         if self._owns_published:
             self.published.versions.close()
 
-    def _serve(self, connection: Connection) -> None:
-        reading = _Reading(connection, self.parts, self._closing)
+    def _serve(self, connection: Connection, reading: _Reading) -> None:
         try:
             while not self._closing.is_set() and self._serve_for_a_second(reading):
                 pass
@@ -139,6 +153,7 @@ class ReaderService:
             connection.close()
             with self._lock:  # last: `close` joins the threads that are known
                 self._serving.pop(connection, None)
+                self._readings.pop(connection, None)
 
     def _serve_for_a_second(self, reading: _Reading) -> bool:
         """Answer as many requests as a reader may make in a second; return False when its connection has ended."""
@@ -158,12 +173,16 @@ class ReaderService:
 
 @final
 class _Reading:
-    """One reader, which reads the part of one server: what it has leased and was shown there. For one thread."""
+    """One reader, which reads the part of one server: what it has leased and was shown there. For one thread.
+
+    `asked_s`: when its last request came (monotonic seconds), for any thread.
+    """
 
     def __init__(self, connection: Connection, parts: Sequence[Published], closing: threading.Event) -> None:
         self._connection = connection
         self._parts = parts
         self._closing = closing
+        self.asked_s = time.monotonic()
         self._begin(parts[0])
 
     def _begin(self, published: Published) -> None:
@@ -180,6 +199,7 @@ class _Reading:
             PeerError: the connection has ended, or has to: the reader says what it may not.
         """
         frame = self._connection.receive(timeout_s=_RECEIVE_S, place=_refuse_body)
+        self.asked_s = time.monotonic()
         message = decode(frame.header)
         require_said_by_reader(message)
         try:
