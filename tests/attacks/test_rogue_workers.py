@@ -304,6 +304,10 @@ HOPELESS: dict[str, tuple[Attack, str]] = {
         declare_rows(life=Lifecycle(memory_bytes=1 << 24, spill="a\0b")),
         "null byte",
     ),
+    "rows that come after more pushes than are counted": (
+        declare_rows(life=Lifecycle(admit_after=2**31)),
+        "expected 1 \\(every row\\) to 2147483647 pushes",
+    ),
     "first values beyond all numbers": (
         declare_rows(dtype="float16", first=First("constant", 1e6)),
         "a number that float16 can hold",

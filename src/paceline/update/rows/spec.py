@@ -17,6 +17,7 @@ from paceline.update.table import MAX_NAME, DType, NonFinite, Scale, consistency
 FirstKind: TypeAlias = Literal["constant", "uniform", "normal"]
 Evict: TypeAlias = Literal["lru", "lfu"]
 
+_MOST_PUSHES = (1 << 31) - 1  # of a row, that are counted
 _LARGEST: Mapping[DType, float] = {"float32": 3.4e38, "float64": 1.79e308, "bfloat16": 3.38e38, "float16": 65504.0}
 
 
@@ -145,8 +146,8 @@ class RowTableSpec(msgspec.Struct, frozen=True):
 
     def _life_problems(self) -> Iterator[str]:
         life = self.life
-        if life.admit_after < 1:
-            yield f"admit_after is {life.admit_after}, expected 1 (every row) or more pushes."
+        if not 1 <= life.admit_after <= _MOST_PUSHES:
+            yield f"admit_after is {life.admit_after}, expected 1 (every row) to {_MOST_PUSHES} pushes."
         for field in ("expire_after", "floor", "max_rows", "memory_bytes"):
             number: int = getattr(life, field)
             if number < 0:
