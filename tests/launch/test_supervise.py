@@ -17,7 +17,7 @@ from paceline.launch.local import make_spec
 from paceline.launch.output import Console
 from paceline.launch.plan import LocalRun
 from paceline.launch.signals import Signals
-from paceline.launch.supervise import Exits, SupervisionConfig, Supervisor
+from paceline.launch.supervise import MOST_NAMED, Exits, SupervisionConfig, Supervisor
 
 START_TIMEOUT_S = 30.0
 
@@ -215,3 +215,14 @@ def test_a_server_without_a_successor_ends_the_run_and_says_why(
     assert run(machine, tmp_path) == 1
 
     assert "server 0 was killed by SIGKILL; the run ends: server 0 keeps nothing" in capsys.readouterr().err
+
+
+def test_workers_that_joined_and_went_without_end_are_named_up_to_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    exits, num = Exits(Console(), None, None, now=lambda: 0.0), MOST_NAMED + 1000
+    for number in range(num):
+        worker = Launch(role="worker", name=f"worker {number}", rank=number, command=(), environment={})
+        exits.note_loss(Member(worker, Machine(deque())), -9, "the others go on without it")
+    assert exits.conclude() == EXIT_LOST
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"worker {MOST_NAMED - 1}, which was killed by SIGKILL" in last
+    assert last.endswith("; and 1000 more (exit code 75)")

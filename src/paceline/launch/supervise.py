@@ -28,6 +28,7 @@ CLOCK: Final = "%H:%M:%S"
 STARTING_TURN_S: Final = 0.01
 TURN_S: Final = 0.25
 KILL_TIMEOUT_S: Final = 5.0
+MOST_NAMED: Final = 16  # lost workers at the end of a run; any number may have joined and gone
 SLOW_START_S: Final = 15.0  # then it is told which processes are still awaited
 SAVING_S: Final = 30.0  # at least so long, workers that have lost a server may save what they hold
 
@@ -256,7 +257,9 @@ class Exits:
         """Return the exit code of a run that has come to its end; say so where it has lost workers."""
         if not self._lost:
             return 0
-        self._console.announce(f"{self._subject} has ended without {'; '.join(self._lost)} (exit code {EXIT_LOST})")
+        more = len(self._lost) - MOST_NAMED
+        named = "; ".join([*self._lost[:MOST_NAMED], *([f"and {more} more"] if more > 0 else [])])
+        self._console.announce(f"{self._subject} has ended without {named} (exit code {EXIT_LOST})")
         return EXIT_LOST
 
     def _tell(self, member: Member, exit_code: int, then: str) -> str:
