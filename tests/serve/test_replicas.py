@@ -346,7 +346,7 @@ def test_a_server_that_is_told_to_end_as_it_comes_to_serve_saves_what_was_acknow
 
 
 @pytest.mark.parametrize("lag", [0, 2])
-def test_the_replica_knows_who_is_admitted_before_the_client_does(
+def test_an_admission_is_in_the_replica_before_it_is_told(
     lag: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known, admit = list[bool](), Namespace._admit

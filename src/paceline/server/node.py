@@ -698,8 +698,7 @@ class ServerNode:
                 self._journal.append(written, now)
             except JournalFull as error:
                 self._keep_no_more(str(error))
-        if self.follows is None:  # else it is news to no worker
-            # Last: a process in the place of this one completes a record by the journal.
+        if self.follows is None:  # last: a process in the place of this one completes a record by the journal
             self.replica.note(written, now)
 
     def _note_began(self, table: str, what: str) -> None:
@@ -790,13 +789,12 @@ class ServerNode:
 
     def _catch_up(self, recovery: Recovery) -> None:
         """Wait until workers have said again what this process has not seen."""
-        lag, num_servers = recovery.lag, self.settings.num_servers
-        catch_up = CatchUp(recovery.served, num_servers, self._core, lag, recovery.postponed)
+        catch_up = CatchUp(recovery.served, self.settings.num_servers, self._core, recovery.lag, recovery.postponed)
         catch_up.run(self._acceptor.get, self._handle_item, self.settings.lease_s)
         losses = catch_up.losses()
         for text in losses:
             self.tell(text)
-        for table in list(self._tables) * (lag * len(losses)):  # what lacks values that others have read is newer
+        for table in list(self._tables) * (recovery.lag * len(losses)):  # newer, as others have read values it lacks
             self._handle(Changed(table))
         for item in catch_up.completing:
             self._handle_item(item)
