@@ -19,7 +19,7 @@ from paceline.core.consistency import asynchronous
 from paceline.errors import UsageError
 from paceline.training.buffers import open_buffers
 from paceline.training.flat import FlatParameters, Weights, segments_of
-from paceline.training.model_checks import require_own_memory
+from paceline.training.model_checks import require_own_memory, sparse_gradient
 from paceline.training.state import (
     check_state,
     checked_by_all,
@@ -105,7 +105,7 @@ def gradients_of(flat: FlatParameters, nonfinite: NonFinite, where: str) -> dict
         if gradient is None:
             continue
         if gradient.layout != torch.strided:
-            raise UsageError(f"parameter '{name}' has a sparse gradient: build its layer with sparse=False.")
+            raise sparse_gradient(name)
         found[index] = gradient.detach()
     if nonfinite == "ignore" or not any(map(num_nonfinite, found.values())):
         return found

@@ -23,6 +23,7 @@ from paceline.errors import UsageError
 from paceline.torch_private import version_of
 from paceline.training.device_copies import DeviceCopies
 from paceline.training.hooks import call_if_alive
+from paceline.training.model_checks import sparse_gradient
 from paceline.update.dtypes import dtype_name, torch_dtype
 from paceline.update.table import TABLE_DTYPES, DType, Segment, position_hint, positional_name
 from paceline.worker.cache import Readable, TableCache
@@ -520,7 +521,7 @@ class Gradients:
                 self._parts[index].zero_()
                 absent.append(index)
             elif gradient.layout != torch.strided:
-                raise UsageError(f"parameter '{name}' has a sparse gradient: build its layer with sparse=False.")
+                raise sparse_gradient(name)
             elif self.are_on_device and self.device_copies.serves(gradient):
                 self._begin(index, gradient)
             elif gradient.data_ptr() != self._parts[index].data_ptr() or not gradient.is_contiguous():

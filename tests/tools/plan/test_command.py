@@ -255,6 +255,14 @@ def test_a_file_finds_what_a_script_finds(tmp_path: Path, capsys: pytest.Capture
     assert (sys.path, sys.argv) == before
 
 
+def test_ids_that_are_missing_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "of_ids.py"
+    path.write_text("import torch\ndef made():\n    return torch.nn.Sequential(torch.nn.Embedding(9, 4))\n")
+    assert answer(["plan", f"{path}:made", "--input", "8", "--devices", "2"]) == EXIT_USAGE
+    assert "it has embeddings: append :ids to --input for ids" in capsys.readouterr().err
+    assert answer(["plan", f"{path}:made", "--input", "8:ids", "--devices", "2"]) == 0
+
+
 def test_it_starts_without_torch() -> None:
     code = (
         "import sys; from paceline.cli import answer; "

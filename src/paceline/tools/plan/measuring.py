@@ -204,6 +204,8 @@ def measured_model(name: str, module: Module, sample: Sample, batch: int, number
     module.train()
     with torch.device("meta"):
         what = f"{name} cannot be run on the meta device with an input of {batch} x {tuple(sample.shape)}"
+        if not sample.is_ids and any(isinstance(each, Embedding) for each in module.modules()):
+            what += f" of numbers (it has embeddings: append :{_IDS} to --input for ids)"
         attempt(what, lambda: recorder.run(given))
     seen = set[Tensor]()
     costs = list(recorder.costs())
