@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConnectionLost, PeerError
-from paceline.server.connections import Acceptor
+from paceline.server.connections import Acceptor, Incoming
 from paceline.transport.base import EMPTY, NO_IDENTITY, AllocateBody, Frame
 from paceline.transport.buffer_pool import BufferPool
 from paceline.transport.buffers import destination, flat
@@ -179,6 +179,22 @@ class StagedCondition:
         return True
 
 
+class StagedSemaphore:
+    """A number that actors take from, and wait for while it is 0."""
+
+    def __init__(self, stage: Stage, value: int) -> None:
+        self.stage = stage
+        self.value = value
+
+    def acquire(self, timeout: float | None = None) -> bool:
+        self.stage.pause("room for more", lambda: self.value > 0)
+        self.value -= 1
+        return True
+
+    def release(self, n: int = 1) -> None:
+        self.value += n
+
+
 @dataclass
 class OneWay:
     """Frames on their way in one direction: of each its header, its size, and as much of its body as has come."""
@@ -312,15 +328,19 @@ def staged(seed: int) -> Iterator[Stage]:
         Thread=lambda target, name, args=(), daemon=True: Actor(stage, target, name, args, daemon),
         current_thread=threading.current_thread,
         Lock=threading.Lock,  # of what does not wait while it holds one
+        Semaphore=lambda value: StagedSemaphore(stage, value),
     )
 
     def get(acceptor: Acceptor, timeout_s: float | None) -> object | None:
         is_timed = timeout_s is not None
         stage.pause("news for a server", lambda: not acceptor._queue.empty() or (is_timed and stage.is_idle))
         try:
-            return acceptor._queue.get_nowait()
+            item = acceptor._queue.get_nowait()
         except Empty:
             return None
+        if isinstance(item, Incoming) and item.note_taken is not None:
+            item.note_taken()
+        return item
 
     with pytest.MonkeyPatch.context() as patch:
         for module in ("wire.send_queue", "wire.connection", "server.connections"):

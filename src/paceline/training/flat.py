@@ -342,7 +342,8 @@ class Weights:
             increment_version([tensors[index] for index in self._viewing])  # tells autograd of the change
         known = range(len(tensors)) if self.is_watched and not self._are_on_device else self._viewing
         self._versions, self._are_sent = {index: version_of(tensors[index]) for index in known}, False
-        self._note_beginnings(known)
+        if self._beginnings or self._num_fetches < _NUM_SAMPLED_FETCHES:
+            self._note_beginnings(known)
         for reading in self.device_copies.queued() if self._are_on_device else ():
             cache.note_device_read(reading)
 
