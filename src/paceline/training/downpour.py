@@ -18,8 +18,8 @@ from paceline.core.calls import checked
 from paceline.core.consistency import asynchronous
 from paceline.errors import UsageError
 from paceline.training.buffers import open_buffers
-from paceline.training.flat import FlatParameters, Weights, segments_of
-from paceline.training.model_checks import require_own_memory, sparse_gradient
+from paceline.training.flat import FlatParameters, Weights, segments_of, sparse_gradient
+from paceline.training.model_checks import require_own_memory
 from paceline.training.state import (
     check_state,
     checked_by_all,

@@ -23,7 +23,6 @@ from paceline.errors import UsageError
 from paceline.torch_private import version_of
 from paceline.training.device_copies import DeviceCopies
 from paceline.training.hooks import call_if_alive
-from paceline.training.model_checks import sparse_gradient
 from paceline.update.dtypes import dtype_name, torch_dtype
 from paceline.update.table import TABLE_DTYPES, DType, Segment, position_hint, positional_name
 from paceline.worker.cache import Readable, TableCache
@@ -409,6 +408,14 @@ def _is_plain(tensor: Tensor, dtype: DType) -> bool:
     """Return whether a tensor is as those of a model are made, of this dtype."""
     made_so = tensor.dtype == torch_dtype(dtype) and tensor.is_contiguous()
     return made_so and tensor.device.type == "cpu" and not tensor.is_shared()
+
+
+DENSE = "sparse=False, or as paceline.Embedding, whose rows live on the servers."
+
+
+def sparse_gradient(name: str) -> UsageError:
+    """Return the error for a parameter whose gradient is sparse."""
+    return UsageError(f"parameter '{name}' has a sparse gradient: build its layer with {DENSE}")
 
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element; compared as bits, NaN equals itself

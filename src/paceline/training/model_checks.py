@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline.errors import UsageError
 from paceline.model_parallel.tensor_plan import has_gradient_hooks
-
-_DENSE: Final = "sparse=False, or as paceline.Embedding, whose rows live on the servers."
+from paceline.training.flat import DENSE
 
 
 def require_own_memory(named: Mapping[str, Tensor], name: str) -> None:
@@ -36,11 +34,6 @@ def require_own_memory(named: Mapping[str, Tensor], name: str) -> None:
             )
 
 
-def sparse_gradient(name: str) -> UsageError:
-    """Return the error for a parameter whose gradient is sparse."""
-    return UsageError(f"parameter '{name}' has a sparse gradient: build its layer with {_DENSE}")
-
-
 def require_dense_gradients(model: nn.Module, name: str) -> None:
     """Refuse layers whose gradients are sparse, of which workers cannot add up slices or sums.
 
@@ -49,7 +42,7 @@ def require_dense_gradients(model: nn.Module, name: str) -> None:
     """
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise UsageError(f"'{name}': the layer '{path}' makes sparse gradients: build it with {_DENSE}")
+            raise UsageError(f"'{name}': the layer '{path}' makes sparse gradients: build it with {DENSE}")
 
 
 def require_no_gradient_hooks(named: Iterable[tuple[str, Tensor]], name: str) -> None:
