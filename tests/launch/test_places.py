@@ -6,7 +6,8 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -206,17 +207,26 @@ class ElasticMachine(Machine):
         return self.members[-1]
 
 
+@contextmanager
+def supervising(
+    folder: Path, machine: ElasticMachine, asked: Asked, policy: CrashPolicy | None = None
+) -> Iterator[Supervisor]:
+    config = SupervisionConfig(
+        crash_policy=policy or CrashPolicy(), start_timeout_s=WAIT_S, grace_s=1.0, run_dir=folder
+    )
+    with Signals() as signals:
+        exits = Exits(Console(), None, folder)
+        yield Supervisor(
+            config, machine, machine, Console(), signals, None, exits, now=lambda: machine.now_s, places=asked
+        )
+
+
 @pytest.mark.parametrize("code_when_told", [EXIT_PREEMPTED, -signal.SIGTERM], ids=["in its loop", "before it began"])
 def test_workers_come_to_the_lowest_places_and_leave_from_the_highest(tmp_path: Path, code_when_told: int) -> None:
     machine = ElasticMachine(deque(), code_when_told=code_when_told)
     places = WorkerPlaces(tmp_path, [worker(3, 1), worker(2, 1)])
     asked = Asked(places, machine, deque([4, 1, 1, 3]))
-    config = SupervisionConfig(crash_policy=CrashPolicy(), start_timeout_s=WAIT_S, grace_s=1.0, run_dir=tmp_path)
-    with Signals() as signals:
-        exits = Exits(Console(), None, tmp_path)
-        run = Supervisor(
-            config, machine, machine, Console(), signals, None, exits, now=lambda: machine.now_s, places=asked
-        )
+    with supervising(tmp_path, machine, asked) as run:
         assert run.run([describe("server"), worker(0), worker(1)]) == 0
 
     assert asked.answers == [
@@ -233,14 +243,7 @@ def test_workers_come_to_the_lowest_places_and_leave_from_the_highest(tmp_path: 
 def test_a_worker_that_is_about_to_come_again_leaves_before_those_of_lower_ranks(tmp_path: Path) -> None:
     machine = ElasticMachine(deque(), dying=["worker 2"])
     asked = Asked(WorkerPlaces(tmp_path, []), machine, deque([2, 3]), begins=lambda: bool(run._due))
-    config = SupervisionConfig(
-        crash_policy=CrashPolicy(on_crash="restart"), start_timeout_s=WAIT_S, grace_s=1.0, run_dir=tmp_path
-    )
-    with Signals() as signals:
-        exits = Exits(Console(), None, tmp_path)
-        run = Supervisor(
-            config, machine, machine, Console(), signals, None, exits, now=lambda: machine.now_s, places=asked
-        )
+    with supervising(tmp_path, machine, asked, CrashPolicy(on_crash="restart")) as run:
         run.run([describe("server"), worker(0), worker(1), worker(2)])
     assert asked.answers == ["2 workers from now on: worker 2 to leave", "3 workers from now on: worker 2 to come"]
     assert not any(member.is_told for member in machine.members if member.launch.role == "worker")
@@ -250,14 +253,7 @@ def test_a_worker_that_is_about_to_come_again_leaves_before_those_of_lower_ranks
 def test_a_worker_that_is_killed_as_it_leaves_does_not_come_again(tmp_path: Path) -> None:
     machine = ElasticMachine(deque(), code_when_told=-signal.SIGKILL)
     asked = Asked(WorkerPlaces(tmp_path, []), machine, deque([1, 1]))
-    config = SupervisionConfig(
-        crash_policy=CrashPolicy(on_crash="restart"), start_timeout_s=WAIT_S, grace_s=1.0, run_dir=tmp_path
-    )
-    with Signals() as signals:
-        exits = Exits(Console(), None, tmp_path)
-        run = Supervisor(
-            config, machine, machine, Console(), signals, None, exits, now=lambda: machine.now_s, places=asked
-        )
+    with supervising(tmp_path, machine, asked, CrashPolicy(on_crash="restart")) as run:
         assert run.run([describe("server"), worker(0), worker(1)]) == EXIT_LOST
     assert asked.answers == ["1 worker from now on: worker 1 to leave", "1 worker from now on"]
     assert [member.name for member in machine.members] == ["server 0", "worker 0", "worker 1"]
@@ -266,12 +262,7 @@ def test_a_worker_that_is_killed_as_it_leaves_does_not_come_again(tmp_path: Path
 def test_the_number_stays_when_a_worker_has_finished(tmp_path: Path) -> None:
     machine = ElasticMachine(deque(), is_over=True)
     asked = Asked(WorkerPlaces(tmp_path, [worker(1, 1)]), machine, deque([2]))
-    config = SupervisionConfig(crash_policy=CrashPolicy(), start_timeout_s=WAIT_S, grace_s=1.0, run_dir=tmp_path)
-    with Signals() as signals:
-        exits = Exits(Console(), None, tmp_path)
-        run = Supervisor(
-            config, machine, machine, Console(), signals, None, exits, now=lambda: machine.now_s, places=asked
-        )
+    with supervising(tmp_path, machine, asked) as run:
         assert run.run([describe("server"), worker(0)]) == 0
     assert asked.answers == ["a worker has come to the end of the script: the number of workers stays as it is"]
 

@@ -150,18 +150,24 @@ def test_what_is_undone_is_told_once(
     assert f"worker 1, 'model': {UNDONE} '0.weight' after a step" in told
 
 
-@pytest.mark.parametrize("write", [through_numpy, to_a_page_in_the_middle, in_other_memory, in_one_vector])
-def test_what_torch_does_not_count_is_told_of_views(
-    tmp_path: Path, write: Callable[[nn.Module], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def training_with(change: Callable[[nn.Module], None]) -> Callable[[Session], None]:
+    """Return what a worker does that changes its model behind each step."""
+
     def work(worker: Session) -> None:
         model = of_many_pages()
         optimizer = paceline.distributed(sgd(model), model=model)
         for step in range(3):
             run_steps(model, optimizer, worker.rank, range(step, step + 1))
-            write(model)
+            change(model)
 
-    run_job(tmp_path, work, workers=2, carrier="shm")
+    return work
+
+
+@pytest.mark.parametrize("write", [through_numpy, to_a_page_in_the_middle, in_other_memory, in_one_vector])
+def test_what_torch_does_not_count_is_told_of_views(
+    tmp_path: Path, write: Callable[[nn.Module], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_job(tmp_path, training_with(write), workers=2, carrier="shm")
     assert capsys.readouterr().err.count(UNDONE) == 2
 
 
@@ -182,14 +188,7 @@ def kept_elsewhere_for_a_while(model: nn.Module) -> None:
 def test_what_changes_no_value_is_not_told(
     tmp_path: Path, change: Callable[[nn.Module], None], carrier: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def work(worker: Session) -> None:
-        model = of_many_pages()
-        optimizer = paceline.distributed(sgd(model), model=model)
-        for step in range(3):
-            run_steps(model, optimizer, worker.rank, range(step, step + 1))
-            change(model)
-
-    run_job(tmp_path, work, workers=2, carrier=carrier)
+    run_job(tmp_path, training_with(change), workers=2, carrier=carrier)
     assert UNDONE not in capsys.readouterr().err
 
 
