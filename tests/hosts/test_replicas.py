@@ -238,7 +238,7 @@ def test_a_machine_that_was_lost_comes_again_and_has_its_worker_and_its_servers(
     assert bits.pop().endswith(rows_that_had((whole, whole - sum(range(num_clocks + 1, second + 1)))))
     assert "worker 1 takes the place of the process that was worker 1 before it" in told[1][1]
     for rank in range(2):
-        assert f"this machine is back, and has a replica of server {rank} again" in told[1][1]
+        assert f"this machine is the home of server {rank}, and has a replica of it" in told[1][1]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.campaign)])
@@ -269,6 +269,36 @@ def test_a_spare_has_the_servers_of_a_machine_that_is_lost_or_leaves(how: signal
     assert (tmp_path / "bits-0").read_text().endswith(rows_of((NUM_CLOCKS, num_clocks)))
     assert "a machine with a process of server 0 is gone, or leaves; this one has another, its replica" in said
     assert "server 0 is served by its replica from now on" in said
+
+
+@pytest.mark.campaign
+@each_way
+def test_a_server_moves_to_a_machine_that_comes_for_it_and_training_goes_on(servers: str, tmp_path: Path) -> None:
+    """What has moved is what counts: once it is there, its replica, the last process of before, is killed."""
+    tmp_path.chmod(0o700)
+    with hosts(3) as network, ExitStack() as running:
+        workers = [running.enter_context(worker_on(network, tmp_path, servers, host, 2)) for host in range(2)]
+        wait_at(workers, tmp_path, STOPS[0])
+        command = ("-m", "paceline", "spare", str(tmp_path / "runs"), "--servers", "1")
+        spare = running.enter_context(process_on(network, 2, {}, *command))
+        assert spare.stderr is not None
+        assert "to which servers move: 0" in spare.stderr.readline()
+        (tmp_path / f"go-{STOPS[0]}").touch()
+        every = [*workers, spare]
+        wait_for(every, lambda: nodes_of(tmp_path, 0) == (2, 1))
+        wait_at(workers, tmp_path, STOPS[1])
+        assert nodes_of(tmp_path, 1) == (1, 0)
+        view = views_of(tmp_path, 0).newest()
+        assert view is not None
+        os.kill(server_pid(tmp_path, 0, view.replica), signal.SIGKILL)
+        (tmp_path / f"go-{STOPS[1]}").touch()
+        told = [process.communicate(timeout=PATIENCE_S) for process in every]
+
+    assert [process.returncode for process in every] == [0, 0, 0], told
+    (tmp_path / "here").mkdir()
+    undisturbed = set(run_job(tmp_path / "here", train, workers=2, servers=2))
+    assert {(tmp_path / f"bits-{rank}").read_text() for rank in range(2)} == undisturbed
+    assert "this machine is the home of server 0, and has a replica of it" in told[2][1]
 
 
 def nodes_of(folder: Path, rank: int) -> tuple[int, int] | None:

@@ -227,3 +227,60 @@ def test_a_place_is_asked_back_once_that_of_the_replica_is_home_or_has_none(
         assert is_to_hand_over(tmp_path, 0, 2)
     finally:
         nodes[0].close()
+
+
+def test_servers_move_to_a_spare_that_is_made_their_home_and_back_once_it_leaves(
+    nodes: list[NodePlaces], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_places, "SETTLED_S", 0.0)
+    spare = NodePlaces(tmp_path, None, NUM_NODES)
+    try:
+        assert spare.make_home(1) == [0]
+        views = Views(tmp_path, 0)
+        assert taken([spare]) == {}
+        assert is_to_hand_over(tmp_path, 0, FIRST.head)
+        assert views.promote(FIRST.number)
+        assert taken([*nodes, spare]) == {spare.node: [(0, 2)]}
+        assert spare.has_brought_home(0, 2)
+        assert views.enlist(2, 2)
+        assert taken([spare]) == {}
+        assert is_to_hand_over(tmp_path, 0, FIRST.replica)
+        assert views.promote(3)
+        spare.leave()
+        assert nodes[1].claim(0, 3)
+        assert views.enlist(4, 3)
+        assert is_to_hand_over(tmp_path, 0, 2)
+        assert views.promote(5)
+        assert taken([*nodes, spare]) == {0: [(0, 4)]}
+        assert nodes[0].has_brought_home(0, 4)
+        assert not spare.is_needed()
+    finally:
+        spare.close()
+
+
+def test_spares_take_servers_from_the_nodes_that_have_most(tmp_path: Path) -> None:
+    """Of four servers node 0 has three."""
+    with ExitStack() as running:
+        nodes = [NodePlaces(tmp_path, node, NUM_NODES) for node in range(2)]
+        for node in nodes:
+            running.callback(node.close)
+        spares = [NodePlaces(tmp_path, None, NUM_NODES) for _ in range(2)]
+        for spare in spares:
+            running.callback(spare.close)
+        assert spares[0].make_home(1) is None, "no server has begun"
+        for rank in range(NUM_NODES):
+            assert nodes[rank == 3].claim(rank, FIRST.head)
+        assert spares[0].make_home(1) == [0]
+        assert spares[1].make_home(2) == [1, 2], "one of node 0, which has two, and then of the first of those with one"
+        assert spares[1].make_home(2) == [1, 2]
+        assert spares[0].make_home(9) == list(range(NUM_NODES))
+
+
+def test_of_two_spares_that_choose_the_same_server_one_has_it(nodes: list[NodePlaces], tmp_path: Path) -> None:
+    claims = PlaceClaims(tmp_path, 0)
+    known = claims.homes(FIRST.head)
+    assert claims.move_home(4, known)
+    assert not claims.move_home(5, known)
+    assert claims.homes(FIRST.head) == [0, 4]
+    assert claims.homes(FIRST.replica) == [1]
+    assert nodes[0].claim(0, 2)

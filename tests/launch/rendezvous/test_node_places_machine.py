@@ -1,7 +1,7 @@
 """Nodes are lost, leave, come again and take places over in every order: a process is started once.
 
-Servers are whole again, and where all nodes are there, on the nodes on which they were at the beginning. Spares come,
-and leave or are lost as others.
+Servers are whole again, and where all nodes are there, on the nodes on which they were at the beginning, but for those
+that move to spares. Spares come, and leave or are lost as others.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Places(RuleBasedStateMachine):
         self.views = [Views(self.folder, rank) for rank in ALL]
         self.claims = [PlaceClaims(self.folder, rank) for rank in ALL]
         self.alive, self.leaving, self.lost = set(ALL), set[int](), set[int]()
+        self.homes = [[rank] for rank in ALL]  # of servers: where they began, and the spares that they have moved to
         self.running: dict[tuple[int, int], int] = {}  # the node of each process of each server
         for rank in ALL:
             assert self.views[rank].change(FIRST)
@@ -106,12 +107,17 @@ class Places(RuleBasedStateMachine):
             self.begin(node, FIRST.head, node)  # which are claimed
             self.begin((node - 1) % NUM_NODES, FIRST.replica, node)
 
-    @rule()
-    def a_spare_comes(self) -> None:
+    @rule(num_servers=st.integers(0, 2))
+    def a_spare_comes(self, num_servers: int) -> None:
         if len(self.nodes) < NUM_NODES + NUM_SPARES:
             self.nodes.append(NodePlaces(self.folder, None, NUM_NODES))
             assert self.nodes[-1].node == len(self.nodes) - 1
             self.alive.add(self.nodes[-1].node)
+            here = self.nodes[-1].make_home(num_servers)
+            assert here is not None
+            assert len(here) == num_servers
+            for rank in here:
+                self.homes[rank].append(self.nodes[-1].node)
 
     @rule(node=st.one_of(st.just(0), LATER))
     def take_over(self, node: int) -> None:
@@ -160,7 +166,8 @@ class Places(RuleBasedStateMachine):
                 assert len(homes) == NUM_PLACES
                 assert homes <= staying
                 if staying >= set(ALL):
-                    assert homes == {rank, (rank + 1) % NUM_NODES}, "what came again has what it had"
+                    home = [node for node in self.homes[rank] if node in staying][-1]
+                    assert homes == {home, (rank + 1) % NUM_NODES}, "what came again has what it had"
                 assert not any(self.nodes[node].is_needed() for node in self.alive & self.leaving if not self.lost)
         finally:
             for node in self.alive:

@@ -67,6 +67,30 @@ def test_a_job_without_replicas_has_no_use_for_a_spare(tmp_path: Path) -> None:
         spare(tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    ("number", "refusal"),
+    [
+        (-1, r"--servers is -1, expected how many servers are to move here, or 0 for a spare"),
+        (2, r"--servers is 2, and the job in .*/run has 1"),
+    ],
+)
+def test_servers_that_cannot_move_are_refused(number: int, refusal: str, tmp_path: Path) -> None:
+    job(tmp_path / "run")
+    with pytest.raises(UsageError, match=refusal):
+        spare(tmp_path / "run", servers=number)
+
+
+def test_servers_that_do_not_begin_are_waited_for_no_longer_than_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job(tmp_path / "run")
+    monkeypatch.setenv("PACELINE_START_TIMEOUT_S", "0")
+    worker = LivenessLock.acquire(tmp_path / "run", "worker", 0, 1)
+    with pytest.raises(DeadlineExceeded, match=r"not all servers of the job in .*/run have begun within 0 s"):
+        spare(tmp_path / "run", servers=1)
+    worker.release()
+
+
 def tell_of(path: Path, machine: Machine, version: str = VERSION) -> None:
     """Have the file of a process say that it is another one."""
     path.write_bytes(msgspec.json.encode(ProcessInfo(machine, version)))

@@ -11,12 +11,14 @@ is made before the one here ends, and a process here that serves has its replica
 The node that has started the first process in a place is the home of that place. A node that comes again gets back the
 places that it is the home of: it claims their next processes, and asks what serves elsewhere to hand over to those.
 
-A spare is a node without workers that comes while the job runs, with a number behind the others. It is the home of no
-place, and takes those that come to it.
+A spare is a node without workers that comes while the job runs, with a number behind the others. It takes places that
+come to it; and where it is told to, it makes itself the home of servers, which then move to it as to a node that has
+come again. Once it is gone or leaves, their home is the one before.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Final, final
 
@@ -41,16 +43,19 @@ class PlaceClaims:
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     claims = PlaceClaims(Path(folder), 0)
-    ...     print(claims.claim(1, node=1), claims.claim(3, node=2), claims.claim(3, node=0))
+    ...     print(claims.claim(0, node=0), claims.claim(1, node=2), claims.claim(1, node=0), claims.claim(3, node=2))
     ...     print(claims.newest(place=1), claims.node_of(3))
-    True True False
+    ...     print(claims.move_home(5, known=[0]), claims.homes(place=0), claims.homes(place=1))
+    True True False True
     3 2
+    True [0, 5] [2]
     """
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         """Of the server with this rank; reads and writes nothing yet."""
         self._run_dir = run_dir
         self._prefix = f"{process_name(rank, 0)}.claim-"
+        self._home_prefix = f"{process_name(rank, 0)}.home-"
 
     def claim(self, process: int, node: int) -> bool:
         """Have this node start a process unless another has claimed it; return whether it is to. Raises OSError."""
@@ -60,9 +65,18 @@ class PlaceClaims:
         """Return the node that has claimed a process. Raises OSError where none has."""
         return int((self._run_dir / f"{self._prefix}{process}").read_text())
 
-    def home(self, place: int) -> int:
-        """Return the node that has claimed the first process in one of the two places. Raises OSError."""
-        return self.node_of(place)
+    def homes(self, place: int) -> list[int]:
+        """Return the nodes that have come to be the home of one of the two places, in this order. Raises OSError."""
+        moves = [name for name in names_in(self._run_dir) if name.startswith(self._home_prefix)]
+        moved = [int((self._run_dir / f"{self._home_prefix}{number}").read_text()) for number in range(len(moves))]
+        return [self.node_of(place), *(moved if place == FIRST.head else ())]
+
+    def move_home(self, node: int, known: list[int]) -> bool:
+        """Make a node the home of the place in which the server has begun to serve, after those that are `known`.
+
+        Return whether no other node was faster. Raises OSError.
+        """
+        return make_once(self._run_dir / f"{self._home_prefix}{len(known) - 1}", str(node).encode())
 
     def newest(self, place: int) -> int:
         """Return the latest process that was claimed in one of the two places; the first one where none was."""
@@ -106,9 +120,29 @@ class NodePlaces:
         self._claimed.discard((rank, process))
         return False
 
-    def is_home(self, rank: int, process: int) -> bool:
-        """Return whether this node has started the first process in the place of this one. Raises OSError."""
-        return self._claims[rank].home(process % NUM_PLACES) == self.node
+    def make_home(self, num_servers: int) -> list[int] | None:
+        """Make this node the home of so many servers, or of all; return which. They move here by and by.
+
+        Each is taken from the node that is the home of most. None while some server has no process yet. Raises OSError.
+        """
+        staying = self._staying(leaving_nodes(self._run_dir))
+        while True:
+            try:
+                known = [claims.homes(FIRST.head) for claims in self._claims]
+            except FileNotFoundError:
+                return None
+            homes = [_last_staying(nodes, staying) for nodes in known]
+            here = [rank for rank, home in enumerate(homes) if home == self.node]
+            if len(here) >= min(num_servers, len(homes)):
+                return here
+            counts = Counter(home for home in homes if home != self.node)
+            fullest = max(counts, key=lambda node: (counts[node], -node))
+            rank = homes.index(fullest)
+            self._claims[rank].move_home(self.node, known[rank])  # another spare may be faster: all are looked at again
+
+    def _home(self, rank: int, process: int, staying: dict[int, bool]) -> int:
+        """Return the home of the place of this process. Raises OSError."""
+        return _last_staying(self._claims[rank].homes(process % NUM_PLACES), staying)
 
     def take_over(self) -> list[tuple[int, int]]:
         """Claim the places that have come to this node; return by server the processes to start. Raises OSError.
@@ -125,7 +159,7 @@ class NodePlaces:
         for rank in range(len(self._views)):
             try:
                 process = self._due(rank, staying, leaving)
-                if process is not None and self._take(rank, process):
+                if process is not None and self._take(rank, process, staying):
                     taken.append((rank, process))
             except OSError:
                 if not taken:
@@ -133,9 +167,9 @@ class NodePlaces:
                 break  # what is claimed has to be started; the next look meets the problem again
         return taken
 
-    def _take(self, rank: int, process: int) -> bool:
+    def _take(self, rank: int, process: int, staying: dict[int, bool]) -> bool:
         """Claim a process of a server, and note whether that brings its place home; return whether it is claimed."""
-        is_home = self.is_home(rank, process)  # first: behind a claim nothing may fail
+        is_home = self._home(rank, process, staying) == self.node  # first: behind a claim nothing may fail
         is_claimed = self.claim(rank, process)
         if is_claimed and is_home:
             self._brought_home.add((rank, process))
@@ -165,7 +199,7 @@ class NodePlaces:
             return None
         if holder == self.node and (rank, latest) not in self._claimed:  # its process went with an earlier life
             return latest + NUM_PLACES
-        if holder != self.node and claims.home(place) == self.node:
+        if holder != self.node and self._home(rank, place, staying) == self.node:
             return latest + NUM_PLACES
         if staying.get(holder, True) and holder != head:  # it starts another process itself
             return None
@@ -184,10 +218,10 @@ class NodePlaces:
             return
         serves_again = view.replica % NUM_PLACES == FIRST.head and (rank, view.replica) in self._brought_home
         head, replica = claims.node_of(view.head), claims.node_of(view.replica)
-        home_of_replica = claims.home(view.replica % NUM_PLACES)
+        home_of_replica = self._home(rank, view.replica, staying)
         is_settled = replica == home_of_replica or not staying.get(home_of_replica, True)
         is_apart = self.node not in (head, replica) and is_settled
-        comes_back = self.is_home(rank, view.head) and is_apart
+        comes_back = self._home(rank, view.head, staying) == self.node and is_apart
         if serves_again or comes_back:
             ask_for_handover(self._run_dir, rank, view)
 
@@ -211,6 +245,11 @@ class NodePlaces:
     def close(self) -> None:
         """Have other nodes take this one for gone. May be repeated."""
         self._life.release()
+
+
+def _last_staying(homes: list[int], staying: dict[int, bool]) -> int:
+    """Return the last of the homes of a place that stays; the first one where none does."""
+    return next((home for home in reversed(homes) if staying.get(home, True)), homes[0])
 
 
 def leaving_nodes(run_dir: Path) -> set[int]:

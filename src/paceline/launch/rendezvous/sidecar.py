@@ -91,7 +91,7 @@ class SidecarServers:
                     tell(f"server {rank} stays without a replica, as this machine cannot start a process: {error}")
                     continue
                 if node.has_brought_home(rank, process):
-                    tell(f"this machine is back, and has a replica of server {rank} again", NEWS)
+                    tell(f"this machine is the home of server {rank}, and has a replica of it", NEWS)
                 else:
                     tell(
                         f"a machine with a process of server {rank} is gone, or leaves; this one has another, its "

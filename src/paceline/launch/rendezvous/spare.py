@@ -1,4 +1,7 @@
-"""`paceline spare`: a machine more for the servers of a job that torchrun, srun or mpirun has started with replicas."""
+"""`paceline spare`: a machine more for the servers of a job that torchrun, srun or mpirun has started with replicas.
+
+It stands by for machines that are lost, or has servers move to it at once.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Final, final
@@ -27,8 +30,8 @@ from paceline.notices import NEWS, tell
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def spare(job: Path, /) -> int:
-    """Have servers of a running job on this machine, too, as soon as one of its machines is lost or leaves.
+def spare(job: Path, /, *, servers: int = 0) -> int:
+    """Have servers of a running job on this machine, too: at once, or as soon as one of its machines is lost or leaves.
 
     For jobs of torchrun, srun or mpirun whose servers have replicas (PACELINE_SERVERS=node:1+replicas:1). No worker
     runs here. Call it where the script lies if that names update rules of its own. Blocks until the job is over;
@@ -39,7 +42,11 @@ def spare(job: Path, /) -> int:
     job
         The folder of the job, or the one that PACELINE_RUN_DIR names if it has one job. One that has not begun is
         waited for, as processes of a job wait for each other.
+    servers
+        How many servers move here from the machines that have most, while the job runs, and back once this one leaves.
     """
+    if servers < 0:
+        raise UsageError(f"--servers is {servers}, expected how many servers are to move here, or 0 for a spare")
     run_dir = find_job(job, start_timeout_s(START_TIMEOUT_S))
     spec = ClusterSpec.read(run_dir / CLUSTER_NAME)
     if spec.launcher_decides:
@@ -49,20 +56,35 @@ def spare(job: Path, /) -> int:
             f"the servers of the job in {run_dir} have no replicas, and do not move to another machine: start the job "
             "with PACELINE_SERVERS=node:1+replicas:1"
         )
+    if servers > spec.num_servers:
+        raise UsageError(f"--servers is {servers}, and the job in {run_dir} has {spec.num_servers}")
     first = process_info(run_dir, "worker", 0)
     refusal = first.refusal("the first process of the job")
     if refusal is not None:
         raise UsageError(refusal)
     _require_other_machine(run_dir)
     host = listening_host(spec, first.machine)
-    with _heeding_signals() as notice:
-        node = NodePlaces(run_dir, None, spec.num_servers)
-        servers = SidecarServers(run_dir, range(0), host, node=node, imports=Path.cwd())
-        tell(f"this machine is node {node.node} of the job in {run_dir}, a spare for those that are lost", NEWS)
+    with _heeding_signals() as notice, closing(NodePlaces(run_dir, None, spec.num_servers)) as node:
+        here = _wait_home(node, servers, run_dir) if servers else []
+        sidecars = SidecarServers(run_dir, range(0), host, node=node, imports=Path.cwd())
+        moving = ", ".join(map(str, here))
+        task = f"to which servers move: {moving}" if here else "a spare for those that are lost"
+        tell(f"this machine is node {node.node} of the job in {run_dir}, {task}", NEWS)
         try:
-            return _stay(spec, servers, notice)
+            return _stay(spec, sidecars, notice)
         finally:
-            servers.kill()
+            sidecars.kill()
+
+
+def _wait_home(node: NodePlaces, num_servers: int, run_dir: Path) -> list[int]:
+    """Make a node the home of so many servers, once they have begun; return which. Raises DeadlineExceeded."""
+    timeout_s = start_timeout_s(START_TIMEOUT_S)
+    return wait_for(
+        lambda: node.make_home(num_servers),
+        timeout_s,
+        lambda: f"not all servers of the job in {run_dir} have begun within {timeout_s:g} s",
+        INTERVAL_SHARED_S,
+    )
 
 
 def find_job(folder: Path, timeout_s: float) -> Path:
