@@ -11,6 +11,7 @@ import threading
 from collections.abc import Generator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from types import FrameType
 from typing import Final, final
 
@@ -28,6 +29,7 @@ from paceline.launch.rendezvous.sidecar import SidecarServers
 from paceline.notices import NEWS, tell
 
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_OVER: Final = 0  # is the number of no signal
 
 
 def spare(job: Path, /, *, servers: int = 0) -> int:
@@ -138,24 +140,26 @@ def _has_begun(path: Path) -> bool:
 
 @final
 class _EndNotice:
-    """What has been told to this process: that the job is over, or a signal that has it end."""
+    """What has this process end: that the job is over, or a signal."""
 
     def __init__(self) -> None:
-        self.has_come: Final = threading.Event()
         self.is_over: Final = threading.Event()
-        self.signal = 0
+        self._first = SimpleQueue[int]()  # a handler of signals may put there while the main thread is in `get`
 
     def note_over(self) -> None:
         """Note that the job is over."""
         self.is_over.set()
-        self.has_come.set()
+        self._first.put(_OVER)
 
     def note_signal(self, number: int, _frame: FrameType | None) -> None:
         """Note the first signal; a second one ends the process at once."""
         for each in _ENDING:
             signal.signal(each, signal.SIG_DFL)
-        self.signal = number
-        self.has_come.set()
+        self._first.put(number)
+
+    def wait(self) -> int:
+        """Block until there is one; return the number of the signal, `_OVER` if the job is over."""
+        return self._first.get()
 
 
 @contextmanager
@@ -180,10 +184,11 @@ def _stay(spec: ClusterSpec, servers: SidecarServers, notice: _EndNotice) -> int
         notice.note_over()
 
     threading.Thread(target=wait_over, name="paceline-job", daemon=True).start()
-    notice.has_come.wait()
-    if notice.is_over.is_set():
+    first = notice.wait()
+    if first == _OVER:
         servers.wait(spec.grace_s)
+        tell(f"the job in {spec.run_dir} is over", NEWS)
         return 0
     tell("this machine leaves, once its servers have moved to others; a second signal ends it at once", NEWS)
     servers.leave(notice.is_over.is_set)
-    return EXIT_INTERRUPTED if notice.signal == signal.SIGINT else EXIT_PREEMPTED
+    return EXIT_INTERRUPTED if first == signal.SIGINT else EXIT_PREEMPTED
