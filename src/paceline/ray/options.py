@@ -41,9 +41,9 @@ class RayOptions:
         CPUs of each server, replica and data server.
     replicas
         1 for a replica of each server, on another node where there are several: it serves when the server is lost.
-        Default: as PACELINE_SERVERS says, else none.
+        0: as PACELINE_SERVERS says, else none.
     lag
-        Clocks by which answers to workers may be ahead of replicas. Default: as PACELINE_SERVERS says, else 0.
+        Clocks by which answers to workers may be ahead of replicas. 0: as PACELINE_SERVERS says, else none.
     working_dir
         Folder that is copied to every node, with the script in it. Default: that of the script, with --address.
     env

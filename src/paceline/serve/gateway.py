@@ -310,10 +310,9 @@ class Namespaces:
         with suppress(OSError):  # of the folder of views, which was told
             replicas = {name: self._replicas_of(name) for name in self._state.names()}
             alone = [name for name, found in replicas.items() if found is not None and found.is_alone]
-            if alone:
+            for name in alone:
                 self._config.tell(
-                    f"only this server has what is newest of {', '.join(alone)}: others refuse clients of it until "
-                    "this one is back"
+                    f"only this server has what is newest of {name}: others refuse its clients until this one is back"
                 )
 
     def _forget(self, namespace: Namespace) -> None:

@@ -417,7 +417,8 @@ class NamespaceReplicas:
     def _require(self, view: View | None) -> None:
         if view is None:
             newest = self.views.newest()
-            assert newest is not None
+            if newest is None:  # as on a mount that is gone
+                raise OSError(f"there are no views of namespace '{self.name}' any more")
             raise self._companions.elsewhere(self.name, newest)
 
 
