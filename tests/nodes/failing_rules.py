@@ -1,4 +1,4 @@
-"""Update rules that raise in the middle of their second update."""
+"""Update rules that raise in the middle of an update: the second, or one that is not positive."""
 
 from __future__ import annotations
 
@@ -43,4 +43,16 @@ class Rows:
         values.add_(gradient)
         self.num_updates += 1
         if self.num_updates == 2:
+            raise ValueError("the rule gives up")
+
+
+class PositiveRows:
+    """Adds to rows what is pushed, and gives up where some of it is not positive, after it has changed the values."""
+
+    columns = ()
+    echo = ""
+
+    def update(self, values: Tensor, gradient: Tensor, *_: object) -> None:
+        values.add_(gradient)
+        if not (gradient > 0).all():
             raise ValueError("the rule gives up")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import threading
 from pathlib import Path
@@ -17,9 +18,11 @@ from paceline.api.session import Session
 from paceline.cli import answer
 from paceline.serve import namespace as namespace_module
 from paceline.serve.namespace import Namespace
+from paceline.snapshots import writing
 from paceline.snapshots.folder import Snapshot, newest, snapshots_in
 from paceline.snapshots.reading import SavedDense, row_pieces
 from paceline.snapshots.writing import CutOfTable, FolderWriter
+from paceline.update.rules import RuleSpec
 from paceline.worker.rows.table import RowTable
 from paceline.worker.table import Table
 
@@ -207,3 +210,85 @@ def test_jobs_and_namespaces_go_on_from_each_other(tmp_path: Path, capsys: pytes
     with job(tmp_path / "second", servers=2, **going_on) as started:
         [found] = started.run(lambda session: pulled(open_tables(session)))
     assert are_equal(found, values)
+
+
+FAILING = frozenset({"tests.nodes.failing_rules:Dense", "tests.nodes.failing_rules:PositiveRows"})
+
+
+def open_failing(ps: Session) -> tuple[Table, RowTable]:
+    dense = ps.table(
+        "own", shape=(8,), update=RuleSpec("tests.nodes.failing_rules:Dense", ({},)), consistency="asynchronous"
+    )
+    rows = ps.table(
+        "own rows", rows=2, update=RuleSpec("tests.nodes.failing_rules:PositiveRows", ({},)), consistency="asynchronous"
+    )
+    return dense, rows
+
+
+def pushed(tables: tuple[Table, RowTable], amount: float) -> list[str]:
+    """Push to both, and return why that was refused, "" where it was not."""
+    dense = tables[0].push(torch.full((8,), amount)).result(WAIT_S)
+    rows = tables[1].push(IDS[:3], torch.full((3, 2), amount)).result(WAIT_S)
+    return [dense.reason, rows.reason]
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_table_whose_update_has_failed_keeps_no_other_from_being_saved(
+    has_links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, asked = tmp_path / "state", list[Path]()
+
+    def refuse(file: Path, _name: Path) -> None:
+        asked.append(file)
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    if not has_links:
+        monkeypatch.setattr(writing, "hard_link", refuse)
+    with daemon(state, snapshot_every_s=3600.0, allowed_paths=FAILING) as served:
+        with served.connect("job") as ps:
+            others, own = open_tables(ps), open_failing(ps)
+            assert pushed(own, 1.0) == ["", ""]
+            step(ps, others)
+            save_now(served)
+            wait_for(served, 1)
+            assert own[1].push(IDS[2:4], torch.full((2, 2), 4.0)).result(WAIT_S).applied
+            step(ps, others)
+            save_now(served)
+            changed = wait_for(served, 2).table("own rows")
+            assert changed is not None
+            assert changed.changed_only
+            assert all("the rule gives up" in reason for reason in pushed(own, -1.0))
+            for number in (3, 4, 5):
+                step(ps, others)
+                save_now(served)
+                found = wait_for(served, number)
+            after = pulled(others)
+        served.wait_empty()
+        assert are_equal(kept(found), after)
+    told = [line for line in served.told.lines if "is saved as it was in the snapshot before: " in line]
+    assert [line.partition(" is ")[0] for line in told] == [
+        "table 'own' of namespace 'job'",
+        "table 'own rows' of namespace 'job'",
+    ], "each once"
+    assert bool(asked) != has_links
+    found.verify()
+    with daemon(state, allowed_paths=FAILING) as served, served.connect("job") as ps:
+        dense, rows = open_failing(ps)
+        assert torch.equal(dense.pull(), torch.ones(8))
+        assert torch.equal(rows.pull(IDS[:4]), torch.tensor([[1.0], [1.0], [5.0], [4.0]]).expand(4, 2))
+        assert are_equal(pulled(open_tables(ps)), after)
+
+
+def test_a_table_that_failed_before_the_first_snapshot_is_left_out(tmp_path: Path) -> None:
+    with daemon(tmp_path / "state", snapshot_every_s=3600.0, allowed_paths=FAILING) as served:
+        with served.connect("job") as ps:
+            own = open_failing(ps)
+            assert all("the rule gives up" in reason for reason in pushed(own, -1.0)[1:])
+            others = open_tables(ps)
+            step(ps, others)
+            after = pulled(others)
+        served.wait_empty()
+        found = newest(tmp_path / "state" / "namespaces" / "job")
+        assert are_equal(kept(found), after)
+        assert found.table("own rows") is None
+    assert any("table 'own rows' of namespace 'job' is not saved: " in line for line in served.told.lines)

@@ -277,6 +277,7 @@ class Namespace:
         self._due_s = 0.0  # when the next snapshot is
         self._holds_workers = False  # while the next one is written
         self._increments = Increments()
+        self._failed: Collection[str] = ()  # tables whose update had failed when the newest snapshot was made
         self._writer = self._new_writer()
         self._writing: tuple[NamespaceCut, Future[Snapshot]] | None = None
         self._admission: Admission | None = None
@@ -528,7 +529,7 @@ class Namespace:
                 self._folder.start_generation(core.settings.generation - 1)
                 cut = NamespaceCut.make(held, _read_here, self._increments)
                 try:
-                    cut.write(self._folder.path)
+                    self._tell_failed(cut, cut.write(self._folder.path))
                 finally:
                     cut.opened.close()
             if view:
@@ -690,6 +691,7 @@ class Namespace:
             self._note_unsaved(error)
         else:
             self.unsaved, self._holds_workers = "", False
+            self._tell_failed(cut, found)
             self._saved_versions = cut.versions
             self._interval_s = self._config.snapshot_every_s or auto_interval_s(found.manifest.took_s)
         finally:
@@ -711,6 +713,13 @@ class Namespace:
         if self._node is not None:
             self._node.replica.wait_received()  # one that lags has all before it serves
         raise _Stopped
+
+    def _tell_failed(self, cut: NamespaceCut, written: Snapshot) -> None:
+        """Tell once what snapshots have of each table whose update has failed."""
+        for name, description in cut.describe_failed(self.name, written).items():
+            if name not in self._failed:
+                self._config.tell(description)
+        self._failed = cut.failed
 
     def _note_unsaved(self, error: Exception) -> None:
         self._due_s = time.monotonic() + min(self._interval_s, _RETRY_S)

@@ -13,7 +13,15 @@ import msgspec
 
 from paceline.errors import CheckpointError, PacelineError, UsageError
 from paceline.server.cuts import head_of
-from paceline.snapshots.folder import Snapshot, SnapshotManifest, SnapshotTable, now_s, write_snapshot
+from paceline.snapshots.folder import (
+    Snapshot,
+    SnapshotManifest,
+    SnapshotTable,
+    newest,
+    now_s,
+    snapshots_in,
+    write_snapshot,
+)
 from paceline.snapshots.increments import Increments, marks_of
 from paceline.snapshots.reading import SavedDense, hyper_of, row_pieces, spec_of
 from paceline.snapshots.writing import CutOfTable, FolderWriter
@@ -78,12 +86,16 @@ class _Cut(msgspec.Struct, frozen=True):
 
 
 class NamespaceCut(msgspec.Struct, frozen=True):
-    """All tables of a namespace as they were between two events, until they are written."""
+    """All tables of a namespace as they were between two events, until they are written.
+
+    Of a table whose update has failed (`failed`, by name why), what the newest snapshot has of it is kept.
+    """
 
     settings: ServerSettings
     versions: TableVersions
     num_workers: int
     tables: tuple[CutOfTable, ...]
+    failed: dict[str, str]
     increments: Increments
     base: Snapshot | None
     opened: ExitStack  # the cuts: closed on the thread of the server
@@ -93,19 +105,23 @@ class NamespaceCut(msgspec.Struct, frozen=True):
         """Cut the tables that have values, on the thread of the server.
 
         Raises:
-            PacelineError: an update of a table has failed, or memory is short.
+            PacelineError: memory is short.
         """
+        failed = {name: table.broken for name, table in held.tables.items() if table.broken}
+        if failed:
+            increments.begin()  # all others have all rows: a snapshot has one base, which what is kept may need
         with ExitStack() as opened:
             made = [
                 _cut_table(table, held.core.clock_of(name), ask, increments.since(name, 1)[0], opened)
                 for name, table in held.tables.items()
-                if table.has_values
+                if table.has_values and name not in failed
             ]
             return NamespaceCut(
                 held.core.settings,
                 TableVersions.read(held),
                 len(held.core.members),
                 tuple(made),
+                failed,
                 increments,
                 increments.begin(),
                 opened.pop_all(),
@@ -117,6 +133,7 @@ class NamespaceCut(msgspec.Struct, frozen=True):
 
         def fill(path: Path) -> SnapshotManifest:
             writer = FolderWriter(path, self.settings, sum(isinstance(each.spec, TableSpec) for each in self.tables))
+            self._keep_failed(folder, writer)
             for each in self.tables:
                 writer.add(each)
             writer.finish()
@@ -137,6 +154,25 @@ class NamespaceCut(msgspec.Struct, frozen=True):
         written = write_snapshot(folder, fill, KEPT_SNAPSHOTS)
         self.increments.note(written, marks_of({each.spec.name: each.heads for each in self.tables}))
         return written
+
+    def _keep_failed(self, folder: Path, writer: FolderWriter) -> None:
+        """Have the new snapshot hold, of tables whose update has failed, what the one before it has."""
+        if not self.failed or not snapshots_in(folder):
+            return
+        before = newest(folder)
+        for name in self.failed:
+            table = before.table(name)
+            if table is not None:
+                writer.keep(before, table)
+
+    def describe_failed(self, namespace: str, written: Snapshot) -> dict[str, str]:
+        """Return what the snapshot has of each table whose update has failed, and why that has."""
+        return {
+            name: f"table '{name}' of namespace '{namespace}' is not saved: {reason}"
+            if written.table(name) is None
+            else f"table '{name}' of namespace '{namespace}' is saved as it was in the snapshot before: {reason}"
+            for name, reason in self.failed.items()
+        }
 
 
 def _cut_table(table: ServedTable, clock: int, ask: AskServer, since: str, opened: ExitStack) -> CutOfTable:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from os import link as hard_link
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
 from paceline.core.partition import Range
 from paceline.errors import CheckpointError
-from paceline.snapshots.files import FileEntry, FileWriter, write_file
+from paceline.snapshots.files import FileEntry, FileWriter, sync, write_file
 from paceline.snapshots.folder import INDEX, Snapshot, SnapshotTable, digest_of_manifest
 from paceline.snapshots.tensor_files import dtype_of, header_of
 from paceline.update.placement import spans
@@ -101,6 +104,33 @@ class FolderWriter:
     _weight_map: dict[str, str] = field(default_factory=dict[str, str])
     _num_values_bytes: int = 0
     _num_dense: int = 0
+    _base: tuple[str, str] = ("", "")  # of tables that were kept: see `based_on`
+
+    def keep(self, snapshot: Snapshot, table: SnapshotTable) -> None:
+        """Take a table over from another snapshot of the same folder, by links to its files; before any is added.
+
+        Where it has only rows that have changed, all that are added have all rows. Raises OSError.
+        """
+        number, entries = len(self.tables) + 1, {entry.name: entry for entry in snapshot.manifest.files}
+        names = {"": ""}
+        for index, name in enumerate(sorted(table.files)):
+            names[name] = f"kept-{number:05d}-{index:05d}.safetensors"
+            _link(snapshot.folder / name, self.folder / names[name])
+            self.files.append(replace(entries[name], name=names[name]))
+        moved = replace(
+            table,
+            values=names[table.values],
+            states={state: names[name] for state, name in table.states.items()},
+            fixed=names[table.fixed],
+            rows=tuple(names[name] for name in table.rows),
+            removed=names[table.removed],
+        )
+        self.tables.append(moved)
+        self._taken |= set(table.names)
+        self._weight_map |= dict.fromkeys(table.names, moved.values)
+        self._num_values_bytes += entries[table.values].size_bytes if table.values else 0
+        if table.changed_only:
+            self._base = snapshot.manifest.base, snapshot.manifest.base_sha256
 
     def add(self, each: CutOfTable) -> None:
         """Write a table; blocks, and raises what reading its cut or writing to the disk raises."""
@@ -118,8 +148,8 @@ class FolderWriter:
         Raises:
             NoBase: it is not there.
         """
-        if not any(table.changed_only for table in self.tables):
-            return "", ""
+        if self._base != ("", "") or not any(table.changed_only for table in self.tables):
+            return self._base
         digest = "" if base is None else digest_of_manifest(base.folder)
         if base is None or not digest:
             raise NoBase("the snapshot before is not there any more: the next one has all rows")
@@ -254,6 +284,15 @@ class FolderWriter:
         file = f"rows-{number:05d}-removed.safetensors"
         self.files.append(write_file(self.folder / file, save({IDS: ids}, {"format": "pt", "table": each.spec.name})))
         return file
+
+
+def _link(file: Path, name: Path) -> None:
+    """Give a file another name; where the file system has one for each alone, copy it. Raises OSError."""
+    try:
+        hard_link(file, name)
+    except OSError:
+        shutil.copyfile(file, name)
+        sync(name)
 
 
 def _state_file(number: int, state: str) -> str:
