@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from typing import Final, get_args
 
-from cyclopts import App, ArgumentCollection, CycloptsError
+from cyclopts import App, ArgumentCollection, CycloptsError, Group, Parameter
 
 from paceline import __version__
 from paceline.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, PacelineError, UsageError
@@ -29,6 +29,25 @@ SCRIPT_PLACES: Final = {"run": 1, "launch": 1, "tune": 2, "join": 2}
 MOST_DIGITS: Final = 18  # of a whole number, which then fits 64 bits wherever it goes
 ENDLESS_NUMBER: Final = re.compile(r"\d{1000}")  # in a text, as `ssp:3` is one; Python reads none of 4300 digits
 SCRIPT_ARGUMENTS: Final = "ARGS"
+HELP_FLAGS: Final = frozenset({"--help", "-h"})
+
+# Commands by what they are for, in this order; the command line's own options come last.
+RUN: Final = Group("Run a job", sort_key=1)
+LOOK: Final = Group("See what a run does", sort_key=2)
+CHOOSE: Final = Group("Choose how to run", sort_key=3)
+KEEP: Final = Group("Keep and serve", sort_key=4)
+OPTIONS: Final = Group("Options", sort_key=5)
+
+
+def shown_default(value: object) -> object | None:
+    """Return a default as help shows it, None for one that says nothing: a flag that is off, or an empty text or list.
+
+    >>> shown_default(2), shown_default(False), shown_default(()), shown_default(("bsp", "ssp:3"))
+    (2, None, None, 'bsp,ssp:3')
+    """
+    if value is False or value in ("", ()):
+        return None
+    return ",".join(map(str, value)) if isinstance(value, tuple) else value
 
 
 app = App(
@@ -39,31 +58,53 @@ app = App(
     print_error=False,
     exit_on_error=False,
     result_action="return_int_as_exit_code_else_zero",
+    default_parameter=Parameter(show_default=shown_default),
 )
 
 
-app.command(run)
-app.command(join)
-app.command("paceline.tools.top:top", name="top", help="Show what a job does, what holds it up and why.")
-app.command("paceline.tools.dashboard:dashboard", name="dashboard", help="Show what jobs do on a page in a browser.")
-app.command("paceline.tools.afterwards:report", name="report", help="Draw what runs did, or tell how one ended.")
-app.command("paceline.tools.afterwards:trace", name="trace", help="Write what a run did, for Perfetto.")
-app.command("paceline.tools.export:export", name="export", help="Pass on what a run reports, to trackers.")
-app.command("paceline.tools.replay:replay", name="replay", help="Do again what servers have done, to the bit.")
-app.command("paceline.tools.scale:scale", name="scale", help="Change the number of workers of a job that runs.")
-app.command("paceline.launch.rendezvous.spare:spare", name="spare", help="Have servers of a running job here, too.")
-app.command("paceline.tools.tune.command:tune", name="tune", help="Search over the hyperparameters of a script.")
-app.command("paceline.launch.manifests.command:launch", name="launch", help="Write what Slurm or Kubernetes takes.")
-app.command("paceline.tools.compare.command:compare", name="compare", help="Run a script under several strategies.")
-app.command("paceline.job.credentials.command:app", name="keys", help="Make and revoke keys for several machines.")
-app.command("paceline.tools.demo.command:demo", name="demo", help="Train on handwritten digits and write a report.")
-app.command("paceline.simulate.command:simulate", name="simulate", help="Rehearse a policy on virtual time.")
-app.command("paceline.tools.advise.command:advise", name="advise", help="Say what would make a recorded run faster.")
-app.command("paceline.tools.reproduce.command:reproduce", name="reproduce", help="Show and judge what papers claim.")
-app.command("paceline.serve.command:serve", name="serve", help="Serve jobs that come and go, and keep their state.")
-app.command("paceline.tools.relay:relay", name="relay", help="Hand versions of a job on to many readers.")
-app.command("paceline.snapshots.command:app", name="snapshot", help="List, check and convert snapshots of a job.")
-app.command("paceline.tools.plan.command:plan", name="plan", help="Say what fits where, and how to distribute.")
+def add_command(group: Group, name: str, path: str, text: str) -> None:
+    """Add a command that is imported when it is called; `text` says in a line what it does."""
+    app.command(path, name=name, help=text, group=group)
+
+
+app.command(run, group=RUN, sort_key=0)  # the first to read about
+app.command(join, group=RUN)
+add_command(RUN, "scale", "paceline.tools.scale:scale", "Change the number of workers of a running job.")
+add_command(
+    RUN, "spare", "paceline.launch.rendezvous.spare:spare", "Offer this machine to the servers of a running job."
+)
+add_command(
+    RUN,
+    "launch",
+    "paceline.launch.manifests.command:launch",
+    "Write a batch script for Slurm, or a RayJob for Kubernetes.",
+)
+add_command(RUN, "demo", "paceline.tools.demo.command:demo", "Train on handwritten digits and write a report.")
+add_command(LOOK, "top", "paceline.tools.top:top", "Show what a job does, what holds it up and why.")
+add_command(LOOK, "dashboard", "paceline.tools.dashboard:dashboard", "Show runs on a page in a browser.")
+add_command(LOOK, "report", "paceline.tools.afterwards:report", "Draw what runs did, or tell how one ended.")
+add_command(LOOK, "trace", "paceline.tools.afterwards:trace", "Write the timeline of a run for Perfetto.")
+add_command(LOOK, "export", "paceline.tools.export:export", "Send what a run reports to trackers and Prometheus.")
+add_command(LOOK, "replay", "paceline.tools.replay:replay", "Repeat from a record what servers did, to the bit.")
+add_command(
+    CHOOSE,
+    "plan",
+    "paceline.tools.plan.command:plan",
+    "Estimate memory and time of strategies for a model, and recommend one.",
+)
+add_command(CHOOSE, "simulate", "paceline.simulate.command:simulate", "Try consistency policies on virtual time.")
+add_command(
+    CHOOSE, "compare", "paceline.tools.compare.command:compare", "Run a script under several strategies, side by side."
+)
+add_command(CHOOSE, "advise", "paceline.tools.advise.command:advise", "Say what would make a recorded run faster.")
+add_command(CHOOSE, "tune", "paceline.tools.tune.command:tune", "Search over the hyperparameters of a script.")
+add_command(CHOOSE, "reproduce", "paceline.tools.reproduce.command:reproduce", "Run, draw and judge what papers claim.")
+add_command(KEEP, "serve", "paceline.serve.command:serve", "Serve jobs that come and go, and keep their state.")
+add_command(KEEP, "relay", "paceline.tools.relay:relay", "Serve the published versions of a job to many readers.")
+add_command(KEEP, "snapshot", "paceline.snapshots.command:app", "List, check and convert snapshots of a job.")
+add_command(
+    KEEP, "keys", "paceline.job.credentials.command:app", "Make and revoke keys for jobs over several machines."
+)
 
 
 def check_values(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
@@ -97,6 +138,8 @@ def instead_of(text: str) -> str:
 
 
 app.register_install_completion_command(help="Have the shell complete commands and options.")
+for flag in ("--help", "--version", "--install-completion"):
+    app[flag].group = OPTIONS
 app.config = (take_config, check_values)
 
 
@@ -121,6 +164,7 @@ def answer(tokens: Sequence[str]) -> int:
         options = with_module(options)
     try:
         require_working_folder()
+        explain_in_full(options)
         return app([*options, END_OF_OPTIONS, *script] if script else options)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -135,6 +179,14 @@ def answer(tokens: Sequence[str]) -> int:
         if not isinstance(end_output() or error, BrokenPipeError):
             print(f"paceline: {explain(error)}", file=sys.stderr)
         return EXIT_FAILURE
+
+
+def explain_in_full(options: Sequence[str]) -> None:
+    """Have the help of a command say all that its function says, instead of its line in the list of commands."""
+    command = next((token for token in options if not token.startswith("-")), "")
+    if HELP_FLAGS.isdisjoint(options) or command not in app or app[command].default_command is None:
+        return  # no help is wanted, or it has commands of its own
+    app[command].help = None
 
 
 def require_working_folder() -> None:
@@ -196,4 +248,4 @@ def switches() -> frozenset[str]:
     for group in [default for default in defaults.values() if is_dataclass(default)]:
         defaults |= {field.name: getattr(group, field.name) for field in fields(group)}
     names = [name.replace("_", "-") for name, default in defaults.items() if isinstance(default, bool)]
-    return frozenset({"--help", "-h", TRACEBACK_FLAG, *(f"{no}{name}" for name in names for no in ("--", "--no-"))})
+    return frozenset({*HELP_FLAGS, TRACEBACK_FLAG, *(f"{no}{name}" for name in names for no in ("--", "--no-"))})

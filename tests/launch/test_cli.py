@@ -1,5 +1,6 @@
 """The command line: what it hands on, what it refuses, and how fast it answers."""
 
+import inspect
 import subprocess
 import sys
 import tomllib
@@ -162,6 +163,40 @@ def test_help_and_version_answer_without_loading_anything_heavy() -> None:
     assert result.stdout.splitlines()[-1] == "(0, 0) []"
     for command in ("run", "demo", "simulate"):
         assert command in result.stdout
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:
+    assert cli.answer([*command, "--help"]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["spare", "relay", "tune", "top", "simulate"])
+def test_the_help_of_a_command_has_all_that_its_function_says(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    function = cli.app[command].default_command
+    assert function is not None
+    said = (inspect.getdoc(function) or "").partition("\nParameters\n")[0].replace("`", "").split()
+
+    assert " ".join(said) in " ".join(help_of(capsys, command).split())
+
+
+def test_commands_and_options_are_listed_by_what_they_are_for(capsys: pytest.CaptureFixture[str]) -> None:
+    commands, options = help_of(capsys), help_of(capsys, "run")
+
+    for group in (cli.RUN, cli.LOOK, cli.CHOOSE, cli.KEEP, cli.OPTIONS):
+        assert f" {group.name} " in commands
+    assert " Commands " not in commands
+    assert " Snapshots " in options
+    assert " Parameters " not in options
+    assert " Parameters " in help_of(capsys, "serve"), "the groups are those of `run`"
+    assert " Commands " in help_of(capsys, "keys"), "the groups are those of `paceline`"
+
+
+def test_help_shows_no_default_that_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = " ".join(help_of(capsys, name) for name in ("run", "simulate", "relay", "dashboard"))
+
+    assert "[default: False]" not in shown
+    assert "[default: ()]" not in shown
+    assert "('bsp'," not in shown
 
 
 def test_the_module_is_the_command() -> None:

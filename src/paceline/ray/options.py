@@ -63,8 +63,8 @@ class RayOptions:
     worker_gpus: float = 0.0
     worker_resources: Annotated[tuple[str, ...], Parameter(name="--worker-resource", negative="")] = ()
     server_cpus: float = 1.0
-    replicas: int = 0
-    lag: int = 0
+    replicas: Annotated[int, Parameter(show_default=False)] = 0
+    lag: Annotated[int, Parameter(show_default=False)] = 0
     working_dir: Path | None = None
     env: Annotated[tuple[str, ...], Parameter(negative="")] = ()
     pip: Annotated[tuple[str, ...], Parameter(negative="")] = ()

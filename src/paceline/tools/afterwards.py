@@ -30,9 +30,9 @@ def report(
     to
         Folder for report.html and report.png.
     last
-        Draw nothing; tell what each process did at last, and what was said of it, line by line.
+        Draw nothing; print what each process did last and the messages about it, line by line.
     seconds
-        How much of the end is told.
+        How many seconds of the end --last covers.
     """
     from paceline.launch.running import last_run
 
@@ -58,7 +58,7 @@ def report(
 
 
 def trace(run: Path | None = None, /, *, to: Path = Path("trace.json")) -> None:
-    """Write what a run did as a file that ui.perfetto.dev opens: a track for each process, and the way of each push.
+    """Write the timeline of a run for ui.perfetto.dev: a track for each process, and the path of each push.
 
     Parameters
     ----------

@@ -2,18 +2,20 @@
 
 import sys
 import time
-from typing import Final
+from typing import Annotated, Final
+
+from cyclopts import Parameter
 
 from paceline.errors import UsageError
 
 MAX_RUNS: Final = 8
 
 
-def dashboard(*jobs: str, port: int = 0) -> None:
+def dashboard(*jobs: str, port: Annotated[int, Parameter(show_default=False)] = 0) -> None:
     """Show what jobs do on a page for a browser on this machine, until Ctrl-C.
 
-    It reads what the processes write down anyway, so that a job does not notice it. The page shows jobs that have ended
-    as well, and several beside each other.
+    It reads the traces of the runs, and does not slow the jobs. The page also shows jobs that have ended, and several
+    side by side.
 
     Parameters
     ----------

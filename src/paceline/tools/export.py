@@ -23,9 +23,9 @@ def export(
     *,
     asked: Annotated[ExportOptions, Parameter(name="*")] = ExportOptions(),  # noqa: B008 - it is frozen
 ) -> int:
-    """Pass on what a run reports, to trackers and to Prometheus: of one that is over, or live until its end.
+    """Send what a run reports to trackers and Prometheus: all at once if the run is over, else live until its end.
 
-    It reads what the processes write down anyway, so that a job does not notice it. Ctrl-C ends it, and not the job.
+    It reads the traces of the run, and does not slow the job. Ctrl-C ends the export, not the job.
     Exits with 1 if a tracker has not got all of it.
 
     Parameters

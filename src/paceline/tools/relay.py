@@ -30,7 +30,7 @@ def relay(
     token: Path | None = None,
     keys: Path | None = None,
 ) -> int:
-    """Hand the versions of a job on to readers, which cost the job as much as one reader, until Ctrl-C or SIGTERM.
+    """Serve published versions of a job to many readers, which cost the job as much as one, until Ctrl-C or SIGTERM.
 
     Readers subscribe with paceline.subscribe("paceline://HOST:PORT"); a relay may read from another relay.
 

@@ -26,10 +26,10 @@ def replay(
     show: str | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
-    """Do again what the servers of a run have done that was started with --record, to the bit, without its workers.
+    """Repeat what the servers of a run with --record did, to the bit, without its workers.
 
-    At the end the values are compared with those that each server had. Rules and functions of the run's own have to be
-    importable: set PYTHONPATH to the folder of its script.
+    At the end the values are compared with those that each server had. Rules and functions of the script's own have to
+    be importable: set PYTHONPATH to the folder of the script.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ def replay(
     server
         Rank of the only server to replay.
     until
-        Stop where this comes to be: nan (a value that is not finite), stale:CLOCKS (a read of values that are more
+        Stop where this first happens: nan (a value that is not finite), stale:CLOCKS (a read of values that are more
         clocks old) or clock:NUMBER.
     step
         Write a line for each event; on a terminal, wait for Enter after each, until q or Ctrl-D.

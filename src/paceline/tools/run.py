@@ -5,9 +5,9 @@ Light, as it is imported for every command: what it needs is imported when it ru
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
-from cyclopts import App, Parameter, Token
+from cyclopts import App, Group, Parameter, Token
 
 from paceline.errors import UsageError
 from paceline.job.choices import Engine, ScaleName, TraceLevel, TransportName
@@ -24,39 +24,48 @@ if TYPE_CHECKING:
 
     from paceline.launch.plan import LocalRun
 
+# Options by what they are about, in this order.
+PROCESSES: Final = Group("Processes", sort_key=1)
+TRAINING: Final = Group("Training", sort_key=2)
+OUTPUT: Final = Group("What is shown and kept", sort_key=3)
+CRASHES: Final = Group("When a process ends", sort_key=4)
+SNAPSHOTS: Final = Group("Snapshots", sort_key=5)
+MACHINES: Final = Group("Workers of other machines", sort_key=6)
+RAY: Final = Group("Ray, with --engine ray", sort_key=7)
+
 
 def run(
     script: Path,
     /,
     *args: Annotated[str, Parameter(allow_leading_hyphen=True)],
-    config: Path | None = None,
-    workers: Annotated[str, Parameter(alias="-n")] = "2",
-    servers: Annotated[int, Parameter(alias="-m")] = 1,
-    data_servers: int = 0,
-    engine: Engine = "local",
-    ray: Annotated[RayOptions, Parameter(name="*")] = RayOptions(),  # noqa: B008 - it is frozen
-    snapshots: Annotated[SnapshotOptions, Parameter(name="*")] = SnapshotOptions(),  # noqa: B008 - it is frozen
-    export: Annotated[ExportOptions, Parameter(name="*")] = ExportOptions(),  # noqa: B008 - it is frozen
-    joining: Annotated[ListenOptions, Parameter(name="*")] = ListenOptions(),  # noqa: B008 - it is frozen
-    consistency: str | None = None,
-    strategy: str | None = None,
-    transport: TransportName = "shm",
-    scale: ScaleName | None = None,
-    divide_lr: Annotated[bool, Parameter(negative="")] = False,
-    crash_policy: Annotated[CrashPolicy, Parameter(name="*")] = CrashPolicy(),  # noqa: B008 - it is frozen
-    timeout: float | None = None,
-    run_dir: Path | None = None,
-    record: Annotated[RecordOptions, Parameter(name="*")] = RecordOptions(),  # noqa: B008 - it is frozen
-    shares: str | None = None,
-    server_threads: int | None = None,
-    pin: Annotated[bool, Parameter(negative="")] = False,
-    publish: int = 0,
-    debug: int | None = None,
-    trace: TraceLevel = "steps",
-    quiet: Annotated[bool, Parameter(negative="")] = False,
-    progress: bool = True,
-    dashboard: Annotated[bool, Parameter(negative="")] = False,
-    traceback: Annotated[bool, Parameter(negative="")] = False,
+    config: Annotated[Path | None, Parameter(group=PROCESSES)] = None,
+    workers: Annotated[str, Parameter(alias="-n", group=PROCESSES)] = "2",
+    servers: Annotated[int, Parameter(alias="-m", group=PROCESSES)] = 1,
+    data_servers: Annotated[int, Parameter(group=PROCESSES)] = 0,
+    engine: Annotated[Engine, Parameter(group=PROCESSES)] = "local",
+    ray: Annotated[RayOptions, Parameter(name="*", group=RAY)] = RayOptions(),  # noqa: B008 - it is frozen
+    snapshots: Annotated[SnapshotOptions, Parameter(name="*", group=SNAPSHOTS)] = SnapshotOptions(),  # noqa: B008 - it is frozen
+    export: Annotated[ExportOptions, Parameter(name="*", group=OUTPUT)] = ExportOptions(),  # noqa: B008 - it is frozen
+    joining: Annotated[ListenOptions, Parameter(name="*", group=MACHINES)] = ListenOptions(),  # noqa: B008 - it is frozen
+    consistency: Annotated[str | None, Parameter(group=TRAINING)] = None,
+    strategy: Annotated[str | None, Parameter(group=TRAINING)] = None,
+    transport: Annotated[TransportName, Parameter(group=PROCESSES)] = "shm",
+    scale: Annotated[ScaleName | None, Parameter(group=TRAINING)] = None,
+    divide_lr: Annotated[bool, Parameter(negative="", group=TRAINING)] = False,
+    crash_policy: Annotated[CrashPolicy, Parameter(name="*", group=CRASHES)] = CrashPolicy(),  # noqa: B008 - it is frozen
+    timeout: Annotated[float | None, Parameter(group=CRASHES)] = None,
+    run_dir: Annotated[Path | None, Parameter(group=OUTPUT)] = None,
+    record: Annotated[RecordOptions, Parameter(name="*", group=OUTPUT)] = RecordOptions(),  # noqa: B008 - it is frozen
+    shares: Annotated[str | None, Parameter(group=PROCESSES)] = None,
+    server_threads: Annotated[int | None, Parameter(group=PROCESSES)] = None,
+    pin: Annotated[bool, Parameter(negative="", group=PROCESSES)] = False,
+    publish: Annotated[int, Parameter(group=TRAINING)] = 0,
+    debug: Annotated[int | None, Parameter(group=OUTPUT)] = None,
+    trace: Annotated[TraceLevel, Parameter(group=OUTPUT)] = "steps",
+    quiet: Annotated[bool, Parameter(negative="", group=OUTPUT)] = False,
+    progress: Annotated[bool, Parameter(group=OUTPUT)] = True,
+    dashboard: Annotated[bool, Parameter(negative="", group=OUTPUT)] = False,
+    traceback: Annotated[bool, Parameter(negative="", group=OUTPUT)] = False,
 ) -> int:
     """Run a script as several workers and servers, on this machine or where an engine places them.
 

@@ -12,8 +12,8 @@ TIMEOUT_S: Final = 60.0
 def scale(run_dir: Path, /, *, workers: Annotated[int, Parameter(alias="-n")]) -> None:
     """Change the number of workers of a run that was started with `--workers 2:8` and `--run-dir`.
 
-    New workers run the script from its beginning and take part from the next clock on; those that are too many finish
-    their step and leave. The others do not wait.
+    New workers run the script from its beginning and take part from the next clock on; surplus workers finish their
+    step and leave. The others do not wait.
 
     Parameters
     ----------

@@ -26,7 +26,7 @@ def top(
 ) -> int:
     """Show what a job does: what holds it up and why, and a line for each worker and server.
 
-    It reads what the processes write down anyway, so that a job does not notice it. Ctrl-C ends it, and not the job.
+    It reads the traces of the run, and does not slow the job. Ctrl-C ends the display, not the job.
 
     Parameters
     ----------

@@ -33,11 +33,11 @@ _OVER: Final = 0  # is the number of no signal
 
 
 def spare(job: Path, /, *, servers: int = 0) -> int:
-    """Have servers of a running job on this machine, too: at once, or as soon as one of its machines is lost or leaves.
+    """Run servers of a job on this machine: at once, or as soon as one of the job's machines is lost or leaves.
 
     For jobs of torchrun, srun or mpirun whose servers have replicas (PACELINE_SERVERS=node:1+replicas:1). No worker
-    runs here. Call it where the script lies if that names update rules of its own. Blocks until the job is over;
-    SIGTERM and Ctrl-C have what serves here move to other machines first.
+    runs here. If the script has update rules of its own, start this in the folder of the script. Blocks until the job
+    is over; on SIGTERM and Ctrl-C the servers here first move to other machines.
 
     Parameters
     ----------

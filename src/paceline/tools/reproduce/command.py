@@ -35,7 +35,7 @@ def reproduce(
 ) -> int:
     """Show what papers on parameter servers and distributed training claim: a picture and a verdict for each.
 
-    Without names it lists all claims. A claim that comes out otherwise is told as such, and the exit code is then 1.
+    Without names it lists all claims. A claim that does not hold here is reported, and the exit code is 1.
 
     Parameters
     ----------
