@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from paceline.api.script import current
 from paceline.api.session import Session
-from paceline.core.calls import checked, checked_late
+from paceline.core.calls import checked, checked_late, shortened
 from paceline.core.consistency import Consistency
 from paceline.errors import NoWeight, UsageError
 from paceline.training.embedding_gradients import EmbeddingLookup
@@ -25,7 +25,7 @@ from paceline.update.rules import RuleSpec
 from paceline.update.table import DType, NonFinite, Scale
 from paceline.worker.rows.managed import Managed
 from paceline.worker.rows.table import RowTable
-from paceline.worker.validation import brief, shortened
+from paceline.worker.validation import brief
 
 _DEPTH: Final = 8  # calls from a module's `requires_grad_` to where it looks into modules inside: 5 in torch 2.9
 Mode: TypeAlias = Literal["sum", "mean", "max"]

@@ -15,7 +15,7 @@ from paceline.errors import PacelineError, UsageError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_MOST_SHOWN: Final = 60
+MOST_SHOWN: Final = 60
 _MOST_LISTED: Final = 3  # names in a message
 _LONGEST_PATH: Final = 4096  # characters
 
@@ -183,6 +183,11 @@ def listed(names: Sequence[str]) -> str:
     return f"{first} and {len(names) - _MOST_LISTED} others" if len(names) > _MOST_LISTED else first
 
 
+def shortened(text: str) -> str:
+    """Return a text cut to 60 characters."""
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 4]}..."
+
+
 def shown(value: object) -> str:
     """Return a short description of any value, for messages.
 
@@ -197,8 +202,7 @@ def shown(value: object) -> str:
         return f"a {type(value).__name__} without a shape"
     if shape is not None:
         return f"a {type(value).__name__} of shape {tuple(shape)}"
-    text = repr(value[: 2 * _MOST_SHOWN] if isinstance(value, str | bytes) else value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 4]}..."
+    return shortened(repr(value[: 2 * MOST_SHOWN] if isinstance(value, str | bytes) else value))
 
 
 def _usage(function: Callable[..., object]) -> str:

@@ -11,8 +11,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Final, Self, final
@@ -22,6 +22,7 @@ from paceline.errors import EXIT_PREEMPTED
 # SIGTERM ends a process politely; the others are what users let Slurm's --signal send ahead of it.
 PREEMPTION_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 HANDLED: Final = (signal.SIGINT, signal.SIGHUP, *PREEMPTION_SIGNALS)  # by launchers
+ENDING_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # of a server or relay of its own
 ABORT_MARKER_NAME: Final = "called.off"  # in the folder of a job whose workers are to end at once
 # A signal to the whole process group reaches workers directly, and then once more through our launcher.
 REPEAT_WINDOW_S: Final = 1.0
@@ -46,7 +47,7 @@ class PreemptionNotice:
         self._listener: int | None = None  # the process that is told, while it listens: not what it forks
 
     def listen(self) -> None:
-        """Note such signals from now on, but for those for which the script has a handler of its own, or ignores.
+        """Note preemption signals from now on, except those that the script handles or ignores itself.
 
         Does nothing outside of the main thread, where there are no signals.
         """
@@ -103,6 +104,29 @@ def ignore_preemption_signals() -> None:
     """Ignore preemption signals: for servers, which end after their workers. Call it in the main thread."""
     for number in PREEMPTION_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def at_first_signal(act: Callable[[int], None]) -> Generator[None]:
+    """While entered, call `act` at the first signal to end this process; a second one ends it at once.
+
+    A signal that was ignored before (SIGHUP under nohup) stays ignored. Usable from the main thread only.
+    """
+    before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+
+    def heed(number: int, _frame: FrameType | None) -> None:
+        for each in ENDING_SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+        act(number)
+
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, heed)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @final

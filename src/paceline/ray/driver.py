@@ -360,11 +360,11 @@ class PlacementGroups:
             for name, amount in self._needs[role].items():
                 wanted[name] = wanted.get(name, 0) + num * amount
         if any(amount > total.get(name, 0) for name, amount in wanted.items()):
-            raise UsageError(f"no room on this machine for {self._asked()}; it has {listed(total)}")
+            raise UsageError(f"no room on this machine for {self._asked()}; it has {format_resources(total)}")
 
     def _asked(self) -> str:
         return " and ".join(
-            f"{count} {self._named(role)}{'s' if count > 1 else ''} of {listed(self._needs[role])}"
+            f"{count} {self._named(role)}{'s' if count > 1 else ''} of {format_resources(self._needs[role])}"
             for role, count in self._counts.items()
         )
 
@@ -372,13 +372,15 @@ class PlacementGroups:
         return "replicated server" if role == "server" and self._options.replicas else _NAMES[role]
 
     def _found(self) -> str:
-        return f"it has {listed(self._cluster.total())}, and free are {listed(self._cluster.free())}"
+        return (
+            f"it has {format_resources(self._cluster.total())}, and free are {format_resources(self._cluster.free())}"
+        )
 
 
-def listed(resources: Mapping[str, float]) -> str:
-    """Say what that is.
+def format_resources(resources: Mapping[str, float]) -> str:
+    """Return amounts of resources as a message has them; memory is left out.
 
-    >>> listed({"memory": 2.0**31, "CPU": 4.0, "GPU": 0.5})
+    >>> format_resources({"memory": 2.0**31, "CPU": 4.0, "GPU": 0.5})
     '4 CPU, 0.5 GPU'
     """
     told = {name: amount for name, amount in sorted(resources.items()) if "memory" not in name}

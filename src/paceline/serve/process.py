@@ -15,8 +15,6 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
-from typing import Final
 
 from paceline.errors import EXIT_FAILURE, CheckpointError, PacelineError
 from paceline.job.credentials.holders import REVOKED_NAME
@@ -26,6 +24,7 @@ from paceline.job.machines import ANY_ADDRESS, format_host_port, parse_host_port
 from paceline.job.spec import TOKEN_NAME
 from paceline.launch.entry import PR_SET_PDEATHSIG
 from paceline.launch.limits import explain, is_shortage
+from paceline.launch.signals import at_first_signal
 from paceline.notices import FAILURE, NEWS, tell
 from paceline.observe.export.prometheus import MetricsServer, listen
 from paceline.observe.export.run_metrics import RunMetrics
@@ -36,8 +35,6 @@ from paceline.serve.orders import HAND_OVER, LISTENER, LOCK, ORDER_BYTES, SERVES
 from paceline.serve.replicas import Companions
 from paceline.serve.state import StateFolder
 from paceline.transport.lasting_memory import LastingMemory
-
-_ENDING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def serve_state(
@@ -85,7 +82,7 @@ def serve_state(
         namespaces = Namespaces(folder, transport, hosting, companions)
         undo.enter_context(watching_revoked(keys / REVOKED_NAME if keys else None, namespaces.expel))
         gateway = Gateway(accepting, namespaces)
-        undo.enter_context(_until_told(gateway.stop))
+        undo.enter_context(at_first_signal(lambda _: _save_and_end(gateway)))
         namespaces.resume()
         if companions is not None:
             undo.callback(companions.close)
@@ -122,22 +119,9 @@ def _greeting(address: str, folder: StateFolder, keys: Path | None) -> str:
     return f'paceline: serving at {where} {found}: paceline.connect("{SCHEME}://{there}/{name}", {shown})'
 
 
-def _until_told(stop: Callable[[], None]) -> ExitStack:
-    """Call `stop` at the first signal to end, and let a second one end the process at once; undone on exit."""
-    undo = ExitStack()
-
-    def heed(number: int, _frame: FrameType | None) -> None:
-        for each in _ENDING:
-            signal.signal(each, signal.SIG_DFL)
-        tell("saving, and ending", NEWS)
-        stop()
-
-    for number in _ENDING:
-        before = signal.getsignal(number)
-        if before is not signal.SIG_IGN:
-            undo.callback(signal.signal, number, before)
-            signal.signal(number, heed)
-    return undo
+def _save_and_end(gateway: Gateway) -> None:
+    tell("saving, and ending", NEWS)
+    gateway.stop()
 
 
 def _heed_supervisor(channel: socket.socket, gateway: Gateway) -> None:

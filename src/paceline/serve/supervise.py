@@ -30,6 +30,7 @@ from paceline.errors import EXIT_FAILURE, PacelineError, UsageError
 from paceline.job.environment import same_imports
 from paceline.launch.crash_policy import describe_exit
 from paceline.launch.limits import explain
+from paceline.launch.signals import ENDING_SIGNALS
 from paceline.launch.successors import NUM_ENTRIES
 from paceline.notices import NEWS, tell
 from paceline.serve.orders import (
@@ -56,7 +57,6 @@ NEXT_AFTER_S: Final = 1.0  # the start of a server is left the cores
 RESTART_PAUSE_S: Final = 5.0  # after a process that was killed before it was needed
 MOST_FRUITLESS: Final = 5  # deaths in a row before anything more was done
 FRUITFUL_S: Final = 60.0  # what a server was told does not kill it so late
-_ENDING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _UPGRADE: Final = signal.SIGUSR2
 _TURN_S: Final = 1.0
 _SIGNALLED: Final = 128
@@ -199,7 +199,8 @@ class ServeSupervisor:
             ours = {process.channel: process for process in (self._serving, self._next) if process is not None}
             readable, _, _ = select.select([signals, control, *ours], [], [], _TURN_S)
             for number in signals.recv(64) if signals in readable else b"":
-                if number in _ENDING and (self._is_ending or self.orders.greets):  # again, or nothing is served yet
+                again = self._is_ending or self.orders.greets  # or nothing is served yet
+                if number in ENDING_SIGNALS and again:
                     return _SIGNALLED + number
                 self._heed(number)
             left = (self._serving, self._next)  # a signal may have ended one
@@ -245,7 +246,7 @@ class ServeSupervisor:
             self._untold = False
 
     def _heed(self, number: int) -> None:
-        if number in _ENDING:
+        if number in ENDING_SIGNALS:
             self._is_ending = True
             if self._serving is not None and self._serving.serves:  # else once it heeds signals
                 self._serving.process.terminate()
@@ -439,7 +440,7 @@ def _other_format(program: str) -> str:
 def _signals() -> Generator[socket.socket]:
     """Yield a socket from which the numbers of signals are read, as they come."""
     reader, writer = socket.socketpair()
-    handlers = {number: signal.getsignal(number) for number in (*_ENDING, _UPGRADE)}
+    handlers = {number: signal.getsignal(number) for number in (*ENDING_SIGNALS, _UPGRADE)}
     heeded = [number for number, before in handlers.items() if before is not signal.SIG_IGN]
     with reader, writer:
         writer.setblocking(False)

@@ -94,7 +94,7 @@ def head_of(table: ServedTable, made: TableCut, clock: int) -> CutHead:
     return CutHead(clock, table.version, made.num_pieces, table.hyper, made.layout, fixed, made.base, made.marks)
 
 
-def listed(tables: Mapping[str, ServedTable]) -> bytes:
+def encode_tables(tables: Mapping[str, ServedTable]) -> bytes:
     """Return the tables of a server as msgpack, in the order of their declarations."""
     return msgspec.msgpack.encode(
         [ListedTable(name, table.kind, table.encoded_spec()) for name, table in tables.items()]

@@ -17,7 +17,7 @@ from paceline.core.standstill import Waiter, describe, stuck
 from paceline.core.work_queue import Life
 from paceline.errors import PacelineError
 from paceline.notices import printable
-from paceline.server.cuts import listed
+from paceline.server.cuts import encode_tables
 from paceline.server.tables import ServedTables
 from paceline.server.work_queue import Send, WorkQueueHost
 from paceline.transport.base import EMPTY
@@ -199,7 +199,7 @@ class RequestHandler:
                     table.load_state(body)
                 self._answer(life, RequestDone(request.number))
             case ListTables():
-                self.send(*life, RequestDone(request.number), memoryview(listed(self.tables)))
+                self.send(*life, RequestDone(request.number), memoryview(encode_tables(self.tables)))
             case ReadCut():
                 self.send(*life, RequestDone(request.number), self.tables.cuts.read(life, request.table, request.index))
             case EndCut():

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from paceline.transport.base import Secret
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:7710"
-_ENDING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def relay(
@@ -59,6 +58,7 @@ def relay(
     from paceline.job.credentials.holders import REVOKED_NAME
     from paceline.job.credentials.revocation import watching_revoked
     from paceline.job.machines import format_host_port, look_up, parse_host_port
+    from paceline.launch.signals import ENDING_SIGNALS
     from paceline.serve.access import ClientCredentials, ServeUrl, relay_access
     from paceline.versions.places import find_places, is_address
     from paceline.versions.relay import RelaySettings, VersionRelay
@@ -81,7 +81,7 @@ def relay(
         tuple(dict.fromkeys(map(check_published_name, name))), keep, leased, next(iter(namespaces), "default")
     )
     serving = VersionRelay(listener, places, settings)
-    for number in _ENDING:
+    for number in ENDING_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda _number, _frame: serving.stop())
     where = f"paceline://{listener.address.removeprefix('tcp://')}/{settings.namespace}"

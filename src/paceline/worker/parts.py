@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from paceline.core.calls import checked_late
+from paceline.core.calls import checked_late, shortened
 from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
 from paceline.torch_private import flatten_tensors
@@ -19,7 +19,7 @@ from paceline.update.table import Hyper, TableSpec
 from paceline.worker.dense import PendingRead
 from paceline.worker.pushes import PushOutcome
 from paceline.worker.table import Array, Table
-from paceline.worker.validation import as_values, brief, shortened
+from paceline.worker.validation import as_values, brief
 
 _Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]  # in flat memory: shape, strides, start
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from paceline.core.calls import checked_late
+from paceline.core.calls import checked_late, shortened
 from paceline.core.consistency import Consistency
 from paceline.core.effects import ReadDone
 from paceline.core.partition import holders
@@ -26,14 +26,14 @@ from paceline.worker.metrics import StepMetrics
 from paceline.worker.node import WorkerNode
 from paceline.worker.pushes import PendingPush, PushBuffer, PushOutcome, pending_future
 from paceline.worker.table_calls import TableCalls
-from paceline.worker.validation import as_count, as_hyper, as_indices, as_output, as_values, shortened
+from paceline.worker.validation import as_count, as_hyper, as_indices, as_output, as_values
 
 Array = Tensor | npt.NDArray[np.generic]
 
 
 @dataclass(slots=True)
 class Table:
-    """One table of the parameter server.
+    """A dense table of the parameter server: `pull` reads its values, `push` sends an update of them.
 
     Example:
         >>> import paceline

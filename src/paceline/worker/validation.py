@@ -11,11 +11,10 @@ import torch
 from numpy import typing as npt
 from torch import Tensor
 
+from paceline.core.calls import MOST_SHOWN, shortened
 from paceline.errors import UsageError
 from paceline.update.dtypes import dtype_name
 from paceline.update.rules import Hyper
-
-_MAX_SHOWN: Final = 60
 
 Ids = Tensor | npt.NDArray[np.generic] | Sequence[int]
 
@@ -25,11 +24,6 @@ _INTEGERS: Final = (
 )
 _LARGEST: Final = 2**63 - 1
 MOST_SAMPLES: Final = 1e18  # fits the frames of all messages, whole or not
-
-
-def shortened(text: str) -> str:
-    """Return a text cut to 60 characters."""
-    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 4]}..."
 
 
 def brief(value: object) -> str:
@@ -48,7 +42,7 @@ def brief(value: object) -> str:
         return f"the class {value.__name__}"
     if isinstance(value, list | tuple | dict | set) and len(value) > 8:
         return f"a {type(value).__name__} of {len(value)}"
-    return shortened(repr(value[: 2 * _MAX_SHOWN] if isinstance(value, str | bytes) else value))
+    return shortened(repr(value[: 2 * MOST_SHOWN] if isinstance(value, str | bytes) else value))
 
 
 def as_values(given: object, dtype: torch.dtype, where: str, what: str) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -49,6 +50,16 @@ def find_files(paths: Sequence[str]) -> list[str]:
             raise DataError(f"{names[at]} and {file} are one file, {at}: name each file once.")
         names[at] = file
     return found
+
+
+def position_in(firsts: Sequence[int], index: int) -> tuple[int, int]:
+    """Return in which part a sample is, and which one there, from the number of the first sample of each part.
+
+    >>> position_in([0, 3, 5], 4)
+    (1, 1)
+    """
+    part = bisect_right(firsts, index) - 1
+    return part, index - firsts[part]
 
 
 class WholePaths:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ import numpy as np
 
 from paceline.data.sources.collating import UnfitRecord
 from paceline.data.sources.declared import Parquet
-from paceline.data.sources.input_files import FixedFiles, find_files, reading
+from paceline.data.sources.input_files import FixedFiles, find_files, position_in, reading
 from paceline.errors import DataError, UsageError
 
 _MOST_DECODED_BYTES: Final = 256 << 20
@@ -73,13 +72,13 @@ class TableRows:
 
     def record(self, index: int) -> dict[str, object]:
         """Return one row."""
-        number, row = self._place(index)
+        number, row = position_in(self._firsts, index)
         group = self._decoded(number)
         return {name: self._value(group, name, row) for name in self._columns}
 
     def name(self, index: int) -> str:
         """Return the name of a record."""
-        number, row = self._place(index)
+        number, row = position_in(self._firsts, index)
         group = self._groups[number]
         return f"row {row} of row group {group.number} of {group.path}"
 
@@ -154,10 +153,6 @@ class TableRows:
         return any(found(kind) for found in (*is_text, types.is_fixed_size_binary))
 
     # -- reading -----------------------------------------------------------------------------------------------------
-
-    def _place(self, index: int) -> tuple[int, int]:
-        number = bisect_right(self._firsts, index) - 1
-        return number, index - self._firsts[number]
 
     def _decoded(self, number: int) -> _Decoded:
         if number in self._kept:

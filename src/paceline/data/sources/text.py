@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Final
@@ -13,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.sources.declared import Lines
-from paceline.data.sources.input_files import OpenFiles, find_files, reading
+from paceline.data.sources.input_files import OpenFiles, find_files, position_in, reading
 
 _CHUNK_BYTES: Final = 16 << 20
 _WITH_MARK, _WITHOUT_MARK = "utf-8-sig", "utf-8"  # in the latter a byte order mark is an ordinary character
@@ -46,7 +45,7 @@ class TextLines:
 
     def record(self, index: int) -> str | bytes:
         """Return one line."""
-        number, line = self._place(index)
+        number, line = position_in(self._firsts, index)
         starts = self._starts[number]
         start = int(starts[line])
         end = int(starts[line + 1]) if line + 1 < len(starts) else self._files.size_bytes(number)
@@ -57,7 +56,7 @@ class TextLines:
 
     def name(self, index: int) -> str:
         """Return the name of a record."""
-        number, line = self._place(index)
+        number, line = position_in(self._firsts, index)
         return f"line {line + 1} of {self._files.paths[number]}"
 
     def check(self) -> None:
@@ -70,10 +69,6 @@ class TextLines:
     def close(self) -> None:
         """Close the files."""
         self._files.close()
-
-    def _place(self, index: int) -> tuple[int, int]:
-        number = bisect_right(self._firsts, index) - 1
-        return number, index - self._firsts[number]
 
 
 def _scan(path: str) -> tuple[NDArray[np.int64], int]:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from paceline.core.calls import checked_late
+from paceline.core.calls import checked_late, shortened
 from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
 from paceline.update.dtypes import torch_dtype
@@ -32,7 +32,7 @@ from paceline.worker.pushes import NONFINITE_ADVICE, PushOutcome, finished_push
 from paceline.worker.rows.client import RowClient
 from paceline.worker.rows.in_flight import RowReadInFlight
 from paceline.worker.table_calls import RowFile, TableCalls
-from paceline.worker.validation import MOST_SAMPLES, Ids, as_count, as_hyper, as_values, brief, row_ids, shortened
+from paceline.worker.validation import MOST_SAMPLES, Ids, as_count, as_hyper, as_values, brief, row_ids
 
 Rows = Tensor | npt.NDArray[np.generic] | Sequence[Sequence[float]]
 
