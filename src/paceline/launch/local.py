@@ -48,7 +48,8 @@ from paceline.launch.script import check_script
 from paceline.launch.signals import Signals
 from paceline.launch.snapshots import resumption, with_snapshots
 from paceline.launch.successors import LEAST_FILES, Successors
-from paceline.launch.supervise import Exits, Member, ProgressDisplay, SupervisionConfig, Supervisor
+from paceline.launch.supervise import Exits, SupervisionConfig, Supervisor
+from paceline.launch.supervision import Member, ProgressDisplay
 from paceline.notices import tell
 from paceline.observe.trace import UNNAMED_TRACE_BYTES
 from paceline.transport.tcp import TcpTransport

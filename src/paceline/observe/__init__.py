@@ -2,5 +2,5 @@
 
 Other folders use `averages`, `dashboard.watch`, `equality`, `export.feed`, `export.options`, `export.prometheus`,
 `export.run_metrics`, `export.trackers`, `perfetto`, `plots`, `progress`, `report`, `resources`, `row_counts`, `runs`,
-`screen`, `story`, `summary`, `tables`, `trace`, `traffic`.
+`screen`, `story`, `summary`, `text_tables`, `trace`, `traffic`.
 """

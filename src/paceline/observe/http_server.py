@@ -1,4 +1,4 @@
-"""Threads that answer browsers and scrapers: a bounded number, of which those that say nothing make room."""
+"""A bounded number of threads that answer browsers and scrapers; silent connections make room for others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables on standard output, with what is said below them."""
+"""Tables of text on standard output, and the text below them."""
 
 from __future__ import annotations
 

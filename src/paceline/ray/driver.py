@@ -39,7 +39,7 @@ from paceline.snapshots.options import SnapshotOptions
 if TYPE_CHECKING:
     from paceline.launch.child import Launch
     from paceline.launch.output import Outlets
-    from paceline.launch.supervise import Member
+    from paceline.launch.supervision import Member
 
 TELL_INTERVAL_S: Final = 5.0
 _NAMES: Final = {"worker": "worker", "server": "server", "data": "data server"}
@@ -78,7 +78,7 @@ class RayBackend:
         self._registry: RayRegistry | None = None  # from when all have a place
         self._members: list[RemoteProcess] = []
 
-    # Process backend
+    # -- process backend -----------------------------------------------------------------------------------------------
 
     def prepare(self) -> Sequence[Member]:
         """Ask for room."""
@@ -137,7 +137,7 @@ class RayBackend:
             self._registry.close()
         self._places.give_back()
 
-    # Rendezvous
+    # -- rendezvous ----------------------------------------------------------------------------------------------------
 
     def poll(self) -> bool:
         """Return whether all servers listen; then the addresses are sent to every process."""

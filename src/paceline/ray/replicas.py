@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @final
 class ReplicatedServers:
-    """The two processes of each server, and those that come in their places; see `launch.supervise.Succession`.
+    """The two processes of each server, and those that come in their places; see `launch.supervision.Succession`.
 
     Used by one thread. The registry of the job notes how processes have ended before this is asked.
     """

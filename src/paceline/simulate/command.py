@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from paceline.core.consistency import Consistency, bsp
 from paceline.core.settings import LEASE_S
 from paceline.errors import UsageError
-from paceline.observe.tables import print_tables
+from paceline.observe.text_tables import print_tables
 from paceline.simulate.outcome import Outcome, rehearse
 from paceline.simulate.scenario import DataServers, Faults, Network, Scenario, SimulatedLines, Stragglers, under_policy
 

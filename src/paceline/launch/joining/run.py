@@ -34,7 +34,8 @@ from paceline.launch.output import Console, unblocked_output
 from paceline.launch.plan import LocalRun, Programs, plan_workers
 from paceline.launch.rendezvous.liveness_lock import ProcessInfo
 from paceline.launch.signals import ABORT_MARKER_NAME, Signals
-from paceline.launch.supervise import Exits, Member, SupervisionConfig, Supervisor
+from paceline.launch.supervise import Exits, SupervisionConfig, Supervisor
+from paceline.launch.supervision import Member
 
 SUBJECT: Final = "paceline join"
 

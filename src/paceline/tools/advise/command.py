@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
-from paceline.observe.tables import print_tables
+from paceline.observe.text_tables import print_tables
 from paceline.simulate.outcome import Outcome, rehearse
 from paceline.simulate.scenario import Scenario, under_policy
 from paceline.tools.advise.recorded import RecordedRun, read_recorded

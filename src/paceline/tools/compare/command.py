@@ -15,7 +15,7 @@ from paceline.job.choices import ProcessTransport
 from paceline.launch.local import prepare_run_dir
 from paceline.launch.script import OPTION, check_script
 from paceline.observe.runs import read_run
-from paceline.observe.tables import print_tables
+from paceline.observe.text_tables import print_tables
 from paceline.tools.compare.lacking import check_imports, notes_on
 from paceline.tools.compare.results import Result, comparison_json, comparison_table, draw_comparison, read_result
 from paceline.tools.compare.runs import RunEnded, RunPlan, parse_entries, run_entry

@@ -18,7 +18,7 @@ from paceline.launch.local import run_local
 from paceline.observe.report import LabelledRun, write_report
 from paceline.observe.runs import read_run
 from paceline.observe.summary import RunSummary, summarize
-from paceline.observe.tables import print_tables
+from paceline.observe.text_tables import print_tables
 from paceline.tools.demo.runs import BATCH, COMPUTE_S, RATE, RUN_NAMES, DemoRun, RunName, Setting, describe, plan
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def demo(
     epochs
         How often the training examples are gone through.
     seed
-        Of the shuffles, of the first parameters, and of when the slow worker is slow.
+        Seed of the shuffles, of the initial parameters, and of when the slow worker is slow.
     only
         Run only these; may be given several times.
     """

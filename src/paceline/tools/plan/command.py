@@ -12,7 +12,7 @@ from msgspec import json as as_json  # which has null for what is not finite
 from msgspec.structs import replace
 
 from paceline.errors import UsageError
-from paceline.observe.tables import print_tables
+from paceline.observe.text_tables import print_tables
 from paceline.tools.plan.estimate import Estimate, PlannedTask, Role, estimate
 from paceline.tools.plan.intensity import busy_batch
 from paceline.tools.plan.machine import DEVICES, Machines, parse_device, parse_link
