@@ -1,4 +1,4 @@
-"""What a job is asked about records for `paceline replay`. Light, as the command line imports it."""
+"""Options of `paceline run` about records for `paceline replay`. Light, as the command line imports it."""
 
 from dataclasses import dataclass
 from typing import Annotated, Final

@@ -1,4 +1,4 @@
-"""What is asked of Ray."""
+"""Options of `paceline run --engine ray`. Light, as the command line imports it."""
 
 import math
 from collections.abc import Iterable, Mapping

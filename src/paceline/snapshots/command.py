@@ -51,7 +51,7 @@ def show(folder: Path, /) -> int:
     Parameters
     ----------
     folder
-        Of one snapshot, or of several.
+        Folder of one snapshot, or of several.
     """
     from paceline.snapshots.reading import spec_of
     from paceline.update.table import TableSpec
@@ -83,7 +83,7 @@ def verify(folder: Path, /) -> int:
     Parameters
     ----------
     folder
-        Of one snapshot, or of several.
+        Folder of one snapshot, or of several.
     """
     exit_code, is_one = 0, (folder / MANIFEST).exists()
     for path in [folder] if is_one else _required_in(folder):
@@ -105,7 +105,7 @@ def convert(folder: Path, out: Path, /, *, to: Annotated[Target, Parameter(name=
     Parameters
     ----------
     folder
-        Of one snapshot, or of several.
+        Folder of one snapshot, or of several.
     out
         The file to write (torch), or the folder (dcp, parquet).
     to

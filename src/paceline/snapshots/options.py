@@ -1,4 +1,4 @@
-"""What a job is asked about snapshots: light, as the command line imports it."""
+"""Options of `paceline run` about snapshots. Light, as the command line imports it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class SnapshotOptions:
     Parameters
     ----------
     snapshots
-        Folder for snapshots of all tables, which are written while training goes on. On several machines one that all
-        of them see.
+        Folder for snapshots of all tables, which are written while training goes on; with several machines, a folder
+        that all of them see.
     snapshot_every
-        How long to wait between two, 10m or 90s for example, or auto (the default): so long that one is
-        written in a tenth of the time at most.
+        Time between two snapshots, 10m or 90s for example, or auto (the default): so long that writing takes a tenth
+        of the time at most.
     keep
         How many snapshots stay, by default 3; older ones are removed.
     resume
@@ -86,7 +86,7 @@ def interval_s(text: str) -> float:
 
 
 def auto_interval_s(took_s: float) -> float:
-    """Return the seconds between two snapshots of which the last took so long.
+    """Return the seconds between two snapshots, by how long the last one took.
 
     >>> auto_interval_s(0.2), auto_interval_s(30.0)
     (60.0, 300.0)

@@ -74,7 +74,7 @@ class CutOfTable(msgspec.Struct, frozen=True):
 
     @property
     def has_changed_only(self) -> bool:
-        """Whether it has only rows that have changed; raises NoBase where that is so of some servers alone."""
+        """Whether it has only rows that have changed; raises NoBase where that holds for some servers only."""
         found = {bool(head.base) for head in self.heads}
         if len(found) > 1:
             lost = [server for server, head in enumerate(self.heads) if not head.base]

@@ -47,7 +47,7 @@ def relay(
     leased
         How many versions of each name readers may keep by leases.
     compress
-        Have what changes from version to version compressed on its way here, for slow lines.
+        Compress what changes between versions on its way to this relay, for slow lines.
     token
         File of the token that readers show, and that lets the relay in at an address. For a relay of a folder it is
         made where it is missing; by default readers show the token that the folder has now.

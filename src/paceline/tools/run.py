@@ -79,8 +79,8 @@ def run(
     args
         Its arguments.
     config
-        A file (.toml, .yaml, .json) with options by their names, and the script's first arguments as args; what is
-        said here wins.
+        A file (.toml, .yaml, .json) with options by their names, and the script's first arguments as args; options
+        on the command line take precedence.
     workers
         Number of worker processes. 2:8 begins with two, and `paceline scale` and `paceline join` change their number,
         up to eight.
@@ -99,7 +99,8 @@ def run(
     joining
         Where workers of other machines join.
     consistency
-        bsp, ssp:S, essp:S, asynchronous, backup:B or adaptive:L:S, for every table whose script names none.
+        When reads wait for other workers: bsp, ssp:S, essp:S, asynchronous, backup:B or adaptive:L:S. For every table
+        whose consistency the script does not set.
     strategy
         How workers share the work where the script says nothing: parameter-server, a consistency such as ssp:3,
         all-reduce, fsdp or fsdp:WORKERS, local-sgd:STEPS, diloco:STEPS or downpour:STEPS, and joined to it by +
@@ -122,17 +123,17 @@ def run(
     record
         What is kept for paceline replay.
     shares
-        How much of every table each server holds, as proportions such as 2,1,1; by default all the same. Or
-        measured:RUN_DIR, by the bytes per second that each managed in a former run.
+        How much of every table each server holds, as proportions such as 2,1,1, or measured:RUN_DIR for the bytes per
+        second of each in an earlier run. By default all hold the same.
     server_threads
         With how many threads each server updates; by default its share of all cores under bsp, else of those that
         workers leave free.
     pin
         Keep each worker on cores of its own.
     publish
-        Every how many clocks worker 0 publishes the models that are trained, for paceline.subscribe; 0 for never.
+        Worker 0 publishes the trained models every so many clocks, for paceline.subscribe; 0 for never.
     debug
-        The number of a worker that gets this terminal, for breakpoint() and pdb; the others wait for it.
+        The rank of a worker that gets this terminal, for breakpoint() and pdb; the others wait for it.
     trace
         How much is recorded: every step, or every message too.
     quiet
@@ -140,9 +141,9 @@ def run(
     progress
         Show live progress.
     dashboard
-        Show the run on a page in a browser on this machine, whose address is told; it ends with the run.
+        Show the run on a page for a browser on this machine, and print its address; the page ends with the run.
     traceback
-        Show the whole traceback of errors, of workers and servers too, where otherwise one line says what to do.
+        Show whole tracebacks of errors, of workers and servers too, instead of one line that says what to do.
     """
     asked = run_of(script, args, config, workers)(
         num_servers=servers,
@@ -204,7 +205,7 @@ def start(engine: Engine, ray: RayOptions, asked: "LocalRun") -> int:
 
 
 def take_config(_app: App, commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:
-    """Let `run` take options from the file behind --config, but for those that the command line names."""
+    """Let `run` take options from the file behind --config, except those that the command line names."""
     if commands != ("run",) or not (named := arguments.match("--config")[0].tokens):
         return
     from paceline.launch.config import as_text, read_config

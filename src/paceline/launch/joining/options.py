@@ -1,4 +1,4 @@
-"""Where a run lets workers of other machines join. Light, as the command line imports it."""
+"""Options of `paceline run` about workers of other machines. Light, as the command line imports it."""
 
 from dataclasses import dataclass
 from ipaddress import ip_address

@@ -1,4 +1,4 @@
-"""`paceline launch`: write what another launcher takes, instead of launching."""
+"""`paceline launch`: writes a batch script or a manifest for another launcher."""
 
 import sys
 from pathlib import Path
@@ -61,9 +61,9 @@ def launch(
     name
         Name of the job; by default that of the script.
     partition
-        Of Slurm.
+        Partition of Slurm.
     image
-        Of every pod: with Ray, torch, Paceline and the script.
+        Image of every pod, with Ray, torch, Paceline and the script.
     """
     is_module = script == "-m"
     if is_module:

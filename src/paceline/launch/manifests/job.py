@@ -1,4 +1,4 @@
-"""What is to be run elsewhere, checked before a word of it is written: others execute the file that it lands in."""
+"""The job that a manifest describes, validated before anything is written, as other programs execute the file."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""What is asked of `paceline run` about trackers and metrics. Light, as it is imported for every command."""
+"""Options of `paceline run` about trackers and metrics. Light, as the command line imports it."""
 
 from dataclasses import dataclass
 

@@ -300,7 +300,7 @@ class Display(Protocol):
         ...
 
     def ended(self, study: Study, run: TrialProcess) -> None:
-        """Show that a trial has ended, of which the study knows."""
+        """Show that a trial has ended; the study has noted it already."""
         ...
 
     def close(self, study: Study) -> None:
