@@ -108,7 +108,7 @@ add_command(
 
 
 def check_values(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Raise UsageError for a fraction where a whole number is expected, which cyclopts would round, and for no text."""
+    """Raise UsageError for fractions in place of whole numbers, which cyclopts would round, and for unusable text."""
     for argument in arguments:
         kinds = (argument.hint, *get_args(argument.hint))
         for token in argument.tokens:
@@ -123,7 +123,7 @@ def check_values(_app: App, _commands: tuple[str, ...], arguments: ArgumentColle
 
 
 def instead_of(text: str) -> str:
-    """Say what is expected in the place of a number that is not whole or is too large; nothing for any other text.
+    """Return what is expected instead of a number that is not whole or is too large; "" for any other text.
 
     >>> instead_of("1.5"), instead_of("9" * 30), instead_of("2.0"), instead_of("x")
     ('a whole number', 'a whole number of at most 18 digits', '', '')

@@ -32,7 +32,7 @@ class PacelineError(Exception):
     """The base of every error below; catch it to catch them all."""
 
     def __init__(self, *args: object) -> None:
-        """Take a message, of which a long one loses its middle."""
+        """Take a message; a long one is cut in its middle."""
         super().__init__(*map(_bounded, args))
 
 

@@ -324,7 +324,7 @@ def test_a_worker_with_the_certificate_of_another_one_is_refused_at_both_ends() 
     with pytest.raises(PeerError, match="it calls itself worker 1, but its certificate is for worker-2"):
         awaiting._identify(connection, {1: impostor.hello})
     listening, caller = Offer.make(None, far_access("tls", 0, 3)), Offer.make(None, far_access("tls", 1))
-    with pytest.raises(AuthenticationFailed, match="was to be worker 0, but its certificate is for worker-3"):
+    with pytest.raises(AuthenticationFailed, match="should be worker 0, but its certificate is for worker-3"):
         caller.accept(1, [listening.told, caller.told], WAIT_S)
     connection.close()
     awaiting.close()

@@ -254,7 +254,7 @@ def test_where_no_shared_memory_is_to_be_had_the_socket_carries_all_with_one_not
 
     assert code == 0, run.output
     assert run.saying("sum 3000000.0")
-    notices = run.saying("cannot be had (File too large); such bodies are copied through the socket instead")
+    notices = run.saying("cannot be allocated (File too large); such bodies are copied through the socket instead")
     assert [line.split("]")[0] for line in sorted(notices)] == ["[server 0", "[worker 0"]
     assert all("] paceline: shared memory of " in line and line.endswith("(`ulimit -f`)") for line in notices)
 
@@ -268,4 +268,4 @@ def test_a_full_dev_shm_does_not_matter(tmp_path: Path) -> None:
 
     assert code == 0, run.output
     assert run.saying("sum 3000000.0")
-    assert not run.saying("cannot be had")
+    assert not run.saying("cannot be allocated")

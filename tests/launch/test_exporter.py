@@ -98,7 +98,7 @@ def test_an_exporter_that_is_killed_or_hangs_leaves_the_run_alone(
     with exporting(ExportOptions(metrics="0"), tmp_path, told.append):
         begun().send_signal(signal.SIGSTOP)
     assert exporters() == []
-    assert told[-1] == "what the run reported at last has not come to its trackers, one of which hangs"
+    assert told[-1] == "the last values of the run have not reached its trackers, one of which hangs"
 
 
 @pytest.mark.parametrize(

@@ -318,7 +318,7 @@ def test_patterns_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:
         assert refused(model, {"0.*": paceline.strategies.downpour(warm_start_steps=2), "*": "bsp"}).startswith(
             "strategy: '0.*' has a warm start, in which worker 0 would wait"
         )
-        assert refused(model, {"*": "fsdp"}).startswith("strategy: '*' is told fsdp, which shards a model as a whole")
+        assert refused(model, {"*": "fsdp"}).startswith("strategy: '*' was given fsdp, which shards a model as a whole")
         how = Settings(bsp(), "mean", 1, "reject", "model", part=ModelPart(MeshShape(2, 1, 1), 0, None))
         with pytest.raises(UsageError, match="patterns are for a model that each worker holds as a whole"):
             Groups((("*", ParameterServer()),)).distribute(adam(model), model, how, worker)

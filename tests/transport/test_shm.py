@@ -187,7 +187,7 @@ def test_without_shared_memory_bodies_travel_inline_and_one_notice_says_so(addre
             end.send(b"push", memory, timeout_s=30)
             assert bytes(other.receive(timeout_s=30).body[:5]) == b"alive"
     assert len(notices) == 1
-    assert "100000 bytes cannot be had" in notices[0]
+    assert "100000 bytes cannot be allocated" in notices[0]
     assert os.strerror(reason) in notices[0]
 
 

@@ -432,7 +432,7 @@ def test_with_certificates_relays_and_readers_know_each_other_by_their_roles(tmp
             paceline.subscribe(false, name="w", keys=tmp_path / "reader-0") as reader,
             pytest.raises(
                 AuthenticationFailed,
-                match="was to be a server or a relay, but its certificate is for reader-1",
+                match="should be a server or a relay, but its certificate is for reader-1",
             ),
         ):
             reader.latest(timeout_s=PATIENCE_S)

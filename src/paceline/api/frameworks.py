@@ -1,4 +1,4 @@
-"""Frameworks that a script uses without their adapters: then each worker takes itself for the only one."""
+"""Detects a framework that is used without its adapter: each worker would train as if it were alone."""
 
 from __future__ import annotations
 

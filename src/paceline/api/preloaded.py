@@ -1,4 +1,4 @@
-"""What workers and servers of a job import, some of it at first use, for the process that they are forked from."""
+"""The modules that workers and servers need, some only at first use: the fork server imports them in advance."""
 
 import paceline.api.script as script
 import paceline.data.sharding as sharding

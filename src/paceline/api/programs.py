@@ -1,4 +1,4 @@
-"""The programs that the launcher starts a job with, which it is told because they stand above it."""
+"""The entry points that the launcher starts, handed to it by name, as it may not import what stands above it."""
 
 import sys
 from typing import Final

@@ -547,9 +547,9 @@ def distributed(
     chosen = choose_strategy(strategy, session.arrangement.between_replicas(served=served))
     name = session.tables.default_name("model") if name is None else name
     if consistency is not None and not takes_consistency(chosen):
-        raise UsageError(f"'{name}' is told both {chosen} and consistency={consistency!r}, which is for servers.")
+        raise UsageError(f"'{name}' was given both {chosen} and consistency={consistency!r}, which is for servers.")
     if factors and not isinstance(chosen, ParameterServer):
-        raise UsageError(f"'{name}' is told both {chosen} and factors=True, which is for servers: leave it out.")
+        raise UsageError(f"'{name}' was given both {chosen} and factors=True, which is for servers: leave it out.")
     if not session.arrangement.grid.is_split:
         chosen = divided_by_dtype(chosen, optimizer)
     policy = session.policy(consistency)

@@ -296,7 +296,7 @@ def _filling(chunk: Tensor, start: int = 0) -> Callable[[Tensor], object]:
 
 
 def _reducing(own: Tensor, combine: Combine, place: int, start: int = 0) -> Callable[[Sequence[Tensor]], object]:
-    """Return what reduces a part of the slots into `own`, which holds what this worker has put there."""
+    """Return a function that reduces a part of the slots into `own`, which holds this worker's values."""
 
     def take(slots: Sequence[Tensor]) -> None:
         given = [_typed(slot, own, start) for slot in slots]

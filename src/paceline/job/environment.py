@@ -259,7 +259,7 @@ def child_environment(
 
 
 def python_options() -> dict[str, str]:
-    """Return as variables what Python was told by its options, so that what this process starts runs under the same.
+    """Return the options of this Python as variables, so that processes that it starts run under the same.
 
     `python -X dev -O -W error` becomes PYTHONDEVMODE=1, PYTHONOPTIMIZE=1 and PYTHONWARNINGS=error.
     """

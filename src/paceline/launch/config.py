@@ -167,7 +167,7 @@ def option_name(name: str) -> str:
 
 
 def flags(values: Mapping[str, Choice]) -> Sequence[str]:
-    """Return names with values as a script's arguments; what is true stands without a value, what is false not at all.
+    """Return names and values as arguments of a script: True without a value, False left out.
 
     >>> flags({"lr": 0.001, "batch": 32, "amp": True, "shuffle": False})
     ['--lr=0.001', '--batch=32', '--amp']

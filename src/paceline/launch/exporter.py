@@ -56,10 +56,10 @@ class ExportOrders(msgspec.Struct, frozen=True):
 def exporting(
     asked: ExportOptions, run_dir: Path, announce: Callable[[str], None], *, quiet: bool = False
 ) -> Generator[None]:
-    """Have a process pass on what the run in this folder reports, until the end of the context and what was left then.
+    """Export what the run in this folder reports, in a process that ends once all is sent after the context.
 
     Unless `quiet`, it announces where metrics are. Raises UsageError, before it begins, for a tracker or address that
-    cannot be had.
+    cannot be used.
     """
     if not asked.is_wanted:
         yield
@@ -104,7 +104,7 @@ def _end(process: subprocess.Popen[bytes], announce: Callable[[str], None]) -> N
     try:
         process.wait(_END_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        announce("what the run reported at last has not come to its trackers, one of which hangs")
+        announce("the last values of the run have not reached its trackers, one of which hangs")
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -129,7 +129,7 @@ def export_run(
             for.
 
     Raises:
-        UsageError: the records cannot be read, or a tracker cannot be had.
+        UsageError: the records cannot be read, or a tracker cannot be used.
     """
     records = run_dir / RECORDS
     metrics = RunMetrics()

@@ -1,4 +1,4 @@
-"""Where the machine, or the shell that started a process, allows too little: seen beforehand, or explained."""
+"""Limits of the machine and of the shell that are too low: checked before a start, or explained when one is hit."""
 
 import errno
 import resource

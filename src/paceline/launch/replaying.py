@@ -1,4 +1,4 @@
-"""Does again what is recorded of a server: the same events, updates and values, without workers and without waiting."""
+"""Replays the record of a server: the same events, updates and values, without workers and without waiting."""
 
 from __future__ import annotations
 

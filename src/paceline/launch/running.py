@@ -1,4 +1,4 @@
-"""Finds runs: those on this machine by their guards, which live as long as they do, others by folders, or as kept."""
+"""Finds runs: live ones on this machine by their guards, others by their folders, ended ones among those kept."""
 
 import os
 from contextlib import suppress

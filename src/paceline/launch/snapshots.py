@@ -1,4 +1,4 @@
-"""What a job that is started keeps of itself, and goes on from: by options, or by variables under other launchers."""
+"""Which snapshots a job writes and resumes from: by options, or by variables under other launchers."""
 
 import secrets
 from pathlib import Path

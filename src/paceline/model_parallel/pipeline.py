@@ -440,7 +440,7 @@ def num_samples(batch: tuple[Tensor, ...]) -> int:
             "cut along its first dimension. What is the same for all samples belongs into the layers, or expanded."
         )
     if not sizes[0]:
-        raise UsageError("the batch has no samples, of which there is no loss.")
+        raise UsageError("the batch has no samples, and so no loss.")
     return sizes[0]
 
 

@@ -125,7 +125,7 @@ def shard_fully(
     scalar = next((name for name, parameter in model.named_parameters() if parameter.dim() == 0), None)
     if scalar is not None:
         raise UsageError(
-            f"fsdp: parameter '{scalar}' of {type(model).__name__} has shape (), of which there are no slices: give it "
+            f"fsdp: parameter '{scalar}' of {type(model).__name__} has shape (), which cannot be sliced: give it "
             "shape (1,)."
         )
     empty = {parameter for parameter in parameters if not parameter.numel()}  # which torch does not slice

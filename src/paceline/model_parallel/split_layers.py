@@ -192,7 +192,7 @@ Made = dict[nn.Parameter, nn.Parameter]  # a whole parameter, and this rank's pa
 
 
 class SplitLayer(nn.Module, ABC):
-    """A layer of which this rank has a part.
+    """A layer that this rank has a part of.
 
     Attributes:
         cuts: how each parameter is divided, by name; other parameters are whole and the same on all ranks.

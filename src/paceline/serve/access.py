@@ -177,7 +177,7 @@ def find_holder(keys: Path, rank: int | None, role: ClientRole = "worker") -> Ho
 
 
 class ServeUrl(msgspec.Struct, frozen=True):
-    """The address of a namespace: of the server, or of several of which one serves it.
+    """The address of a namespace: that of its server, or of several servers that stand in for each other.
 
     >>> ServeUrl.parse("paceline://node-3:7700/mnist")
     ServeUrl(host='node-3', port=7700, namespace='mnist', others=())

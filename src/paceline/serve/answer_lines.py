@@ -1,4 +1,4 @@
-"""Lines of clients that wait for an answer, one for each namespace: none keeps the clients of another one waiting."""
+"""Queues of clients that wait for an answer, one for each namespace, so that no namespace delays another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""By how many clocks replicas may lag, on which servers that stand in for each other agree in their folder of views.
+"""How many clocks replicas may lag: servers that stand in for each other agree on it in their folder of views.
 
     VIEWS/lag    the number, of the server that came first
 

@@ -31,7 +31,7 @@ class EnterFrame(msgspec.Struct, frozen=True):
 
 
 class EnterAccepted(msgspec.Struct, frozen=True, tag="admitted"):
-    """Take part as this life of this worker, soon. `size`: of so many, as far as is known now.
+    """Take part soon, as this life of this worker. `size`: how many workers there are, as far as is known now.
 
     `servers`: addresses of all that may come to serve the namespace; empty for this server alone. `keeps_pushes`: keep
     what is applied until the replica has it, which may lag.

@@ -1,4 +1,4 @@
-"""What a server has of a namespace: a question that its clients ask, and other servers."""
+"""Asks a server what it has of a namespace, as clients and other servers do."""
 
 from __future__ import annotations
 

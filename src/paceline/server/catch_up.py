@@ -1,4 +1,4 @@
-"""What a replica that lagged does first when it serves: workers say again what it has not seen (upstream backup).
+"""Catching up: a replica that lagged first has workers repeat what it has not seen (upstream backup).
 
 It serves no worker until each of those that take part has repeated its pushes, or has gone: what a worker has read
 before may contain any of them. Until then pushes alone are handled, and all else waits: neither a tick nor a death may
@@ -25,7 +25,7 @@ from paceline.wire.messages import PushFrame, RowPushFrame
 @final
 @dataclass(slots=True)
 class CatchUp:
-    """Which workers have not repeated what they keep, and what of what they say is handled meanwhile.
+    """Which workers have not repeated the pushes that they keep, and which of their messages are handled meanwhile.
 
     Args:
         served: what is served, for messages.
@@ -107,7 +107,7 @@ class CatchUp:
                 return False
 
     def losses(self) -> list[str]:
-        """Return, for each worker that has not repeated what it keeps, what of it is lost; called at the end."""
+        """Return what is lost of each worker that has not repeated its pushes; called at the end."""
         return [self._loss(*life) for life in sorted(self._gone | self._awaited)]
 
     def _loss(self, worker: int, incarnation: int) -> str:

@@ -1,4 +1,4 @@
-"""The journal of a server: what changes its state is written down before it has an effect.
+"""The journal of a server: each change of its state is written down before it takes effect (write-ahead).
 
 A process that goes on in the server's place restores the newest snapshot and replays the entries after it. Both lie in
 memory that outlives the process. An entry counts once its length and checksum are written, which is done last.

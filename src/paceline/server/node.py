@@ -560,7 +560,7 @@ class ServerNode:
     # -- effects of the core -----------------------------------------------------------------------------------------
 
     def _tell_time(self) -> float:
-        """Return when that happens which is handled now, for the tables too; of what is repeated, when it has."""
+        """Return the time of what is handled now, which the tables take too; in a replay, the recorded one."""
         host = self._tables.host
         if not host.follows:
             host.time = time.monotonic()

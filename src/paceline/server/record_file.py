@@ -1,4 +1,4 @@
-"""The record of a server: what it is told, in a file, so that another process can do the same without the workers.
+"""The record of a server: what it receives, in a file, so that another process can repeat its work without workers.
 
 It has what a replica would be told (`replica_link.py`), in the same order and form: events of the core with their
 times, the tensors of pushes, and requests that change tables. At its end is a digest of each table, which a replay

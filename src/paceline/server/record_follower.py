@@ -1,4 +1,4 @@
-"""A server that does what is recorded of another one, event by event, without workers."""
+"""A server that replays the record of another one, event by event, without workers."""
 
 from __future__ import annotations
 

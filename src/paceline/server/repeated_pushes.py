@@ -1,4 +1,4 @@
-"""The tensors of pushes that a process before this one had, from the workers that repeat them."""
+"""Recovers the tensors of pushes that a killed predecessor had, from the workers, which repeat them."""
 
 from __future__ import annotations
 

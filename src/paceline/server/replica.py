@@ -194,6 +194,6 @@ class Follower:
 
 
 def _answer(connection: Connection, num_frames: int) -> None:
-    """Tell the head what has come; what is here already counts, be it that the head has ended."""
+    """Acknowledge to the head what has arrived; it counts even if the head has ended."""
     with suppress(PeerError):
         connection.send(ANSWERS.encode(Received(num_frames)), timeout_s=ANSWER_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""What a server that has a replica, the head, tells it, and how it waits for it: see `replica.py`."""
+"""The link of a server to its replica: what it sends, and how it waits for acknowledgements; see `replica.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the process that serves says to its replica, and to a record; and what the replica answers."""
+"""The messages from a server to its replica, or to a record, and the answers of the replica."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ def _change_unnoticed(_table: str) -> None:
     """Stand for a server without a core."""
 
 
-class ToldOfTables(Protocol):
-    """What has to know of that which changes tables, and is not in the events of the core."""
+class TableObserver(Protocol):
+    """Is told what changes tables and is not an event of the core: the link to a replica, or a record."""
 
     @property
     def is_there(self) -> bool:
@@ -104,7 +104,7 @@ class TableHost:
         saver: copies there what the next update is to change.
         replica: is told of each push that is accepted; None for none.
         follows: whether the server does what another one has done: what happened at that one's times.
-        time: when that has happened which the server handles now, monotonic seconds. Tables look at no other clock.
+        time: of what the server handles now, monotonic seconds. Tables look at no other clock.
     """
 
     settings: ServerSettings
@@ -118,7 +118,7 @@ class TableHost:
     same_gradients: SameGradients = field(default_factory=SameGradients)
     lasting: LastingMemory | None = None
     saver: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "paceline-save"))
-    replica: ToldOfTables | None = None
+    replica: TableObserver | None = None
     follows: bool = False
     time: float = 0.0
 

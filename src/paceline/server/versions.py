@@ -71,7 +71,7 @@ class PublishedVersion:
 
 @dataclass(slots=True)
 class _Unfinished:
-    """A version of which not all is here: by table, where its range starts, and its values once they are copied.
+    """A version that is not complete here: by table, where its range starts, and its values once they are copied.
 
     `refusal`: why it never will be; its other tables are refused, too, and nothing of it is kept.
     """

@@ -225,7 +225,7 @@ def digest_of_values(tensors: Sequence[Tensor]) -> int:
 
 
 def _sum_of_bits(tensor: Tensor) -> int:
-    """Return the sum of a tensor's memory, taken as whole numbers of eight bytes, which is as fast as memory is."""
+    """Return the sum of a tensor's memory as whole numbers of eight bytes, which is as fast as memory."""
     flat = tensor.detach().reshape(-1)
     flat = flat.clone() if flat.storage_offset() * flat.element_size() % 8 else flat
     content = flat.view(torch.uint8)

@@ -81,7 +81,7 @@ class FullySharded(msgspec.Struct, frozen=True):
         """Validate the number of workers, and the strategy between groups of them."""
         if self.workers is None and self.between is not None:
             raise UsageError(
-                f"fsdp is told between={shown(self.between)}, but all workers keep one model: say how many do in "
+                f"fsdp was given between={shown(self.between)}, but all workers keep one model: say how many do in "
                 "each group, fsdp(8, between=...) for example."
             )
         if self.workers is not None and (isinstance(self.workers, bool) or self.workers < 1):

@@ -440,7 +440,7 @@ class ShardedOptimizer(CollectiveOptimizer):
         return {**sliced, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a whole state, of which each worker takes its slices. Parameters stay as they are."""
+        """Load a whole state; each worker takes its slices of it. Parameters stay as they are."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         with checked_by_all(self._job):
             named = dict(self._model.named_parameters())

@@ -50,7 +50,7 @@ class Groups(msgspec.Struct, frozen=True):
                 )
             if isinstance(strategy, FullySharded):
                 raise UsageError(
-                    f"strategy: '{pattern}' is told fsdp, which shards a model as a whole: take fsdp for all "
+                    f"strategy: '{pattern}' was given fsdp, which shards a model as a whole: take fsdp for all "
                     "parameters, or all-reduce in its place."
                 )
 

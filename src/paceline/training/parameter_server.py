@@ -428,7 +428,7 @@ class DistributedOptimizer(Distributed):
         name, job = self._settings.name, self._job
         if model is None:
             raise UsageError(
-                f"'{name}' is told factors=True, which follows the layers of a module: give model=... too."
+                f"'{name}' was given factors=True, which follows the layers of a module: give model=... too."
             )
         for bucket in self._buckets:
             if bucket.table.client.send_factors():

@@ -110,7 +110,7 @@ class LentBody:
 
 @final
 class LentMemory:
-    """Memory of which bodies are lent. Used by one thread, the one that changes the memory, but for `note_left`.
+    """Memory that lends bodies. Used by one thread, the one that changes the memory, except for `note_left`.
 
     Example:
         >>> values = bytearray(b"ab")

@@ -256,7 +256,7 @@ class Segments:
             descriptor, mapping = _create_segment(size_bytes, self._create_memory)
         except OSError as error:
             self._notice(
-                f"shared memory of {size_bytes} bytes cannot be had ({error.strerror}); such bodies are copied "
+                f"shared memory of {size_bytes} bytes cannot be allocated ({error.strerror}); such bodies are copied "
                 f"through the socket instead, which is slower: {_REMEDIES.get(error.errno or 0, _MORE_MEMORY)}"
             )
             return fresh_buffer(size_bytes)

@@ -116,7 +116,7 @@ class TlsChannel:
         self._flush(deadline, num_encrypted)
 
     def _write_first(self, buffers: Sequence[memoryview | bytes], deadline: Deadline) -> int:
-        """Write all but for the last records; returns how many bytes are encrypted."""
+        """Write all except the last records; returns how many bytes are encrypted."""
         self._inner.wait_for_room(deadline)  # once it is encrypted, a record cannot be taken back
         num_encrypted = 0
         for piece in _pieces(buffers):

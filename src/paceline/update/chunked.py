@@ -587,7 +587,7 @@ class Chunked:
         return self._do_in_torch(chunk, update, thread) if chunk.calls else 0
 
     def _do_natively(self, native: NativeSteps, gradients: Addends, chunk: Chunk, update: _Update, undo: Undo) -> None:
-        """Take the steps of the C library, but for the elements that a predecessor has changed for good."""
+        """Take the steps of the C library, except for the elements that a predecessor has changed for good."""
         reached, passed, kept = undo.num_changed, 0, undo
         for call in chunk.native:
             numbers, step, fresh = self._numbers[call.age.group], update.steps[call.piece], call.age.fresh

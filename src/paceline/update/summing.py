@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @final
 class ThreadPool:
-    """Runs pieces of work on several threads, of which the caller is one; used by one thread at a time.
+    """Runs pieces of work on several threads, the caller's among them; used by one thread at a time.
 
     Args:
         num_threads: how many threads work; with 1, the caller works alone. Each of several makes torch run its own

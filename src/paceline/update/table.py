@@ -117,7 +117,7 @@ class TableSpec(msgspec.Struct, frozen=True):
         if not self.rule.name:
             yield "its update rule has no name. Use one of paceline.update, SGD(lr=0.1) for example."
         if not self.rule.groups:
-            yield f"its rule {self.rule.name} has no hyperparameter group. Give at least one, be it empty."
+            yield f"its rule {self.rule.name} has no hyperparameter group. Give at least one; it may be empty."
         yield from consistency_problems(self.consistency)
         yield from self._quorum_problems()
 

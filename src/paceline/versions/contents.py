@@ -43,7 +43,7 @@ def shared_layout(parts: Sequence[LeasedPart]) -> VersionLayout:
 
 
 def digest_of_version(parts: Sequence[LeasedPart]) -> str:
-    """Return the digest of a version of which each server holds a part, by rank."""
+    """Return the digest of a version from those of its parts, by rank of the server."""
     return whole_digest([part.head.digest for part in parts])
 
 

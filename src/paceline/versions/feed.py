@@ -143,7 +143,7 @@ class RowFeed:
         if shown.piece < shown.num_pieces:
             try:
                 ids, values = links[len(shown.positions) - 1].fetch_rows(shown.piece, spec, self._only)
-            except Refused:  # as memory was short there: what is left of these rows cannot be had any more
+            except Refused:  # as memory was short there: the rest of these rows cannot be fetched any more
                 self._shown = None
                 raise
             shown.piece += 1

@@ -172,7 +172,7 @@ def gate(bound: int | None, per_version: int) -> Gate:
         per_version: how many samples one version is trained with.
 
     Raises:
-        UsageError: a number that cannot be.
+        UsageError: a number is out of range.
 
     Example:
         >>> import paceline

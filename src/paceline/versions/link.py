@@ -220,7 +220,7 @@ class ReaderLink:
     def fetch(
         self, leased: LeasedPart, into: PartMemory, base: Base | None = None, came: Callable[[], None] | None = None
     ) -> None:
-        """Fetch what is not here yet of a version; blocks. After an error, what has come stays, for another try.
+        """Fetch the missing bytes of a version; blocks. After an error, what has arrived stays for another try.
 
         Over shared memory it is mapped and not copied. Otherwise only what has changed since the base is sent, and what
         of that does not have its digest then is sent whole. `came` is called whenever more of it is here.

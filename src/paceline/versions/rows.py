@@ -180,7 +180,7 @@ class SubscribedRows:
     def advance(self, clock: int | None = None, *, timeout_s: float = TIMEOUT_S) -> int:
         """Bring rows that do not follow to a clock, and no further: those of the dense version of that number.
 
-        Without a clock: to the first one that can be had. Returns the clock; blocks until servers have finished it.
+        Without a clock: to the first one that is available. Returns the clock; blocks until servers have finished it.
 
         Raises:
             UsageError: the rows are beyond that clock already, the table follows, its updates do not show clock by

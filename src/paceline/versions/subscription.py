@@ -490,7 +490,7 @@ def subscribe(
     Args:
         source: where versions are published: the folder of a job (`paceline run --run-dir FOLDER`), the address of a
             namespace of a standalone server ("paceline://HOST:PORT/NAME"), that of a relay (`paceline relay`), or a
-            session of this process; or a list of these, of which the next one is read where one is lost.
+            session of this process; or a list of these: where one is lost, the next one is read.
         name: as it was published.
         compress: have what changes from version to version compressed on its way, which costs processor time at both
             ends: for lines of some hundred Mbit/s and less. Over shared memory it has no effect.
@@ -501,7 +501,7 @@ def subscribe(
         key: path of this reader's private key.
 
     Raises:
-        UsageError: there cannot be such a place, or arguments do not go together.
+        UsageError: the source is not valid, or arguments do not go together.
 
     Example:
         >>> import paceline

@@ -498,7 +498,7 @@ def check_server(connection: Connection, rank: int, role: str = "server") -> Non
         connection.close()
         name = "data server" if role == "data" else role
         raise AuthenticationFailed(
-            f"{connection.peer} was to be {name} {rank}, but its certificate is for {connection.peer_identity.holder}; "
+            f"{connection.peer} should be {name} {rank}, but its certificate is for {connection.peer_identity.holder}; "
             "do not trust it"
         )
 
@@ -512,7 +512,7 @@ def check_source(connection: Connection) -> None:
     if not shown.permit("server", 0) and not shown.has_role("relay"):
         connection.close()
         raise AuthenticationFailed(
-            f"{connection.peer} was to be a server or a relay, but its certificate is for {shown.holder}; do not trust "
+            f"{connection.peer} should be a server or a relay, but its certificate is for {shown.holder}; do not trust "
             "it"
         )
 

@@ -114,7 +114,7 @@ def changes_body(changes: Sequence[tuple[Tensor, Tensor, Tensor]]) -> memoryview
 def changes_of(
     body: memoryview, nums: Sequence[tuple[int, int]], width: int, dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Read a body of changes, of which each has so many rows and removed ids; the tensors may be views of it.
+    """Read a body of changes, each with its number of rows and of removed ids; the tensors may be views of it.
 
     Raises:
         PeerError: the body has another size.

@@ -277,7 +277,7 @@ class RowChoice(msgspec.Struct, frozen=True):
 
 
 class FetchRows(msgspec.Struct, frozen=True):
-    """From a reader: send me this piece of the rows that I was shown, or what I want of it; each can be had once."""
+    """From a reader: send me this piece of the rows that I was shown, or what I want of it; each is sent once."""
 
     number: int
     piece: Size

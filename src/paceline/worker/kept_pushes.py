@@ -53,7 +53,7 @@ class KeptPushes:
         return len(self._pushes)
 
     def keep(self, frame: PushFrame, memory: memoryview, parts: dict[int, slice]) -> None:
-        """Copy a push, of which each server has a part of the memory, in bytes."""
+        """Copy a push; each server has a part of its memory, in bytes."""
         copy = self._free.pop() if self._free else fresh_buffer(memory.nbytes)
         if memory.nbytes:  # by several threads, where it is large
             torch.frombuffer(copy, dtype=torch.uint8).copy_(torch.frombuffer(memory, dtype=torch.uint8))

@@ -72,5 +72,5 @@ def test_a_worker_does_not_trust_another_than_the_data_server_that_it_called(hol
         reader.expect([ask(0)])
         until(lambda: "certificate" in reader._states[0].problem)
         reader._options = ReaderOptions(timeout_s=0.1)
-        with pytest.raises(PeerError, match=f"was to be data server 0, but its certificate is for {holder}"):
+        with pytest.raises(PeerError, match=f"should be data server 0, but its certificate is for {holder}"):
             reader.read(ask(0))

@@ -167,7 +167,7 @@ def _described(path: Path, revoked: frozenset[str]) -> Certificate:
 
 
 def check_keys(folder: Path, holder: Holder) -> str:
-    """Check what a server shows that finds its keys in this folder; return what is soon to go wrong, or nothing.
+    """Check the keys of this folder as a server uses them; return what will soon fail, or nothing.
 
     Raises:
         UsageError: others can change or read what is secret, a certificate does not hold now, or the list of revoked

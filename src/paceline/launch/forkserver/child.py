@@ -196,7 +196,7 @@ def serve_requests(requests: socket.socket) -> ForkedProcess | None:
             return None
         try:
             is_forked = _fork_orphan()
-        except OSError:  # no process is to be had: the launcher hears of it as the channel ends
+        except OSError:  # no process can be started: the launcher hears of it as the channel ends
             is_forked = False
         if is_forked:
             *streams, channel = descriptors

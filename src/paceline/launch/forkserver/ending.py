@@ -65,7 +65,7 @@ def _exit_code(code: object) -> int:
 
 
 def _libraries() -> set[str]:
-    """Return the files of compiled code in this process, but for Python's own modules; also those that ctypes loads."""
+    """Return the shared libraries of this process, also those that ctypes has loaded, without Python's own modules."""
     with suppress(OSError):
         mapped = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text(errors="replace").splitlines())
         files = {fields[5] for fields in mapped if len(fields) == 6 and "x" in fields[1] and fields[5].startswith("/")}

@@ -78,7 +78,7 @@ class Orphans:
                 time.sleep(POLL_INTERVAL_S)
 
     def reap(self, members: Collection[int] = ()) -> set[int]:
-        """Release those that have ended; return the others. `members` are children of this process that are none."""
+        """Release adopted processes that have ended; return the others. `members` are children that it started."""
         children = _children() - self._before
         found = children - set(members)
         for pid in found - self._watched:

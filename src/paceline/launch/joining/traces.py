@@ -62,7 +62,7 @@ class TraceReceiver:
         self._shift_s = math.inf
 
     def keep(self, said: WorkerTrace) -> None:
-        """Write down what a worker has; raises PeerError for what is no trace of it."""
+        """Append what a worker has sent to its trace; raises PeerError for what is not a trace of it."""
         path = trace_path(self._run_dir, "worker", said.rank)
         try:
             records = decode_lines(said.lines, path)

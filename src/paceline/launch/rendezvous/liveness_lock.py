@@ -187,7 +187,7 @@ class LivenessLock:
         )
 
     def note_finished(self) -> None:
-        """Have no other process take this place, as what was to be done there is done."""
+        """Keep other processes out of this place, as its work is done."""
         try:
             make_once(self._finished, b"")
         except FileNotFoundError:  # the job is over, and its folder is cleared

@@ -330,7 +330,7 @@ def _joined(first: FilteredPush, second: FilteredPush) -> FilteredPush:
 
 
 def _earliest(first: Tensor, second: Tensor) -> Tensor:
-    """Return the earlier of two clocks, of which each may be `NEVER`, int64 [n]."""
+    """Return the earlier of two clocks, each of which may be `NEVER`, int64 [n]."""
     earlier = torch.minimum(first, second)
     return torch.where(earlier == NEVER, torch.maximum(first, second), earlier)
 

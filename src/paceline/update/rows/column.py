@@ -278,7 +278,7 @@ class Windows:
         return [self._column.stretch(*ends) for ends in self._byte_ranges(wanted)]
 
     def release_but(self, kept: list[Tensor]) -> None:
-        """Release what is mapped but for these windows."""
+        """Release all that is mapped except these windows."""
         if not kept:
             self.trim()
             return

@@ -87,7 +87,7 @@ def tell_of_missing_library(tell: Callable[[str], None] = tell) -> None:
 def row_ops(name: str = "") -> RowOps:
     """Return the operations called "native" or "torch", or the faster of those that are there.
 
-    Raises UsageError when it is "native" and the library cannot be had.
+    Raises UsageError when it is "native" and the library cannot be loaded.
 
     Example:
         >>> import torch
@@ -101,6 +101,6 @@ def row_ops(name: str = "") -> RowOps:
     library = load_library()
     if isinstance(library, str):
         if name:
-            raise UsageError(f"The library of row operations cannot be had: {library}.")
+            raise UsageError(f"The library of row operations cannot be loaded: {library}.")
         return TorchOps()
     return NativeOps(library)

@@ -66,7 +66,7 @@ class PendingRows:
 
     @property
     def oldest_push(self) -> int:
-        """The number of the oldest push of which something may still wait; where nothing waits, that of the next."""
+        """The number of the oldest push that may have rows waiting; where nothing waits, that of the next."""
         slots = self._live()
         return int(self._column(self._first)[slots].min()) if len(slots) else self._num_pushes
 

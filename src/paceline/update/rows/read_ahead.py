@@ -50,7 +50,7 @@ class SpillReads(msgspec.Struct, frozen=True):
 
 
 class _Ahead(msgspec.Struct, frozen=True):
-    """A piece that is being read ahead: its windows by column, what they take, and what of that was not mapped."""
+    """A piece that is being read ahead: its windows by column, their bytes, and how many of these were not mapped."""
 
     key: bytes
     units: Mapping[str, Tensor]
@@ -85,7 +85,7 @@ class PieceReadAhead:
         self.reads = SpillReads()
 
     def share(self, room_bytes: int, record_bytes: int) -> None:
-        """Set what may be mapped, and what the record of the order may take; with no record, nothing is read ahead."""
+        """Set how much may be mapped, and how large the recorded order may be; without one, nothing is read ahead."""
         if room_bytes < self._room_bytes:
             self.stop()
         self._room_bytes = room_bytes

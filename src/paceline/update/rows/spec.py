@@ -41,9 +41,9 @@ class Lifecycle:
 
     Args:
         admit_after: a row is kept from its n-th push on; pushes before that are counted and dropped.
-        expire_after: rows that were neither pushed nor pulled for so many clocks go.
-        floor: expiry leaves at least so many rows.
-        max_rows: above so many rows some go, least recently ("lru") or least often ("lfu") used first.
+        expire_after: rows that were neither pushed nor pulled for this many clocks are removed.
+        floor: expiry leaves at least this many rows.
+        max_rows: beyond this many rows, those used least recently ("lru") or least often ("lfu") are removed.
         evict: which ones.
         memory_bytes: what the table may take of main memory; the rest spills to a file in `spill`.
         spill: a directory on a fast disk.
