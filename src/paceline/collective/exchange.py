@@ -66,7 +66,7 @@ class Exchange(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of memory, once no call is under way any more. May be repeated."""
+        """Release memory, once no call is under way any more. May be repeated."""
         ...
 
 
@@ -197,7 +197,7 @@ class RoundsExchange:
             self._run(REFUSED, deadline, [Round(_filling(words), nothing, _whole(words))])
 
     def close(self) -> None:
-        """Let go of the memory of the rounds; see `Exchange`."""
+        """Release the memory of the rounds; see `Exchange`."""
         self._rounds.close()
 
     def _spread(

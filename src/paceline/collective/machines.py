@@ -245,7 +245,7 @@ class MachinesExchange:
         )
 
     def close(self) -> None:
-        """Let go of the memory of both; see `Exchange`."""
+        """Release the memory of both; see `Exchange`."""
         self._near.close()
         if self._between is not None:
             self._between.close()

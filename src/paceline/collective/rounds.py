@@ -143,7 +143,7 @@ class Rounds(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the memory, once no round is under way any more. May be repeated."""
+        """Release the memory, once no round is under way any more. May be repeated."""
         ...
 
 
@@ -202,7 +202,7 @@ class SharedRounds:
         take(slots)
 
     def close(self) -> None:
-        """Let go of the memory; see `Rounds.close`."""
+        """Release the memory; see `Rounds.close`."""
         self._slots, self._bytes, self._words = [], {}, {}
         self._own = EMPTY
 
@@ -345,7 +345,7 @@ class SentRounds:
             self._end(call, encoded, begun.popleft(), deadline)
 
     def close(self) -> None:
-        """Let go of the memory; see `Rounds.close`."""
+        """Release the memory; see `Rounds.close`."""
         self._arrivals.slots.clear()
 
     def _begin(self, encoded: bytes, step: Round, deadline: Deadline) -> None:

@@ -128,7 +128,7 @@ def make_private(folder: Path, advice: str) -> None:
 
 
 def _of_another_user(owner: int) -> str:
-    """Say whose a file or folder is that should be of this user."""
+    """Return to which other user a file or folder belongs that should be this user's."""
     return f"it belongs to {_user(owner)}, and this process runs as {_user(os.geteuid())}"
 
 

@@ -95,7 +95,7 @@ def _in_one_line(error: Exception) -> str:
 
 
 def _duplicate_key(data: bytes, format_of: ModuleType) -> str:
-    """Say which name stands twice in one mapping of a file, "" for none: parsers take the last, but that of TOML."""
+    """Return a name that stands twice in one mapping of a file, "" for none: parsers other than TOML take the last."""
     if format_of is as_yaml:
         return _duplicate_yaml_key(data)
     found: list[str] = []

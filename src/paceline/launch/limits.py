@@ -65,7 +65,7 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def explain(error: BaseException) -> str:
-    """Say in one sentence what is too little, and what to do."""
+    """Return in one sentence what is too little, and what to do."""
     if isinstance(error, MemoryError):
         return f"out of memory: {_REMEDIES[errno.ENOMEM]}"
     if not isinstance(error, OSError):

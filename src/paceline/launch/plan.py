@@ -205,7 +205,7 @@ def read_workers(text: str) -> WorkerCount:
 
 
 def plan_launches(run: LocalRun, programs: Programs, run_dir: Path, environment: Mapping[str, str]) -> list[Launch]:
-    """Say how each process of the job is started: servers first, so that they listen soon.
+    """Return how each process of the job is started: servers first, so that they listen soon.
 
     To the servers, a worker that is not there at the start comes as the next life of one that has ended.
     """
@@ -231,7 +231,7 @@ def plan_launches(run: LocalRun, programs: Programs, run_dir: Path, environment:
 def plan_workers(
     run: LocalRun, programs: Programs, environment: Mapping[str, str], places: Sequence[Place]
 ) -> list[Launch]:
-    """Say how the workers of these places are started."""
+    """Return how the workers of these places are started."""
     cores, is_fresh = cores_here(), run.module in _BEFORE_TORCH
     is_fresh = is_fresh or any(sets_variables(script.absolute(), folder) for script, folder in run.scripts)
     passing = {**environment, "PYTHONBREAKPOINT": "0"}  # for workers without the terminal: breakpoint() does nothing

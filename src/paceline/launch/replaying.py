@@ -161,7 +161,7 @@ def replay_server(
     watch: Callable[[Moment], str] = lambda _: "",
     look: Callable[[Moment], None] = lambda _: None,
 ) -> Replayed:
-    """Do again all that a server has done; blocks.
+    """Replay all that a server did; blocks.
 
     Args:
         run_dir: folder of the run.

@@ -62,7 +62,7 @@ def _from_script(origin: TracebackType | None, script: str) -> TracebackType | N
 
 
 def _place(origin: TracebackType | None) -> str:
-    """Say where the user's code called ours, also by way of a package: torch wraps the steps of optimizers."""
+    """Return where the user's code called ours, also by way of a package: torch wraps the steps of optimizers."""
     frames = list(takewhile(lambda frame: PACKAGE not in Path(frame.filename).parents, traceback.extract_tb(origin)))
     users = [frame for frame in frames if _is_users(Path(frame.filename))] or frames
     return f"\n  at {users[-1].filename}:{users[-1].lineno}; run with --traceback for more" if users else ""

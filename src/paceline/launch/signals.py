@@ -162,7 +162,7 @@ class Signals:
         self._writer.close()
 
     def add(self, number: int) -> None:
-        """Take it that this signal was received; for any thread."""
+        """Note that this signal was received; for any thread."""
         self._received.append(number)
         self.wake()
 

@@ -176,7 +176,7 @@ def _of_long_clocks(window: Window, around: Surroundings) -> RunVerdict | None:
 
 
 def _of_long_waits(window: Window, long_s: float) -> RunVerdict | None:
-    """Say that no worker goes on: where all wait, the time of the last steps says nothing of why."""
+    """Return the verdict that no worker goes on: where all wait, the time of the last steps does not say why."""
     workers = window.workers()
     waits_s = [state.for_s for worker in workers if (state := window.states.get(worker)) and state.doing != "computing"]
     if len(workers) < 2 or len(waits_s) < len(workers) or min(waits_s) < long_s:

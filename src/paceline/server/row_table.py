@@ -130,7 +130,7 @@ class Subscription:
         return ids[self._rows.find(ids) >= 0]
 
     def close(self) -> None:
-        """Let go of all memory."""
+        """Release all memory."""
         self._rows.close()
 
     def _distinct(self) -> Tensor:

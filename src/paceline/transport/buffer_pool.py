@@ -60,7 +60,7 @@ class ExactAllocator:
         self._free.setdefault(memory.nbytes, []).append(memory)
 
     def clear(self) -> None:
-        """Let go of all memory."""
+        """Release all memory."""
         self._free.clear()
 
 

@@ -348,7 +348,7 @@ class FaultyTransport:
         return self._inner.allocate(size_bytes)
 
     def leaves_machine(self, address: str) -> bool:
-        """Say what the inner transport says."""
+        """Return the answer of the inner transport."""
         return isinstance(self._inner, LeavesMachine) and self._inner.leaves_machine(address)
 
     def listen(self, address: str) -> FaultyListener:

@@ -152,14 +152,14 @@ class LastingMemory:
         return os.dup(self._descriptors[name])
 
     def drop(self, name: str) -> None:
-        """Let a region go, which is freed with its last view; does nothing if there is none. Raises OSError."""
+        """Release a region, which is freed with its last view; does nothing if there is none. Raises OSError."""
         if name in self._descriptors:
             self._requests.ask(_DROP + self._named(name))
             self._mapped.pop(name, None)
             os.close(self._descriptors.pop(name))
 
     def drop_all(self) -> None:
-        """Let all regions go. Raises OSError."""
+        """Release all regions. Raises OSError."""
         for name in self.names:
             self.drop(name)
 
@@ -228,7 +228,7 @@ class MemoryHolder:
             _close_all({name: self._kept.pop(name.encode())} if name.encode() in self._kept else {})
 
     def close(self) -> None:
-        """Let all memory go."""
+        """Release all memory."""
         with suppress(OSError):  # it has ended already
             self._requests.shutdown(socket.SHUT_RDWR)
         if self._thread.ident is not None:

@@ -61,7 +61,7 @@ class TableCut(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of all that is kept. Idempotent."""
+        """Release all that is kept. Idempotent."""
         ...
 
 

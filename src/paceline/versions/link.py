@@ -370,7 +370,7 @@ class ReaderLink:
         )
 
     def _choose(self, server: int) -> int:
-        """Say which server's part is read over this connection; return how many servers there are."""
+        """Choose which server's part is read over this connection; return how many servers there are."""
         try:
             return self._answer(self._ask(ChooseServer(self._next(), server)), ServerChosen)[0].num_servers
         except PeerError:

@@ -359,7 +359,7 @@ class VersionSubscription:
         return [each for each in found if self._newest is None or _place(each) >= _place(self._newest)]
 
     def _all_earlier(self, found: tuple[PublicationId, ...]) -> str:
-        """Say why no version of these is taken."""
+        """Return why no version of these is taken."""
         assert self._newest is not None, "a first version is never older"
         return (
             f"{self._places.name} has versions of an earlier publisher only, up to {found[-1].number}, and version "

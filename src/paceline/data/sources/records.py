@@ -140,7 +140,7 @@ class Samples(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of files. May be repeated."""
+        """Close files. May be repeated."""
         ...
 
 

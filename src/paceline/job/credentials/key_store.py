@@ -44,7 +44,7 @@ class Certificate(msgspec.Struct, frozen=True):
     revoked: bool
 
     def trouble(self, now: datetime) -> str:
-        """Say what is wrong with it at this time, or nothing."""
+        """Return what is wrong with it at this time, or nothing."""
         if self.revoked:
             return "revoked"
         if self.until <= now:

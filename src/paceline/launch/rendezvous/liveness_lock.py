@@ -64,7 +64,7 @@ class ProcessInfo(msgspec.Struct, frozen=True):
 
 
 def describe_machines(infos: Mapping[str, ProcessInfo]) -> str:
-    """Say on which machine each is.
+    """Return on which machine each of them is.
 
     >>> a, b = ProcessInfo(Machine("a")), ProcessInfo(Machine("b"))
     >>> describe_machines({"worker 0": a, "server 0": b, "worker 1": a})

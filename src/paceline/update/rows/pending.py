@@ -113,7 +113,7 @@ class PendingRows:
         return taken
 
     def close(self) -> None:
-        """Let go of all memory."""
+        """Release all memory."""
         self._index.close()
         for column in (self._rows, self._since, self._first, self._weights):
             column.close()

@@ -225,7 +225,7 @@ class RowCache:
         self._start()
 
     def close(self) -> None:
-        """Let go of all memory."""
+        """Release all memory."""
         self._index.close()
         for column in self._columns():
             column.close()

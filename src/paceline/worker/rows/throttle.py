@@ -329,7 +329,7 @@ class BudgetedRows:
         self._futures.abandon(error)
 
     def close(self) -> None:
-        """Let go of all memory."""
+        """Release all memory."""
         self.pending.close()
 
 
