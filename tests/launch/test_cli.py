@@ -1,6 +1,7 @@
 """The command line: what it hands on, what it refuses, and how fast it answers."""
 
 import inspect
+import re
 import subprocess
 import sys
 import tomllib
@@ -189,6 +190,24 @@ def test_commands_and_options_are_listed_by_what_they_are_for(capsys: pytest.Cap
     assert " Parameters " not in options
     assert " Parameters " in help_of(capsys, "serve"), "the groups are those of `run`"
     assert " Commands " in help_of(capsys, "keys"), "the groups are those of `paceline`"
+
+
+def test_the_page_of_commands_has_each_under_the_heading_of_its_group(capsys: pytest.CaptureFixture[str]) -> None:
+    shown, page = help_of(capsys), (ROOT / "docs" / "commands.md").read_text()
+    listed = {head: re.findall(r"^│ ([a-z]+) ", body, re.MULTILINE) for head, body in panels(shown)}
+    described = {
+        part.partition("\n")[0]: re.findall(r"^\| `paceline ([a-z]+)`", part, re.MULTILINE)
+        for part in page.split("\n## ")[1:]
+    }
+
+    assert {head: sorted(names) for head, names in described.items()} == {
+        head: sorted(names) for head, names in listed.items() if names
+    }
+
+
+def panels(shown: str) -> list[tuple[str, str]]:
+    """The frames of a help text: the title and what is in it."""
+    return re.findall(r"^╭─ ([^─]+) ─+╮\n(.*?)^╰", shown, re.MULTILINE | re.DOTALL)
 
 
 def test_help_shows_no_default_that_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,21 +57,21 @@ def serve(
     keys
         Folder with certificates and a token, as `paceline keys make` writes it.
     snapshot_every
-        How long to wait between two snapshots of what has changed, 10m or 90s for example, or auto: a minute,
-        or so long that they are written in a tenth of the time at most. The end of the machine loses no more.
+        Time between two snapshots of what has changed, 10m or 90s for example, or auto: a minute, or so long that
+        writing takes a tenth of the time at most. A machine that fails loses no more than that.
     allow
         Update rules and functions of your own that clients may name, as package.module:Name; others are not run.
     or_previous
         Go on from the previous snapshot of a namespace whose newest one is damaged.
     take_over
-        Go on in the place of the server that keeps its state in this folder: with its memory, socket and clients.
+        Replace the running server of this folder, and take over its memory, socket and clients.
     alone
-        Start no second process that goes on when this one is killed: then a kill loses what was not saved.
+        Start no second process to take over when this one is killed: then a kill loses what was not saved.
     metrics
         Port at which Prometheus scrapes /metrics, on this machine, or HOST:PORT.
     views
-        Folder that the servers of several machines see, best on a third one: then each namespace is served by one of
-        them, and another one has a replica, which serves once that machine is lost. Made if missing.
+        Folder that the servers of several machines see, best on a third one: one of them serves each namespace, and
+        another one has a replica, which takes over when that machine is lost. Made if missing.
     lag
         Clocks of each client by which answers may be ahead of the replica, the same for all servers of --views: then
         clients keep what the replica lacks, and no step waits for it. By default answers wait for the replica.

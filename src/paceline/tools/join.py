@@ -19,13 +19,13 @@ def join(
 ) -> int:
     """Have workers join a run that was started with `--workers 2:8`, from another terminal or machine.
 
-    They run the script from its beginning and take part from the next clock on; the others do not wait. Ctrl-C has them
-    finish their step and leave, and the run goes on. Options stand before the script.
+    They run the script from its beginning and take part from the next clock on; the others do not wait. Ctrl-C makes
+    them finish their step and leave, and the run goes on. Options stand before the script.
 
     Parameters
     ----------
     address
-        The run, as it says when it begins: its folder, on this machine; HOST:PORT for one with --listen.
+        What the run prints at its start: its folder, on this machine, or HOST:PORT if it has --listen.
     script
         The script of the run, or -m and the name of its module.
     args
@@ -35,11 +35,11 @@ def join(
     keys
         Folder with a certificate and the token of the run, as `paceline keys issue` writes it, for HOST:PORT.
     any_script
-        Join also when the script is not the same file as that of the run.
+        Join even if the script differs from that of the run.
     quiet
         Show only what the script prints, and errors.
     traceback
-        Show the whole traceback of errors, where otherwise one line says what to do.
+        Show whole tracebacks of errors, instead of one line that says what to do.
     """
     from paceline.api.programs import PROGRAMS
     from paceline.launch.joining.run import JoinOrder, join_run
