@@ -161,7 +161,7 @@ def test_the_first_is_told_in_full_then_powers_of_ten_and_all_at_the_end() -> No
     told: list[str] = []
     refusals = Refusals(1, told.append)
     for clock in range(400):
-        refusals.note_made("push", "model")
+        refusals.note_push("model")
         if clock >= 3:
             refusals.note_refused("push", "model", clock, "it has NaN")
     refusals.tell_all()

@@ -75,12 +75,12 @@ class Refusals:
     _counts: dict[tuple[str, str], _Count] = field(default_factory=dict[tuple[str, str], _Count])
     _lock: Lock = field(default_factory=Lock)
 
-    def note_made(self, kind: Literal["push", "step"], table: str) -> None:
-        """Count a push or step, refused or not."""
+    def note_push(self, table: str) -> None:
+        """Count a push, refused or not."""
         with self._lock:
-            count = self._counts.get((kind, table))
+            count = self._counts.get(("push", table))
             if count is None:
-                count = self._counts[kind, table] = _Count()
+                count = self._counts["push", table] = _Count()
             count.num_made += 1
 
     def note_refused(self, kind: Literal["push", "step"], table: str, clock: int, reason: str) -> None:
@@ -279,7 +279,7 @@ class StepMetrics:
             if not (is_late(outcome.reason) and Consistency.parse(consistency).backups):
                 self.note_refused("push", table, clock, outcome.reason)
 
-        self.refusals.note_made("push", table)
+        self.refusals.note_push(table)
         num = self.open_clocks.note_push(table, clock)
         if num == MANY_PUSHES and Consistency.parse(consistency).visible == "on_clock":
             self.open_clocks.tell_of(table, clock, f"made {num} pushes of table '{table}'")
