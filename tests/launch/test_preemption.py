@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import EXIT_PREEMPTED
-from paceline.launch.signals import PREEMPTION_SIGNALS, REPEAT_WINDOW_S, PreemptionNotice
+from paceline.launch.signals import (
+    ENDING_SIGNALS,
+    PREEMPTION_SIGNALS,
+    REPEAT_WINDOW_S,
+    PreemptionNotice,
+    at_first_signal,
+)
 
 
 @pytest.fixture
@@ -140,3 +146,21 @@ def test_a_script_that_may_be_saving_is_not_cut_short_when_the_run_is_called_off
     signal.raise_signal(signal.SIGTERM)
 
     assert notice.check_preempted()
+
+
+def test_the_first_signal_to_end_acts_once_and_leaves_the_second_to_the_system() -> None:
+    seen: list[int] = []
+    before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    try:
+        with at_first_signal(seen.append):
+            signal.raise_signal(signal.SIGHUP)
+            assert seen == []
+            signal.raise_signal(signal.SIGTERM)
+            assert seen == [signal.SIGTERM]
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) is before[signal.SIGTERM]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

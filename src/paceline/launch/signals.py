@@ -113,19 +113,19 @@ def at_first_signal(act: Callable[[int], None]) -> Generator[None]:
     A signal that was ignored before (SIGHUP under nohup) stays ignored. Usable from the main thread only.
     """
     before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    heeded = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
 
     def heed(number: int, _frame: FrameType | None) -> None:
-        for each in ENDING_SIGNALS:
+        for each in heeded:
             signal.signal(each, signal.SIG_DFL)
         act(number)
 
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, heed)
+    for number in heeded:
+        signal.signal(number, heed)
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in heeded.items():
             signal.signal(number, handler)
 
 
