@@ -8,12 +8,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Generator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from queue import SimpleQueue
-from types import FrameType
-from typing import Final, final
+from typing import Final
 
 from paceline.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, UsageError
 from paceline.job.addresses import CLUSTER_NAME
@@ -26,9 +24,9 @@ from paceline.launch.rendezvous.liveness_lock import indices_in, newest_life, pr
 from paceline.launch.rendezvous.node_places import ROLE, NodePlaces
 from paceline.launch.rendezvous.roster import START_TIMEOUT_S
 from paceline.launch.rendezvous.sidecar import SidecarServers
+from paceline.launch.signals import at_first_signal
 from paceline.notices import NEWS, tell
 
-_ENDING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _OVER: Final = 0  # is the number of no signal
 
 
@@ -66,14 +64,15 @@ def spare(job: Path, /, *, servers: int = 0) -> int:
         raise UsageError(refusal)
     _require_other_machine(run_dir)
     host = listening_host(spec, first.machine)
-    with _heeding_signals() as notice, closing(NodePlaces(run_dir, None, spec.num_servers)) as node:
+    ending = SimpleQueue[int]()  # a handler of signals may put there while this thread is in `get`
+    with at_first_signal(ending.put), closing(NodePlaces(run_dir, None, spec.num_servers)) as node:
         here = _wait_home(node, servers, run_dir) if servers else []
         sidecars = SidecarServers(run_dir, range(0), host, node=node, imports=Path.cwd())
         moving = ", ".join(map(str, here))
         task = f"to which servers move: {moving}" if here else "a spare for those that are lost"
         tell(f"this machine is node {node.node} of the job in {run_dir}, {task}", NEWS)
         try:
-            return _stay(spec, sidecars, notice)
+            return _stay(spec, sidecars, ending)
         finally:
             sidecars.kill()
 
@@ -138,57 +137,24 @@ def _has_begun(path: Path) -> bool:
     return path.is_dir() and os.access(path, os.R_OK | os.X_OK) and {TOKEN_NAME, CLUSTER_NAME} <= names_in(path)
 
 
-@final
-class _EndNotice:
-    """What has this process end: that the job is over, or a signal."""
+def _stay(spec: ClusterSpec, servers: SidecarServers, ending: SimpleQueue[int]) -> int:
+    """Block until the job is over, or what serves here has moved after a signal; return the exit code.
 
-    def __init__(self) -> None:
-        self.is_over: Final = threading.Event()
-        self._first = SimpleQueue[int]()  # a handler of signals may put there while the main thread is in `get`
-
-    def note_over(self) -> None:
-        """Note that the job is over."""
-        self.is_over.set()
-        self._first.put(_OVER)
-
-    def note_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Note the first signal; a second one ends the process at once."""
-        for each in _ENDING:
-            signal.signal(each, signal.SIG_DFL)
-        self._first.put(number)
-
-    def wait(self) -> int:
-        """Block until there is one; return the number of the signal, `_OVER` if the job is over."""
-        return self._first.get()
-
-
-@contextmanager
-def _heeding_signals() -> Generator[_EndNotice]:
-    notice = _EndNotice()
-    before = {number: signal.getsignal(number) for number in _ENDING}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:  # as SIGHUP is under nohup
-            signal.signal(number, notice.note_signal)
-    try:
-        yield notice
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _stay(spec: ClusterSpec, servers: SidecarServers, notice: _EndNotice) -> int:
-    """Block until the job is over, or what serves here has moved after a signal; return the exit code."""
+    `ending`: gets the number of the first signal.
+    """
+    is_over = threading.Event()
 
     def wait_over() -> None:
         wait_all_ended(spec)
-        notice.note_over()
+        is_over.set()
+        ending.put(_OVER)
 
     threading.Thread(target=wait_over, name="paceline-job", daemon=True).start()
-    first = notice.wait()
+    first = ending.get()
     if first == _OVER:
         servers.wait(spec.grace_s)
         tell(f"the job in {spec.run_dir} is over", NEWS)
         return 0
     tell("this machine leaves, once its servers have moved to others; a second signal ends it at once", NEWS)
-    servers.leave(notice.is_over.is_set)
+    servers.leave(is_over.is_set)
     return EXIT_INTERRUPTED if first == signal.SIGINT else EXIT_PREEMPTED
