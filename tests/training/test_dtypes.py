@@ -1,5 +1,6 @@
 """Models in each dtype of tables, and in several at once, learn what one process learns with them."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,46 @@ def test_a_model_of_several_dtypes_has_a_table_for_each(tmp_path: Path, strategy
         assert ".bfloat16: " in shown
         assert ".float32: " in shown
         require_same(found, expected, strategy, torch.bfloat16)
+
+
+@pytest.fixture(params=[torch.float64, torch.bfloat16])
+def default_dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    """What a script may set, in the process that also has the server."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield request.param
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_updates_do_not_depend_on_the_default_dtype_of_the_script(
+    tmp_path: Path, default_dtype: torch.dtype, make: Callable[..., torch.optim.Optimizer], dtype: torch.dtype
+) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(9, 4).to(dtype)
+        nn.init.constant_(model.weight, 0.25)
+        nn.init.zeros_(model.bias)
+        return model, make(model.parameters(), lr=0.1, fused=True)
+
+    def work(worker: Session) -> list[Tensor]:
+        model, optimizer = made()
+        return learned(model, paceline.distributed(optimizer, model=model), dtype)
+
+    alone, optimizer = made()
+    expected = learned(alone, optimizer, dtype)
+    for found in run_job(tmp_path, work, workers=3):
+        for one, plain in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_steps_are_counted_beyond_what_the_default_dtype_can_count(default_dtype: torch.dtype, tmp_path: Path) -> None:
+    def work(worker: Session) -> float:
+        weight = nn.Parameter(torch.zeros(3, dtype=torch.float32))
+        optimizer = paceline.distributed(torch.optim.Adam([weight], lr=0.01))
+        for _ in range(300):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        return float(optimizer.state_dict()["state"][0]["step"])
+
+    assert run_job(tmp_path, work, workers=1) == [300.0]

@@ -390,7 +390,7 @@ class Chunked:
         self._plan: _Plan | None = None  # of the last update
         self._state: dict[str, Tensor] = {}  # by name, each as long as the range
         self._held: list[tuple[str, ...]] = [()] * len(pieces)  # states of each piece
-        self._steps = torch.zeros(len(pieces))  # of each piece, if the kernel counts them; float32, as in torch
+        self._steps = torch.zeros(len(pieces), dtype=torch.float32)  # of each piece, if the kernel counts them
         self._begun = False
         self._lasting = lasting
         self._resumes = False  # the next update may have been begun by a predecessor
@@ -575,7 +575,7 @@ class Chunked:
         if not self._groups.divides:
             return 1.0
         divisor = divisor_of([contribution.count for contribution in contributions], self._combining.scale)
-        exact = divisor == torch.tensor(divisor).item()  # torch passes the divisor as a float32
+        exact = divisor == torch.tensor(divisor, dtype=torch.float32).item()  # as which torch takes it
         return divisor if exact else 1.0
 
     def _do(self, update: _Update, chunk: Chunk, thread: int, undo: Undo = NO_UNDO) -> int:
@@ -707,4 +707,4 @@ class Chunked:
             )
             for number, slices in enumerate(cut_into_chunks(self._pieces, taken, CHUNK, in_lanes=in_lanes))
         ]
-        return chunks, torch.tensor([float(bool(contributors)) for contributors in having])
+        return chunks, torch.tensor([float(bool(contributors)) for contributors in having], dtype=torch.float32)

@@ -53,11 +53,11 @@ class Operands(msgspec.Struct, frozen=True):
 
     def steps(self) -> list[Tensor]:
         """Return the step as an argument of torch's fused operations."""
-        return [torch.tensor(self.step)] * len(self.values)
+        return [torch.tensor(self.step, dtype=torch.float32)] * len(self.values)
 
     def scaling(self) -> dict[str, Tensor]:
         """Return the divisor as an argument of torch's fused operations."""
-        return {} if self.divisor == 1.0 else {"grad_scale": torch.tensor(self.divisor)}
+        return {} if self.divisor == 1.0 else {"grad_scale": torch.tensor(self.divisor, dtype=torch.float32)}
 
     def gradient_of(self, value: Tensor, gradient: Tensor, numbers: Numbers, decay: float) -> Tensor:
         """Return the gradient to descend, with weight decay; a changed one is in the first spare row."""
