@@ -562,6 +562,7 @@ class Session:
             on_missing=self._skip_batch,
             is_elastic=self.is_elastic,
             on_loaded=self.metrics.note_loaded,
+            clock=lambda: self.node.clock,
         )
 
     def _count_samples(self, num_samples: int) -> None:
@@ -569,7 +570,7 @@ class Session:
         self.metrics.samples += num_samples
 
     def _skip_batch(self) -> None:
-        """Finish the clocks of a batch that only other workers have, one per optimizer, and take the optimizers' turns.
+        """Finish the clocks of a step that only other workers take, one per optimizer, and take the optimizers' turns.
 
         Optimizers without a turn time come first, because their turn is collective. Only optimizers that were used
         with the last batch take part; a script may still hold earlier ones.

@@ -23,6 +23,7 @@ from paceline.core.calls import shown
 from paceline.data.files import Files, shard_files
 from paceline.data.order import Batches, EpochOrder, PositionTracker, terms_of
 from paceline.data.partition import DataCut, Key, Sharding, is_hashed_to, run
+from paceline.data.steps_of_pass import StepsOfPass
 from paceline.errors import UsageError
 
 _Sample = TypeVar("_Sample", covariant=True)
@@ -186,13 +187,17 @@ class ShardedLoader(PositionedLoader[_Sample]):
         sharding, batches, is_training = self._sharding, self.batches(), torch.is_grad_enabled()
         start = self.tracker.start_pass().num_done if is_training else 0
         own = self.own_sampler.own(batches, start, sharding if is_training else sharding.evaluation())
+        steps = StepsOfPass(sharding.clock)
         for number, (indices, batch) in enumerate(sharding.timed(zip(own, stage(self.load(own)), strict=True)), 1):
             if is_training:
                 self.tracker.reach(start + number * sharding.size)
                 sharding.on_samples(len(indices))
+            steps.begin_batch()
             yield batch
+            steps.end_batch()
         if is_training:
-            if -(-(len(batches) - start) // sharding.size) > len(own):  # others have one more
+            others_have_more = -(-(len(batches) - start) // sharding.size) > len(own)
+            if others_have_more and steps.others_step_again:
                 sharding.on_missing()
             self.tracker.end()
 

@@ -19,6 +19,7 @@ from paceline.data.service.messages import MAX_SAMPLES
 from paceline.data.slicing import SliceWalk, Slicing
 from paceline.data.sources.batch import Batch, BatchRequest
 from paceline.data.sources.reader import Reader
+from paceline.data.steps_of_pass import StepsOfPass
 from paceline.errors import UsageError
 from paceline.observe.trace import Epoch, Trace
 
@@ -274,14 +275,17 @@ class FedLoader:
         own, tally = self._own(self._tracker.next.num_done, self._sharding), SampleTally(self._sharding.rank, epoch)
         num_rounds = -(-(self._order.num_batches - self._tracker.start_pass().num_done) // size)
         waiting: deque[Batch] = deque()  # read, and not yielded yet
+        steps = StepsOfPass(self._sharding.clock)
         try:
             for content in self._sharding.timed(stage(_contents(self._read_all(epoch, own), waiting))):
                 while not self._settle(waiting.popleft(), tally):
                     pass
+                steps.begin_batch()
                 yield content
+                steps.end_batch()
             for batch in waiting:
                 self._settle(batch, tally)
-            if num_rounds > len(own):
+            if num_rounds > len(own) and steps.others_step_again:
                 self._sharding.on_missing()
         finally:
             self._tell(tally)
