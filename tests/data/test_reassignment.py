@@ -377,6 +377,33 @@ def test_a_slice_without_a_step_counts_for_nothing_and_the_clock_ends_all_the_sa
     assert run_job(tmp_path, work) == [2]
 
 
+def test_a_slice_without_a_step_counts_as_zeros_and_is_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    used: list[Tensor] = []
+
+    def work(worker: Session) -> Tensor:
+        model = mlp().double()
+        optimizer = paceline.distributed(sgd(model))
+        for number, (_, batch) in enumerate(paceline.shard(loader_of(3 * BATCH_SIZE), slices=2)):
+            if number % 2 == 1:  # the last of each clock
+                used.append(batch)
+                optimizer.zero_grad()
+                loss_of(model, batch).backward()
+                optimizer.step()
+        return parameters(model)
+
+    (found,) = run_job(tmp_path, work, workers=1)
+    alone = mlp().double()
+    optimizer = sgd(alone)
+    for batch in used:
+        optimizer.zero_grad()
+        (loss_of(alone, batch) * len(batch) / BATCH_SIZE).backward()
+        optimizer.step()
+    torch.testing.assert_close(found, parameters(alone), rtol=1e-10, atol=1e-12)
+    assert capsys.readouterr().err.count("a slice or a leased batch had no step() before the next one") == 1
+
+
 def test_a_worker_that_was_started_again_goes_on_where_the_others_are(tmp_path: Path) -> None:
     is_dead = threading.Event()
 

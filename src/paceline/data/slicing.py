@@ -172,6 +172,11 @@ class SliceWalk:
         return self.rounds.num_before(self._number + self._has_stepped)
 
     @property
+    def lacks_step(self) -> bool:
+        """Whether no step came after the slice that was given last."""
+        return self._next is None
+
+    @property
     def is_again(self) -> bool:
         """Whether the current slice was given before to a worker that ended without delivering its gradients."""
         return self._taken is not None and self._taken.again
@@ -272,6 +277,7 @@ class SlicedLoader(PositionedLoader[_Sample]):
         self._work = slicing.name_next()
         self._next_pass = 0  # as the server counts
         self._walk: SliceWalk | None = None  # the pass under way
+        self._has_told = False  # of a slice without a step
 
     def __repr__(self) -> str:
         return f"SlicedLoader({self._slices} slices a worker of {self._whole!r})"
@@ -301,6 +307,9 @@ class SlicedLoader(PositionedLoader[_Sample]):
             for batch in self._sharding.timed(self._whole.load(walk)):
                 self._sharding.on_samples(walk.num_samples)
                 yield batch
+                if walk.lacks_step and not self._has_told:
+                    self._has_told = True
+                    tell_of_lacking_step(self._sharding)
         except BaseException:  # also GeneratorExit, after a break
             self._slicing.leave()
             raise
@@ -342,6 +351,15 @@ class SlicedLoader(PositionedLoader[_Sample]):
         self._next_pass = number + 1
         whole.tracker.start_pass()
         return walk
+
+
+def tell_of_lacking_step(sharding: Sharding) -> None:
+    """Tell that a loop over slices or leased batches has left one without a step."""
+    sharding.tell(
+        f"worker {sharding.rank}: a slice or a leased batch had no step() before the next one: its gradients count for "
+        "nothing, or with the weight of the next one alone where they were added to its own. Step after each of them; "
+        "to add up the gradients of several batches, leave slices out, or give feed leases=False."
+    )
 
 
 def slice_source(

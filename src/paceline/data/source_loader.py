@@ -16,7 +16,7 @@ from paceline.data.order import Batches, EpochOrder, EpochRounds, PositionTracke
 from paceline.data.partition import Sharding
 from paceline.data.service.client import MAX_PREFETCH
 from paceline.data.service.messages import MAX_SAMPLES
-from paceline.data.slicing import SliceWalk, Slicing
+from paceline.data.slicing import SliceWalk, Slicing, tell_of_lacking_step
 from paceline.data.sources.batch import Batch, BatchRequest
 from paceline.data.sources.reader import Reader
 from paceline.data.steps_of_pass import StepsOfPass
@@ -97,6 +97,11 @@ class SlicedBatches:
     def num_expected(self) -> int:
         """Number of samples of all workers in the current clock; 0 if records may be left out."""
         return 0 if self.skips or not self.num_samples else self.walk.num_expected
+
+    @property
+    def lacks_step(self) -> bool:
+        """Whether no step came after the batch that was given last."""
+        return self._held is None and self.walk.lacks_step
 
     def claim_next(self) -> bool:
         """Claim the next batch of the current clock; return whether this worker gets one. Blocks until it is read."""
@@ -198,6 +203,7 @@ class FedLoader:
         self._work = slicing.name_next() if plan.leases else ""
         self._next_pass = 0  # as the server counts
         self._walk: SliceWalk | None = None  # of the current pass
+        self._has_told = False  # of a leased batch without a step
 
     def __repr__(self) -> str:
         here, order = self._sharding, self._order
@@ -327,6 +333,9 @@ class FedLoader:
             for batch in self._sharding.timed(batches):
                 self._sharding.on_samples(batch.num_samples)
                 yield batch.content
+                if batches.lacks_step and not self._has_told:
+                    self._has_told = True
+                    tell_of_lacking_step(self._sharding)
         except BaseException:  # also GeneratorExit, after a break
             self._slicing.leave()
             raise

@@ -42,8 +42,8 @@ class GradientAccumulator:
         if not self.slices.num_samples:
             return samples
         weight = self.slices.weight if samples is None else samples
-        if not self._num_samples:
-            return samples if weight == self.slices.num_samples else weight
+        if not self._num_samples:  # an earlier slice without a step has no part in the weight
+            return weight
         total, self._num_samples = self._num_samples + weight, 0.0
         sums, self._sums = self._sums, {}
         with torch.no_grad():
