@@ -18,7 +18,7 @@ from tests.nodes.test_faults import NUM_CLOCKS, NUM_WORKERS, Ledger
 from torch import Tensor
 
 from paceline.core.events import Died, Timeout
-from paceline.core.messages import Join, Push, PushId, Sender
+from paceline.core.messages import Clock, Closed, Join, Push, PushId, Sender
 from paceline.core.settings import ServerSettings
 from paceline.observe.trace import Trace
 from paceline.server import node
@@ -331,11 +331,12 @@ def test_nothing_is_lost_or_doubled_however_often_servers_are_killed(
     check(kind, policy, tmp_path, strides)
 
 
-def bare_server(holder: MemoryHolder, told: list[str]) -> ServerNode:
-    """A server that does not run, in the place of the one before."""
+def bare_server(holder: MemoryHolder, told: list[str], rank: int = 0) -> ServerNode:
+    """A server that does not run, in the place of the one before, of as many as are needed for its rank."""
     memory, transport = LastingMemory.connect(holder.theirs), MemoryTransport()
-    settings, listener = ServerSettings(0, 1, workers=(0,)), transport.listen("memory://server")
-    return ServerNode(settings, listener, transport, tuple, Trace(None), memory=memory, tell=told.append)
+    settings, listener = ServerSettings(rank, rank + 1, workers=(0,)), transport.listen("memory://server")
+    others = ("memory://gone",) * rank
+    return ServerNode(settings, listener, transport, lambda: others, Trace(None), memory=memory, tell=told.append)
 
 
 def test_a_server_that_was_killed_while_a_function_ran_is_given_up_and_one_after_that_is_not() -> None:
@@ -369,6 +370,47 @@ def test_a_table_is_known_to_every_successor_of_a_server_that_was_killed_while_i
         assert recovery.wanted == {push.id}
 
 
+def test_a_clock_that_others_complete_does_without_the_push_of_a_worker_that_has_ended_with_the_server() -> None:
+    sender, push = Sender(1, 0, 0), Push(PushId(1, 0, 0, 0), "w", 0, 0)
+    other = Sender(1, 1, 0)
+    with MemoryHolder() as holder:
+        holder.start()
+        server = bare_server(holder, [])
+        server._restore()
+        server._do_request((0, 0), Declare(1, table("w", 4, "bsp")), EMPTY)
+        for event in (Join(sender), Join(other), push, Clock(sender, 1)):
+            server._handle(event)
+        successor = bare_server(holder, [])
+        recovery = successor._restore()
+        assert recovery is not None
+        assert recovery.wanted == {push.id}
+        successor.do(lambda _: successor._handle(Clock(other, 1)) and None)  # heard of before the death
+        successor.report_death(0, 0, "it was killed")
+        assert successor._recover(recovery)
+        assert successor._core.clock_of("w") == 1
+        assert successor._core.held_pushes() == []
+        successor._close()
+
+
+def test_a_clock_that_server_0_has_completed_with_the_push_of_a_worker_that_has_ended_ends_the_run() -> None:
+    sender, push = Sender(1, 0, 0), Push(PushId(1, 0, 0, 0), "w", 0, 0)
+    with MemoryHolder() as holder:
+        holder.start()
+        server = bare_server(holder, [], rank=1)
+        server._restore()
+        server._do_request((0, 0), Declare(1, table("w", 4, "bsp")), EMPTY)
+        server._handle(Join(sender))
+        server._handle(push)
+        successor = bare_server(holder, [], rank=1)
+        recovery = successor._restore()
+        assert recovery is not None
+        successor.report_death(0, 0, "it was killed")
+        assert successor._recover(recovery)
+        with pytest.raises(CannotGoOn, match="of table 'w' needs pushes of workers that did not come back"):
+            successor._handle(Closed(1, "w", 0, ((0, 0),)))
+        successor._close()
+
+
 def test_that_rows_of_a_snapshot_are_loaded_is_known_to_every_successor() -> None:
     rows = RowTableSpec("rows", 1, "float32", Add(), "bsp", "sum", "reject")
     with MemoryHolder() as holder:
@@ -396,7 +438,7 @@ def test_an_update_that_was_half_made_and_its_worker_ended_with_the_server_ends_
         server._write_down(push, 0.0)  # decided, and killed before it was made
         recovery = bare_server(holder, [])._restore()
         assert recovery is not None
-        assert recovery.needs(push.id)
+        assert recovery.wanted == {push.id}
         with pytest.raises(CannotGoOn, match="an update was half made, and worker 0 did not come back to repeat its"):
             recovery.note_death(Died(0, 0, "it was killed"))
 

@@ -775,7 +775,7 @@ class ServerNode:
         if recovery.lag:
             self._catch_up(recovery)
         num_servers, core, peers = self.settings.num_servers, self._core, self._peers
-        pushes = RepeatedPushes(num_servers, core, self._tables, peers, recovery, self._handle, self._on_incoming)
+        pushes = RepeatedPushes(num_servers, core, self._tables, peers, recovery, self._on_incoming)
         if not pushes.wait(self._acceptor.get, lambda: watch.elapsed_s() >= patience_s):
             return False
         self._perform(recovery.unfinished)
@@ -785,7 +785,7 @@ class ServerNode:
             self._handle(push)
         if self._is_due():
             self._handle(Timeout())
-        return all(map(self._handle_item, recovery.postponed))
+        return all(map(self._handle_item, [*recovery.deaths, *recovery.postponed]))
 
     def _catch_up(self, recovery: Recovery) -> None:
         """Wait until workers have said again what this process has not seen."""

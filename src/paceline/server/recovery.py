@@ -116,7 +116,10 @@ class Recovery:
     Attributes:
         unfinished: effects from the first update that is not made, in order.
         wanted: pushes whose tensors have not come again.
-        repeated: pushes of unfinished updates that have come again, to be answered once these are made.
+        repeated: pushes whose tensors have come again. They are answered once all have, or will not, and unfinished
+            updates are made: an answer lets a worker finish a clock, of which other pushes may be lost.
+        deaths: of workers meanwhile. They are handled before what is postponed: a tick there may complete a clock with
+            a push whose tensor is gone with its worker.
         postponed: what else has arrived, in order.
         lag: by how many clocks this process may lack what workers were answered, and say again.
         served: what is served, for messages about that.
@@ -125,6 +128,7 @@ class Recovery:
     unfinished: list[ServerEffect] = field(default_factory=list[ServerEffect])
     wanted: set[PushId] = field(default_factory=set[PushId])
     repeated: list[Push] = field(default_factory=list[Push])
+    deaths: list[Died] = field(default_factory=list[Died])
     postponed: list[object] = field(default_factory=list[object])
     lag: int = 0
     served: str = ""
@@ -135,12 +139,9 @@ class Recovery:
         self._needed = {i for effect in self.unfinished if isinstance(effect, Apply | Measure) for i in effect.ids}
         self.wanted = self._needed | {push_id for _, push_id in held}
 
-    def needs(self, push_id: PushId) -> bool:
-        """Return whether an unfinished update consists of this push and others."""
-        return push_id in self._needed
-
     def note_death(self, death: Died) -> None:
         """Expect no more of a worker that has ended; raises CannotGoOn if an update that is half made needs it."""
+        self.deaths.append(death)
         life = death.worker, death.incarnation
         self._give_up({push_id for push_id in self.wanted if (push_id.worker, push_id.incarnation) == life})
 

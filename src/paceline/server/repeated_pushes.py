@@ -9,8 +9,8 @@ from typing import Final, final
 import msgspec
 
 from paceline.core.events import Died
-from paceline.core.messages import Join, PushId
-from paceline.core.server import ServerCore, ServerEvent
+from paceline.core.messages import Join
+from paceline.core.server import ServerCore
 from paceline.errors import PeerError
 from paceline.server.connections import Connections, Incoming, Stop, said_by
 from paceline.server.recovery import Recovery
@@ -31,7 +31,6 @@ class RepeatedPushes(msgspec.Struct, frozen=True):
         tables: get the tensors.
         peers: workers that are asked for more.
         recovery: the pushes that are wanted; what else arrives is postponed in it.
-        handle: passes an event to the core.
         admit: handles the frame of a worker that comes back.
     """
 
@@ -40,7 +39,6 @@ class RepeatedPushes(msgspec.Struct, frozen=True):
     tables: ServedTables
     peers: Connections
     recovery: Recovery
-    handle: Callable[[ServerEvent], set[PushId]]
     admit: Callable[[Incoming], None]
 
     def wait(self, get: Callable[[float], object | None], is_over: Callable[[], bool]) -> bool:
@@ -55,7 +53,7 @@ class RepeatedPushes(msgspec.Struct, frozen=True):
                 return False
             if isinstance(item, Died):
                 recovery.note_death(item)
-            if item is not None and not (isinstance(item, Incoming) and self._take(item)):
+            elif item is not None and not (isinstance(item, Incoming) and self._take(item)):
                 recovery.postponed.append(item)
         recovery.end_waiting()
         return True
@@ -86,7 +84,4 @@ class RepeatedPushes(msgspec.Struct, frozen=True):
             self.peers.send_worker(push.id.worker, push.id.incarnation, accepted.wanted)
         elif not accepted.problem:  # else it came without its tensor
             recovery.wanted.discard(push.id)
-            if recovery.needs(push.id):
-                recovery.repeated.append(push)
-            else:
-                self.handle(push)
+            recovery.repeated.append(push)
