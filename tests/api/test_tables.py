@@ -3,8 +3,9 @@
 import math
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 import paceline
 from paceline.api.session import Session
 from paceline.errors import PeerError, Refused, UsageError
-from paceline.update.rules import RuleSpec
+from paceline.update.rules import Hyper, RuleSpec
 from paceline.worker.dense import DenseClient
 
 SGD = paceline.update.SGD(lr=0.5)
@@ -416,3 +417,54 @@ def test_a_read_for_later_ends_where_the_worker_fails_just_then(monkeypatch: pyt
             assert not later.cancel()
             with pytest.raises(PeerError, match="the worker has failed"):
                 later.result(timeout=30)
+
+
+def _tables_of_both_kinds(
+    ps: Session, consistency: str
+) -> list[tuple[Callable[..., Any], Callable[..., Tensor], Hyper]]:
+    """A dense table and one of rows under plain SGD: how one pushes ones, how one pulls, and the hyperparameters."""
+    dense = ps.table("dense", shape=(2,), update=SGD, consistency=consistency)
+    rows = ps.table("rows", rows=2, update=SGD, consistency=consistency, cache=True)
+    return [
+        (partial(dense.push, [1.0, 1.0]), dense.pull, dense.spec.rule.groups[0]),
+        (partial(rows.push, [7], [[1.0, 1.0]]), partial(rows.pull, [7]), rows.spec.rule.groups[0]),
+    ]
+
+
+def test_a_cached_read_has_own_pushes_by_the_rate_that_an_earlier_one_brought() -> None:
+    with paceline.connect() as ps:
+        for push, pull, group in _tables_of_both_kinds(ps, "ssp:9"):
+            pull()
+            push(hyper=({**group, "lr": 2.0},))
+            push()
+            assert pull(refresh=False).view(-1)[0] == -4.0
+            assert pull(refresh=True).view(-1)[0] == -4.0
+
+
+def test_hyperparameters_that_a_rule_does_not_take_spoil_no_later_push() -> None:
+    with paceline.connect() as ps:
+        for push, pull, _ in _tables_of_both_kinds(ps, "asynchronous"):
+            assert "missing ['dampening'" in push(hyper=({"lr": 1.0},)).result(DEADLINE_S).reason
+            assert push().result(DEADLINE_S).applied
+            assert pull(refresh=True).view(-1)[0] == -0.5
+
+
+def test_hyperparameters_that_came_with_a_late_push_come_with_the_next_one(tmp_path: Path) -> None:
+    is_over = threading.Event()
+
+    def work(ps: Session) -> float:
+        w = ps.table("w", shape=(1,), update=SGD, consistency="backup:1")
+        if ps.rank:  # completes a clock without worker 0
+            w.push([0.0])
+            ps.clock()
+            w.pull(exact=True)
+            is_over.set()
+            return 0.0
+        assert is_over.wait(DEADLINE_S)
+        assert not w.push([1.0], hyper=({**w.spec.rule.groups[0], "lr": 3.0},)).result(DEADLINE_S).applied
+        w.pull()
+        w.push([1.0])
+        ps.clock()
+        return w.pull(exact=True).item()
+
+    assert run_job(tmp_path, work, workers=2) == [-3.0, 0.0]

@@ -19,7 +19,7 @@ from paceline.core.consistency import Consistency
 from paceline.core.messages import Push
 from paceline.notices import SHARD_ADVICE, tell
 from paceline.update.clipping import without_clip
-from paceline.update.hyper_checks import hyper_problem
+from paceline.update.hyper_checks import pushed_problem
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.table import TableSpec
 from paceline.wire.messages import PushFrame, RowPushFrame
@@ -30,18 +30,12 @@ def push_problem(spec: TableSpec | RowTableSpec, frame: PushFrame | RowPushFrame
     for count in (frame.count, frame.expected):
         if not (isfinite(count) and count >= 0):
             return f"it stands for {count} samples, expected a number >= 0"
-    groups, hyper = spec.rule.groups, frame.hyper
-    if hyper and len(hyper) != len(groups):
-        return f"it carries hyperparameters of {len(hyper)} groups, '{spec.name}' has {len(groups)}"
+    hyper = frame.hyper
     if isinstance(spec, TableSpec):
         hyper, max_norm = without_clip(hyper)
         if max_norm is not None and (problem := _clip_problem(spec, max_norm)):
             return problem
-    for number, (given, known) in enumerate(zip(hyper, groups, strict=False)):
-        problem = hyper_problem(spec, given, known)
-        if problem:
-            return f"hyperparameters of group {number}: {problem}"
-    return ""
+    return pushed_problem(spec, hyper)
 
 
 def _clip_problem(spec: TableSpec, max_norm: float) -> str:

@@ -14,6 +14,18 @@ from paceline.update.torch_rule import SWITCHES, lacks_state
 _MOST: Final = 1 << 63  # of a whole number, for torch
 
 
+def pushed_problem(spec: TableSpec | RowTableSpec, hyper: tuple[Hyper, ...]) -> str:
+    """Return why updates of a table cannot be made with what a push brings for its groups, "" if they can."""
+    groups = spec.rule.groups
+    if hyper and len(hyper) != len(groups):
+        return f"it carries hyperparameters of {len(hyper)} groups, '{spec.name}' has {len(groups)}"
+    for number, (given, known) in enumerate(zip(hyper, groups, strict=False)):
+        problem = hyper_problem(spec, given, known)
+        if problem:
+            return f"hyperparameters of group {number}: {problem}"
+    return ""
+
+
 def hyper_problem(spec: TableSpec | RowTableSpec, given: Hyper, known: Hyper) -> str:
     """Return why updates of a table cannot be made with the hyperparameters of one group, "" if they can.
 

@@ -23,7 +23,9 @@ from paceline.core.table_reads import TableReads
 from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.transport.base import EMPTY
 from paceline.transport.buffers import fresh_buffer
+from paceline.update.clipping import without_clip
 from paceline.update.factors import Factors
+from paceline.update.hyper_checks import pushed_problem
 from paceline.update.placement import spans
 from paceline.update.summing import num_nonfinite
 from paceline.update.table import Hyper, TableSpec
@@ -188,6 +190,8 @@ class DenseClient:
     _received: dict[int, int] = field(default_factory=dict[int, int])  # by server: the last request that it answered
     _early: dict[int, EarlyPart] = field(default_factory=dict[int, EarlyPart])  # by server
     _kept: KeptPushes | None = None  # what replicas may lack, where these lag
+    _hyper: tuple[Hyper, ...] = ()  # the last that this worker has given
+    _resends_hyper: bool = False  # the push that brought some was refused
 
     def __post_init__(self) -> None:
         """Open the table in the core."""
@@ -276,7 +280,7 @@ class DenseClient:
         """
         self.context.lock.check()
         require_fit(self.cache.spec, gradient)
-        problem = self._objection(gradient)
+        problem = self._objection(gradient) or pushed_problem(self.cache.spec, without_clip(hyper)[0])
         if problem:
             return finished_push(PushOutcome(applied=False, reason=problem))
         buffer = self.reserve(shown=False)
@@ -425,7 +429,7 @@ class DenseClient:
             if lock.failure:
                 lock.check()
             checksums = tuple(map(zlib.crc32, self.parts(buffer))) if self.checks_memory else ()
-            push = context.core.next_push(self.name)
+            push, hyper = context.core.next_push(self.name), self._hyper_to_send(hyper)
             frame = PushFrame(push, count, absent, hyper, screened=screened, checksums=checksums, expected=expected)
             in_pieces = self._in_pieces(parts) if reads_next and self.distant else _NO_SERVERS
             factored: dict[int, FactoredPart] = {}
@@ -435,7 +439,7 @@ class DenseClient:
             pending = PendingPush(lock.changed)
             self.pushes.prepare(buffer, parts.copy(), frame, pending, in_pieces, factored)
             if self.cache.reads_own_writes:
-                self.cache.note_own(push.id.seq, buffer.gradient, absent, hyper)
+                self.cache.note_own(push.id.seq, buffer.gradient, absent, self._hyper)
             size_bytes = buffer.memory.nbytes
             is_plain = not (in_pieces or factored)
             may_wait = self.pushes.held and size_bytes <= _MOST_WAITING_BYTES and is_plain
@@ -444,6 +448,13 @@ class DenseClient:
             if self._kept is not None:  # while it is on its way
                 self._keep(self._kept, frame, buffer)
         return pending
+
+    def _hyper_to_send(self, given: tuple[Hyper, ...]) -> tuple[Hyper, ...]:
+        """Return the hyperparameters for the next push: those given with it, or those of one that was refused."""
+        self._hyper = given or self._hyper
+        sent = self._hyper if self._resends_hyper else given
+        self._resends_hyper = False
+        return sent
 
     def _keep(self, kept: KeptPushes, frame: PushFrame, buffer: PushBuffer) -> None:
         item, spans = buffer.gradient.itemsize, self.cache.spans
@@ -519,6 +530,7 @@ class DenseClient:
             return
         if outgoing.answers.refused:
             self.cache.forget_own(effect.id.seq)
+            self._resends_hyper = self._resends_hyper or bool(outgoing.frame.hyper)
         outgoing.pending.end(outgoing.answers.outcome())
 
     def drop(self, effect: Drop) -> None:

@@ -83,7 +83,7 @@ class Table:
             gradient: a tensor, an array or a sequence of the table's shape; converted to its dtype.
             samples: how many samples it stands for, the weight under scale="samples".
             absent: indices of the parameters that have no gradient and are to be left alone.
-            hyper: hyperparameters to use from now on, one dict a group, when they changed.
+            hyper: hyperparameters to use from now on, when they changed: one dict a group, with all of them.
 
         Returns:
             A future of whether the update was applied, or why it was refused.

@@ -19,6 +19,7 @@ from paceline.errors import PacelineError, PeerError, ProtocolBug, UsageError
 from paceline.transport.base import EMPTY
 from paceline.update.filters.pipeline import FilteredPush
 from paceline.update.filters.traffic import RowTraffic, WireBytes
+from paceline.update.hyper_checks import pushed_problem
 from paceline.update.placement import RowSharding
 from paceline.update.rows.ops import RowOps, tell_of_missing_library
 from paceline.update.rows.pending import PendingRows
@@ -204,6 +205,9 @@ class RowClient:
                 pushed = self._budgeted.push(ids, rows)
                 self.context.throttle.wake()
                 return pushed
+            problem = pushed_problem(state.spec, hyper)
+            if problem:  # not sent: servers would refuse it, and each later push that brings it again
+                return finished_push(PushOutcome(applied=False, reason=problem))
             if self._flushed_in == self.context.core.clock:
                 if not ids.numel():  # the flush counts for this worker
                     return finished_push(PushOutcome(applied=True))

@@ -179,7 +179,7 @@ class RowTable:
             ids: integers, any shape; the rows of an id that repeats are summed, in the order given.
             rows: `(*shape of ids, width)`; converted to the table's dtype.
             samples: how many samples they stand for, the weight under scale="samples".
-            hyper: one dict of hyperparameters to use from now on, when they changed.
+            hyper: one dict of all hyperparameters, to use from now on, when they changed.
             expected: how many samples all pushes of the clock together are to stand for, where that is known: those
                 that are missing count as zeros under scale="samples".
 
