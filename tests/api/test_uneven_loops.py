@@ -27,6 +27,29 @@ def test_a_worker_that_has_left_is_waited_for_no_longer(tmp_path: Path, consiste
     assert clocks[0] >= 20
 
 
+def test_loops_that_end_by_the_clock_behind_the_read_meet_at_a_barrier_however_late_a_worker_is(tmp_path: Path) -> None:
+    with job(tmp_path, workers=3) as started:
+
+        def work(ps: Session) -> tuple[int, list[float]]:
+            table = ps.table("w", shape=(1,), update=paceline.update.Add(), scale="sum", consistency="backup:1")
+            num_reads = 0
+            while True:
+                table.pull()
+                num_reads += 1
+                if ps.node.clock >= 8:
+                    break
+                while ps.rank == 0 and num_reads == 2 and started.servers[0]._core.clock_of("w") < 8:
+                    threading.Event().wait(0.01)  # until the others have completed all clocks
+                table.push([1.0])
+                ps.clock()
+            ps.barrier()
+            return ps.node.clock, table.pull(exact=True).tolist()
+
+        found = started.run(work)
+    assert [clock for clock, _ in found] == [8] * 3
+    assert all(16.0 <= values[0] <= 18.0 for _, values in found)
+
+
 def _at_the_barrier(started: Job) -> bool:
     return bool(started.servers[0]._request_handler.at_barriers())
 
