@@ -406,7 +406,7 @@ def test_a_clock_that_server_0_has_completed_with_the_push_of_a_worker_that_has_
         assert recovery is not None
         successor.report_death(0, 0, "it was killed")
         assert successor._recover(recovery)
-        with pytest.raises(CannotGoOn, match="of table 'w' needs pushes of workers that did not come back"):
+        with pytest.raises(CannotGoOn, match="clock 0 of table 'w' needs pushes of workers that did not come back"):
             successor._handle(Closed(1, "w", 0, ((0, 0),)))
         successor._close()
 

@@ -611,7 +611,7 @@ class ServerNode:
     def _apply(self, effect: Apply) -> tuple[PushId, ...]:
         """Update a table; return the pushes that are not in it, after their senders have received a refusal."""
         clock, table, host = self._core.clock_of(effect.table), self._tables[effect.table], self._tables.host
-        self._require_pushes(effect, clock)
+        self._require_pushes(effect, clock - 1)  # `clock` counts that of this update already
         began_t = time.monotonic()
         problem, refused = table.apply(effect.ids, clock, effect.norm), dict(table.not_finite)
         if refused:
