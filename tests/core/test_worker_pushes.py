@@ -253,6 +253,17 @@ def test_t19_what_is_withdrawn_is_told_until_every_server_has_heard_it() -> None
     assert said(core.handle(WantClock(), 0.0), Clock) == [tick(0, 3)] * 2
 
 
+def test_t19_what_is_withdrawn_from_the_open_clock_is_told_although_all_servers_know_the_ticks_before_it() -> None:
+    core = make_worker(bsp(), num_servers=2)
+    core.handle(WantClock(), 0.0)
+    core.handle(WantPush("w"), 0.0)
+    core.handle(Arrived(0, Held(push_id(0, 0))), 0.0)
+    core.handle(Arrived(1, PushRefused(push_id(0, 0), "value 0 is nan")), 0.0)
+    for server in (0, 1):
+        core.handle(Arrived(server, Ticked(1)), 0.0)
+    assert said(core.handle(WantClock(), 0.0), Clock) == [tick(0, 2, ("w", 1, 0))] * 2
+
+
 def with_two_pushes() -> WorkerCore:
     """A worker of two servers, whose replicas may lag: both have applied a push of clock 0, and hold one of clock 1."""
     core = make_worker(bsp(), num_servers=2, keeps_pushes=True)

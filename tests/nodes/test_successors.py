@@ -33,8 +33,9 @@ from paceline.update.named_rules import SGD, Add
 from paceline.update.named_rules import rule as rule_at
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.rules import RuleSpec
+from paceline.update.shard import Shard
 from paceline.update.torch_rule import torch_optim
-from paceline.wire.messages import encode
+from paceline.wire.messages import PushFrame, encode
 from paceline.wire.requests import Barrier, ClaimWork, Declare, DeclareRows, Initialise, read_work_answer
 from paceline.worker.dense import DenseClient
 from paceline.worker.metrics import StepMetrics
@@ -368,6 +369,35 @@ def test_a_table_is_known_to_every_successor_of_a_server_that_was_killed_while_i
         recovery = bare_server(holder, [])._restore()
         assert recovery is not None
         assert recovery.wanted == {push.id}
+
+
+@pytest.mark.parametrize("has_snapshot", [False, True])
+def test_a_table_whose_update_has_failed_stays_closed_under_a_successor_and_waits_for_no_push(
+    has_snapshot: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no step")
+
+    push = Push(PushId(1, 0, 0, 0), "w", 0, 0)
+    with MemoryHolder() as holder:
+        holder.start()
+        server = bare_server(holder, [])
+        server._restore()
+        server._do_request((0, 0), Declare(1, table("w", 4, "asynchronous")), EMPTY)
+        server._handle(Join(Sender(1, 0, 0)))
+        server._tables["w"].accept(PushFrame(push, 1.0, (), ()), memoryview(bytearray(16)), None)
+        with monkeypatch.context() as failing:
+            failing.setattr(Shard, "apply", fail)
+            server._handle(push)
+        if has_snapshot:
+            assert server._journal is not None
+            server._write_snapshot(server._journal)
+        successor = bare_server(holder, [])
+        recovery = successor._restore()
+        assert recovery is not None
+        assert recovery.unfinished == []
+        assert recovery.wanted == set()
+        assert "no step" in successor._tables["w"].broken
 
 
 def test_a_clock_that_others_complete_does_without_the_push_of_a_worker_that_has_ended_with_the_server() -> None:

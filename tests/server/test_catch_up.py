@@ -115,6 +115,13 @@ def test_what_others_have_read_of_a_worker_that_is_lost_is_told(reached: tuple[i
     assert loss.endswith(told)
 
 
+def test_a_worker_that_begins_joins_at_the_clock_that_the_others_have_repeated() -> None:
+    begins = said(2, Join(sender(2)))
+    catch_up, handled, _ = caught_up(begins, *(said(worker, Repeated(sender(worker), 5)) for worker in range(2)))
+    assert begins not in handled
+    assert catch_up.postponed == [begins]
+
+
 def test_a_death_of_which_the_replica_has_heard_before_counts() -> None:
     deaths: list[object] = [Died(worker, 0, "it was killed") for worker in range(NUM_WORKERS)]
     catch_up = CatchUp("server 0", 1, promoted(), 2, deaths)

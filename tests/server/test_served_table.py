@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,15 +18,20 @@ from tests.nodes.cluster import hosted_tables
 from tests.nodes.own_functions import HERE as OWN_FUNCTIONS
 
 from paceline.core.messages import Delivered, Fetched, Pull, Push, PushId, Sender
+from paceline.core.partition import holders
+from paceline.core.settings import ServerSettings
 from paceline.errors import PeerError, UsageError
 from paceline.server.dense_table import ServedDenseTable
-from paceline.server.served_table import ACCEPTED, SavedFile, ServedTable
+from paceline.server.served_table import ACCEPTED, SavedFile, ServedTable, TableHost
 from paceline.server.tables import ServedTables
+from paceline.transport import MemoryTransport
 from paceline.transport.base import EMPTY, Connection
 from paceline.transport.buffer_pool import BufferPool, ExactAllocator, is_poisoned
 from paceline.transport.buffers import fresh_buffer
 from paceline.update.named_rules import Add
+from paceline.update.placement import spans
 from paceline.update.rows.spec import RowTableSpec
+from paceline.update.shard import Shard
 from paceline.update.table import Segment, TableSpec
 from paceline.wire.messages import Keys, PullFrame, PushFrame, RowPullFrame, RowPushFrame, RowsUsed, Unsubscribe
 from paceline.wire.requests import SMALL_BYTES, Barrier, CallFunction, TableCall, WriteRows
@@ -182,15 +188,70 @@ def test_what_cannot_be_applied_is_refused_and_its_memory_is_free(world: World) 
         world.accept(2, count=-1.0),
         world.accept(3, hyper=({}, {})),
         world.accept(4, hyper=({"lr": 1.0},)),
+        world.accept(5, expected=float("nan")),
         world.table.accept(short[0], short[1][:-4], None).problem,
     ]
     for problem, expected in zip(
         problems,
-        ("of rows", "NaN or infinite", "-1.0 samples", "of 2 groups", "group 0: unknown", "bytes"),
+        ("of rows", "NaN or infinite", "-1.0 samples", "of 2 groups", "group 0: unknown", "nan samples", "bytes"),
         strict=True,
     ):
         assert expected in problem
     assert world.table.num_waiting == world.pool.num_lent == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong", "problem"),
+    [
+        ("count", -1.0, "-1.0 samples"),
+        ("expected", float("inf"), "inf samples"),
+        ("hyper", ({"lr": 1.0},), "group 0: unknown"),
+        ("absent", (7,), r"leaves out parameters \(7,\)"),
+    ],
+)
+def test_each_push_is_looked_at_however_alike_the_one_before_was(field: str, wrong: Any, problem: str) -> None:
+    world = World(Dense())
+    assert world.accept(0) == ""
+    assert re.search(problem, world.accept(1, **{field: wrong}))
+    assert world.accept(2) == ""
+    world.tables.close()
+
+
+@pytest.mark.parametrize("num_servers", [1, 2])
+def test_servers_that_must_leave_out_the_same_pushes_refuse_what_is_not_finite_as_it_comes(
+    num_servers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Shard, "checks_in_updates", property(lambda _: True))
+    settings = ServerSettings(0, num_servers)
+    [holder] = holders(spans(Dense.spec, settings))  # of so few values one server has all
+    tables = ServedTables(TableHost(replace(settings, server=holder), MemoryTransport()))
+    tables.declare(Dense.spec)
+    frame, body = KINDS[0].push(0, float("nan"))
+    problem = tables["t"].accept(frame, body[: tables["t"].value_bytes], None).problem
+    assert ("NaN or infinite" in problem) is (num_servers > 1)
+    assert tables["t"].num_waiting == (num_servers == 1)
+    tables.close()
+
+
+def test_values_that_were_sent_ahead_of_a_clock_do_not_count_once_a_function_has_changed_them() -> None:
+    world = World(Dense())
+    table, ahead = cast("ServedDenseTable", world.table), []
+    for clock in range(2):
+        assert table._early is not None
+        table._early.add_reader(LIFE, HERE)
+        world.accept(clock)
+        made_ahead = table._early.make(
+            [LIFE[0]], 0, {made(clock).id: (table._waiting[made(clock).id].contribution, 32)}
+        )
+        assert made_ahead is not None
+        table.apply([made(clock).id], clock)
+        if clock:
+            table.carry_out(call(world), EMPTY, clock)
+        served = table.serve(LIFE, HERE, Fetched(clock, "t", 0, 0, 0, ()))
+        assert served is not None
+        ahead.append(served.num_early)
+    assert ahead == [32, 0]
+    world.tables.close()
 
 
 def test_a_push_that_breaks_the_protocol_leaves_nothing() -> None:
