@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from paceline.collective.process_group import OwnGroup
 from paceline.collective.signature import NUM_WORDS, CallSignature
 from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.job.mesh import MeshPosition, MeshShape
-from paceline.torch_private import PrefixStore, ProcessGroupGloo, Store
+from paceline.torch_private import PrefixStore, ProcessGroupGloo, Store, tree_leaves
 from paceline.transport.memory import MemoryTransport
 from paceline.wire.requests import Barrier
 from paceline.worker.node import HAS_LEFT
@@ -40,6 +41,8 @@ _ABORT_TAG: Final = 7
 _WRAPPINGS: Final = ("failed to run forward", "Failed to run stage backward")
 _GRACE_S: Final = 1.0
 _POLL_INTERVAL_S: Final = 0.01
+_SAMPLED: Final = 4096  # numbers of a tensor that digests are of, so that large batches cost no time
+_HALF: Final = 1 << 31  # of a digest
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -130,10 +133,12 @@ class Mesh:
     def agree(self, call: CallSignature, what: str) -> list[CallSignature]:
         """Exchange the next call with all workers of this replica, and return those of each.
 
-        All must make the same call; only `weight` may differ. Blocks until all have.
+        All must make the same call; only `weight` may differ, and one half of `digest`: inputs are augmented by each
+        worker for itself, for example. Blocks until all have.
 
         Raises:
-            UsageError: another worker makes another call; nothing has been sent then.
+            UsageError: another worker makes another call, or has other inputs and other targets; nothing has been sent
+            then.
             PeerError: a worker is gone, or has not come in time.
         """
         self._num_calls += 1
@@ -144,11 +149,18 @@ class Mesh:
             dist.all_gather(self._words, own.words(), self.replica)
         calls = [CallSignature.read(words) for words in self._words]
         for rank, told in zip(members, calls, strict=True):
-            if replace(told, weight=own.weight) != own:
+            if replace(told, weight=own.weight, digest=own.digest) != own:
                 raise UsageError(
                     f"worker {self.worker_set.rank}, {what} {own.number}: expected {own} of every worker of this "
                     f"replica, got {told} from worker {rank} as its {told.number}. All must be given the same batch."
                 )
+        if _are_unlike([call.digest for call in calls]):
+            raise UsageError(
+                f"worker {self.worker_set.rank}, {what} {own.number}: {names(members)} hold one model between them, "
+                "and were given inputs and targets with other values, expected the same batch. Take batches from "
+                "paceline.shard(loader), or draw the same random numbers on all of them: torch.manual_seed(seed), "
+                "without the rank."
+            )
         return calls
 
     @contextmanager
@@ -304,6 +316,39 @@ def _groups_along(axes: Sequence[Sequence[Sequence[int]]], patience: timedelta) 
         if isinstance(group, ProcessGroup):  # otherwise this worker is not in it
             own.append(group)
     return own
+
+
+def digest_of(inputs: object, targets: object) -> int:
+    """Return a digest of the values of a batch: of its inputs in the lower half, of its targets in the upper one.
+
+    >>> digest_of(torch.ones(2), None) == digest_of((torch.ones(2),), None), digest_of(None, None)
+    (True, 0)
+    """
+    lower, upper = (_checksum(tree_leaves(values)) % _HALF for values in (inputs, targets))
+    return upper * _HALF + lower
+
+
+def _checksum(values: Sequence[object]) -> int:
+    found = 0
+    for one in values:
+        if isinstance(one, torch.Tensor) and one.layout == torch.strided and one.device.type == "cpu":
+            flat = one.detach().reshape(-1)
+            sample = flat[:: max(1, flat.numel() // _SAMPLED)].contiguous()
+            found = zlib.crc32(sample.view(torch.uint8).numpy().tobytes(), found)
+    return found
+
+
+def _are_unlike(digests: Sequence[int]) -> bool:
+    """Return whether workers have other inputs and other targets.
+
+    One alone may differ: of inputs that each worker augments for itself, and of targets that only the last stage has.
+
+    >>> two = digest_of(torch.ones(2), torch.ones(2)), digest_of(torch.zeros(2), torch.zeros(2))
+    >>> _are_unlike(two), _are_unlike((two[0], digest_of(torch.zeros(2), torch.ones(2))))
+    (True, False)
+    """
+    halves = [divmod(digest, _HALF) for digest in digests]
+    return all(len(set(half)) > 1 for half in zip(*halves, strict=True))
 
 
 def _register_backend(worker_set: WorkerSet) -> str:

@@ -30,7 +30,7 @@ from paceline.model_parallel.layers import (
     tree_of,
 )
 from paceline.model_parallel.losses import Loss, Reduction, joining_of, one_number
-from paceline.model_parallel.mesh import Mesh
+from paceline.model_parallel.mesh import Mesh, digest_of
 from paceline.model_parallel.pipeline import (
     SCHEDULES,
     Pipeline,
@@ -118,7 +118,7 @@ class Parallel(nn.Module):
             loss.backward()
             return float(loss.detach())
         taken = _given("forward_backward", inputs=inputs, targets=targets)
-        with taken, self._connected("step", inputs), _split_loss(self._part):
+        with taken, self._connected("step", inputs, targets), _split_loss(self._part):
             if isinstance(run, Pipeline):
                 found = run.forward_backward(inputs, targets)
             else:
@@ -190,13 +190,14 @@ class Parallel(nn.Module):
         return own if position.tensor == 0 else None
 
     @contextmanager
-    def _connected(self, pattern: Pattern, inputs: object) -> Generator[None]:
+    def _connected(self, pattern: Pattern, inputs: object, targets: object = None) -> Generator[None]:
         """Check that the ranks of split layers are given the same batch, and explain failed connections."""
         mesh = self._part.mesh
         if mesh is None or mesh.grid.pipeline > 1:  # a pipeline does both
             yield
             return
-        mesh.agree(CallSignature.over(parts(inputs, "the batch is")[0], pattern, root=1), pattern)
+        call = CallSignature.over(parts(inputs, "the batch is")[0], pattern, root=1)
+        mesh.agree(replace(call, digest=digest_of(inputs, targets)), pattern)
         with mesh.explained(pattern):
             yield
 

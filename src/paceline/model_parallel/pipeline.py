@@ -28,7 +28,7 @@ from paceline.model_parallel.losses import (
     cut_targets,
     require_joining,
 )
-from paceline.model_parallel.mesh import Mesh
+from paceline.model_parallel.mesh import Mesh, digest_of
 from paceline.model_parallel.traces import changeable, unchanged_buffers
 from paceline.torch_private import (
     gpipe,
@@ -269,7 +269,8 @@ class Pipeline:
         num = self._num_micro_batches(size)
         pieces = cut_targets(targets, size, num) if self.joining is not None else []
         state = self._states.setdefault(self._state(), len(self._states))
-        call = replace(CallSignature.over(given[0], "step", root=num), weight=state)
+        call = CallSignature.over(given[0], "step", root=num)
+        call = replace(call, weight=state, digest=digest_of(given, targets))
         calls = self.mesh.agree(call, "forward_backward")
         made = self._engine(given, num, tuple(call.weight for call in calls))
         with self.mesh.explained("forward_backward", apart=True):

@@ -158,7 +158,9 @@ for given, told in (
 for off in (torch.no_grad, torch.inference_mode):
     with off(), pytest.raises(UsageError, match="where there are no gradients"):
         part.forward_backward(inputs, classes)
-assert part.forward_backward(inputs, classes) > 0
+with pytest.raises(UsageError, match="hold one model between them, and were given inputs and targets with other"):
+    part.forward_backward(inputs + rank, (classes + rank) % NUM_CLASSES)
+assert part.forward_backward(inputs + rank, classes) > 0  # as where each worker augments the same samples
 print("refused on all")
 
 
