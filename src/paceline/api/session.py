@@ -99,6 +99,7 @@ class Session:
     _optimizers: WeakSet[Distributed] = field(default_factory=WeakSet)
     # What keeps optimizers that were given from stepping by themselves.
     _given: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = field(default_factory=WeakKeyDictionary)
+    _has_distributed: bool = False  # an optimizer, at any time
     _has_overlap: bool = False  # an optimizer sends gradients while backward runs
     _weights: WeakSet[Weights] = field(default_factory=WeakSet)
     tables: TableOpener = field(init=False)
@@ -432,6 +433,7 @@ class Session:
             if politely:
                 self._tell_unfinished()
                 self._tell_kept_back()
+                self._tell_apart()
                 self.models.publisher.settle()
             self.metrics.note_end(self.node.clock)
             if politely:
@@ -486,6 +488,22 @@ class Session:
                 "and clock() before the end."
             )
 
+    def _tell_apart(self) -> None:
+        """Warn, in worker 0, of workers that have had samples to train on and have trained each for itself."""
+        grid = self.arrangement.grid
+        if self.rank or not self.num_samples or grid.replicas == 1:
+            return
+        import torch.distributed as dist  # deferred: what gave the samples has imported it
+
+        by_torch = dist.is_initialized() and not grid.is_split  # a process group of the script's
+        if not (self._has_distributed or self.node.has_tables or self.exchange.is_used or by_torch):
+            what = f"{grid.replicas} replicas" if grid.is_split else f"{self.size} workers"
+            self.metrics.tell(
+                f"the script has ended, and its {what} have shared nothing but samples: with no call of "
+                "paceline.distributed, of a table or of several workers a model that they train is another one on each "
+                "of them. Train with optimizer = paceline.distributed(optimizer, model=model)."
+            )
+
     def leave_at_exit(self) -> None:
         """Leave the job as the process ends; tell in one line what fails then, unless it has ended the script."""
         try:
@@ -534,6 +552,7 @@ class Session:
             for known in former:  # only one of two optimizers over the same parameters may step them
                 known.retire(settings.name)
                 self._optimizers.discard(known)
+        self._has_distributed = True
         made.turns = self.node.clock, self.node.clock
         self._optimizers.add(made)
         if (earlier := self._given.pop(optimizer, None)) is not None:

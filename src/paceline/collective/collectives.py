@@ -45,6 +45,11 @@ class Collectives:
         """Prepare for messages, which are no collective calls: two workers make them."""
         self.messages = Messages(self.worker_set)
 
+    @property
+    def is_used(self) -> bool:
+        """Whether this worker has made a call that needs another one, or prepared to."""
+        return bool(self._call_queues or self._groups or self.messages.is_used)
+
     def open_call_queue(self, name: str) -> CallQueue:
         """Return a new queue, whose calls are independent of those of other queues.
 

@@ -43,6 +43,11 @@ class Messages:
     worker_set: WorkerSet
     _pairs: dict[int, _Pair] = field(default_factory=dict[int, "_Pair"])
 
+    @property
+    def is_used(self) -> bool:
+        """Whether this worker has sent or received a message."""
+        return bool(self._pairs)
+
     def send(self, tensor: Tensor, to: int, timeout_s: float | None) -> Future[None]:
         """Send a tensor to a worker; the future ends once it has left."""
         if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -233,6 +233,11 @@ class WorkerNode:
     # -- the user's calls --------------------------------------------------------------------------------------------
 
     @property
+    def has_tables(self) -> bool:
+        """Whether this worker has opened a table."""
+        return bool(self._tables)
+
+    @property
     def clock(self) -> int:
         """The number of clocks this worker has finished."""
         return self._core.clock
