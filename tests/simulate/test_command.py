@@ -113,6 +113,7 @@ def test_t8_the_differentials_count_every_read_and_stay_within_the_bound() -> No
         ({"stragglers": "sometimes"}, "unknown straggler model 'sometimes'"),
         ({"stragglers": "transient:2:4"}, "unknown straggler model 'transient:2:4'"),
         ({"consistency": ("bsp,nope",)}, "unknown consistency 'nope'"),
+        ({"consistency": ("bsp,backup:2",), "workers": 2}, "--consistency backup:2 leaves out 2 of 2 workers"),
         ({"read": ReadOptions(reads=0)}, "--reads is 0"),
         ({"lines": LineOptions(bandwidth_mbit=0.0)}, "--bandwidth-mbit is 0.0"),
         ({"lines": LineOptions(model_mb=float("nan"))}, "--model-mb is nan"),

@@ -195,6 +195,7 @@ def simulate(
     base = _scenario(workers, servers, clocks, Stragglers.parse(stragglers), compute_s, latency_s, seed)
     scenario = _with_options(base, read, lines, faults, model)
     wanted = _policies(consistency)
+    _require_a_worker(wanted, workers + faults.joins)
     keeps = out.trace is not None
     reference = rehearse(under_policy(scenario, bsp(), lazy=read.lazy), keeps_happenings=keeps and bsp() in wanted)
     others = {policy: under_policy(scenario, policy, lazy=read.lazy) for policy in wanted if policy != bsp()}
@@ -327,6 +328,16 @@ def _refuse_below_zero(*groups: LineOptions | FaultOptions) -> None:
 def _policies(texts: Iterable[str]) -> list[Consistency]:
     names = [name for text in texts for name in ([text] if "=" in text else text.split(","))]
     return list(dict.fromkeys(Consistency.parse(name) for name in names))
+
+
+def _require_a_worker(wanted: Iterable[Consistency], workers: int) -> None:
+    """Raise UsageError if a clock would wait for no worker. One worker alone may have any policy."""
+    for policy in wanted:
+        if policy.backups >= workers > 1:
+            raise UsageError(
+                f"--consistency {policy} leaves out {policy.backups} of {workers} workers, so that no clock waits for "
+                f"any: expected at most {workers - 1}, or more --workers."
+            )
 
 
 def _table(scenario: Scenario, reference: Outcome, outcomes: Iterable[Outcome]) -> Table:
