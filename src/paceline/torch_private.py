@@ -93,6 +93,7 @@ __all__ = [
     "tree_unflatten",
     "treespec_dumps",
     "treespec_loads",
+    "uncompiled",
     "version_of",
 ]
 
@@ -143,6 +144,12 @@ def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in module._buffers.items():  # pyright: ignore[reportPrivateUsage]
         if buffer is not None and name not in module._non_persistent_buffers_set:  # pyright: ignore[reportPrivateUsage]
             yield name, buffer
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the model that `torch.compile` was given, whose names have no prefix; any other module as it is."""
+    inner = submodules(module).get("_orig_mod") if type(module).__module__.startswith(DYNAMO) else None
+    return module if inner is None else inner
 
 
 def has_one_width(attention: nn.MultiheadAttention) -> bool:

@@ -93,8 +93,24 @@ def test_a_version_that_does_not_fit_leaves_the_module_as_it_is(tmp_path: Path) 
                 reader.into(Alike())
             with pytest.raises(UsageError, match=r"the shapes differ of 'w'"):
                 pairs_of(nn.ParameterDict({"w": nn.Parameter(torch.zeros(3))}), reader.latest())
-        with paceline.subscribe(ps, name="another") as reader, pytest.raises(DeadlineExceeded):
+        nothing = "there is none yet; none is published under this name"
+        with paceline.subscribe(ps, name="another") as reader, pytest.raises(DeadlineExceeded, match=nothing):
             reader.into(Alike(), timeout_s=0.05)
+
+    run_job(tmp_path, work, carrier="shm")
+
+
+def test_a_compiled_model_is_published_and_followed_under_the_names_of_the_model(tmp_path: Path) -> None:
+    def work(ps: Session) -> None:
+        model = nn.Linear(2, 1)
+        optimizer = paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        ps.models.publish(torch.compile(model, backend="eager"), "policy", keep=1).wait()
+        with paceline.subscribe(ps) as reader:
+            assert set(reader.latest()) == {"weight", "bias"}
+            follower = torch.compile(nn.Linear(2, 1), backend="eager")
+            with reader.into(follower):
+                torch.testing.assert_close(follower(torch.ones(1, 2)), model(torch.ones(1, 2)))
+        assert optimizer.param_groups, "an optimizer that is dropped holds no tables"
 
     run_job(tmp_path, work, carrier="shm")
 

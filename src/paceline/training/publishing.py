@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from paceline.core.calls import listed
 from paceline.errors import UsageError
-from paceline.torch_private import saved_buffers
+from paceline.torch_private import saved_buffers, uncompiled
 from paceline.update.dtypes import dtype_name
 from paceline.wire.versions import PublishedTensor, VersionLayout, encode_layout
 from paceline.worker.parts import PartedTable
@@ -96,6 +96,7 @@ class ModelPublisher:
             return self.publisher.publish(name, keep, [table], encode_layout(VersionLayout(_of_table(what, table))))
         if not isinstance(what, nn.Module):
             raise UsageError(f"publish: {brief(what)} cannot be published, expected a model, or a table of a shape.")
+        what = uncompiled(what)
         known = self._plans.get(what)
         if known is None or known[0] != self._made_for:
             known = self._plans[what] = self._made_for, _plan(what, self._held())

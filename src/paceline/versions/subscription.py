@@ -350,8 +350,10 @@ class VersionSubscription:
             if problem and self._servers.has_others:
                 raise PeerError(problem)
             if self._servers.is_closed or not deadline.remaining_s():
-                there = [each.number for each in lists[0]]
-                raise NothingYet(f"there is none yet; there are {there}{problem and f'. {problem}'}")
+                numbers, rest = [each.number for each in lists[0]], problem and f". {problem}"
+                if not numbers:
+                    raise NothingYet(f"there is none yet; none is published under this name{rest}")
+                raise NothingYet(f"there is none yet; there are {numbers}{rest}")
             lists = self._wait_change(lists, is_wanted, deadline)
 
     def _not_older(self, found: tuple[PublicationId, ...]) -> list[PublicationId]:

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.core.calls import checked_late, listed
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
 from paceline.notices import tell
+from paceline.torch_private import uncompiled
 from paceline.transport.deadline import patience_s
 from paceline.wire.malformed import REQUEST_ERRORS, describe_error
 
@@ -250,7 +251,7 @@ class ModuleUpdates:
     def _give(self, version: Version) -> None:
         """Offer a version to the module, whose bytes are all here; raises UsageError if it does not fit."""
         with version:
-            pairs = pairs_of(self._module, version, version.absent)
+            pairs = pairs_of(uncompiled(self._module), version, version.absent)
             self._problem = ""
             self._gate.offer(version.number, pairs)
 
