@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, SupportsIndex
 from weakref import WeakMethod
 
 import msgspec
@@ -162,6 +162,15 @@ class Parallel(nn.Module):
         if isinstance(self._loss, nn.Module) and "_loss" not in self._modules:
             self._loss._apply(fn)
         return super()._apply(fn, recurse)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        """Refuse to be copied or pickled where others hold parts; a whole model is copied as any module is."""
+        if self._part.mesh is not None:
+            raise UsageError(
+                "a model of which several workers hold parts cannot be copied or pickled: keep whole_state_dict(), "
+                "which a whole model loads, or state_dict(), which has this worker's part."
+            )
+        return super().__reduce_ex__(protocol)
 
     def train(self, mode: bool = True) -> Parallel:
         """Set the mode of this worker's layers."""

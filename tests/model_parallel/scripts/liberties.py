@@ -1,6 +1,7 @@
 """Two stages whose layers do what layers of one process may: each checks its part against the whole; then one fails."""
 
 import copy
+import pickle
 import random
 from collections import namedtuple
 from collections.abc import Callable
@@ -160,6 +161,9 @@ for off in (torch.no_grad, torch.inference_mode):
         part.forward_backward(inputs, classes)
 with pytest.raises(UsageError, match="hold one model between them, and were given inputs and targets with other"):
     part.forward_backward(inputs + rank, (classes + rank) % NUM_CLASSES)
+for copying in (copy.deepcopy, pickle.dumps):
+    with pytest.raises(UsageError, match="cannot be copied or pickled: keep whole_state_dict"):
+        copying(part)
 assert part.forward_backward(inputs + rank, classes) > 0  # as where each worker augments the same samples
 print("refused on all")
 
