@@ -341,14 +341,17 @@ def _checksum(values: Sequence[object]) -> int:
 def _are_unlike(digests: Sequence[int]) -> bool:
     """Return whether workers have other inputs and other targets.
 
-    One alone may differ: of inputs that each worker augments for itself, and of targets that only the last stage has.
+    One alone may differ: of inputs that each worker augments for itself, and of targets. Those that only the last stage
+    is given are compared with none.
 
     >>> two = digest_of(torch.ones(2), torch.ones(2)), digest_of(torch.zeros(2), torch.zeros(2))
     >>> _are_unlike(two), _are_unlike((two[0], digest_of(torch.zeros(2), torch.ones(2))))
     (True, False)
+    >>> _are_unlike((two[0], digest_of(torch.zeros(2), None)))
+    False
     """
     halves = [divmod(digest, _HALF) for digest in digests]
-    return all(len(set(half)) > 1 for half in zip(*halves, strict=True))
+    return all(len(set(half) - {0}) > 1 for half in zip(*halves, strict=True))
 
 
 def _register_backend(worker_set: WorkerSet) -> str:
