@@ -70,6 +70,8 @@ class Machine:
     released_at: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])  # after how many starts
     objection_of: Callable[[int], str] | None = None  # why a server has no successor
     spares: tuple[str, ...] = ()
+    failure: Exception | None = None  # of each look for addresses, once servers listen
+    is_closed: bool = False
 
     def objection(self, rank: int) -> str:
         assert self.objection_of is not None
@@ -101,9 +103,12 @@ class Machine:
     def release(self, member: Member) -> None:
         self.released_at.append((member.name, len(self.members)))
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.is_closed = True
 
     def poll(self) -> bool:
+        if self.failure is not None and self.listens:
+            raise self.failure
         self.has_met = self.listens
         return self.listens
 
@@ -215,6 +220,19 @@ def test_a_server_without_a_successor_ends_the_run_and_says_why(
     assert run(machine, tmp_path) == 1
 
     assert "server 0 was killed by SIGKILL; the run ends: server 0 keeps nothing" in capsys.readouterr().err
+
+
+def test_what_a_launcher_kills_as_it_fails_is_not_told_as_lost_and_all_is_tidied_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = Machine(deque([0.1]), failure=OSError("No space left on device"), dying=["none yet"])
+
+    with pytest.raises(OSError, match="No space left"):
+        run(machine, tmp_path)
+
+    assert all(member.is_killed for member in machine.members)
+    assert (machine.is_closed, sorted(machine.released_at)) == (True, [("server 0", 2), ("worker 0", 2)])
+    assert capsys.readouterr().err == ""
 
 
 def test_workers_that_joined_and_went_without_end_are_named_up_to_a_number(capsys: pytest.CaptureFixture[str]) -> None:

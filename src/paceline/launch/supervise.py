@@ -206,9 +206,12 @@ class Supervisor:
                 self._turn()
             self._stop_workers()
             self._stop_servers()
+        except BaseException:  # what is killed now has not died by itself, and nothing takes its place
+            self._ending = self._ending or Ending(1, "the launcher failed")
+            raise
         finally:
             self._kill(self._running)
-            self._wait_until_gone(self._running, KILL_TIMEOUT_S)
+            self._wait_until_gone(self._running, KILL_TIMEOUT_S, self._reap)  # a whole turn may fail again
             self._backend.close()
             if self._display is not None:
                 self._display.close()
@@ -217,13 +220,7 @@ class Supervisor:
     # -- what happens --------------------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        self._backend.wait(TURN_S if self._met else STARTING_TURN_S)
-        for number in self._signals.pop_received():
-            self._on_signal(number)
-        for child in tuple(self._running):
-            exit_code = child.reap()
-            if exit_code is not None:
-                self._on_exit(child, exit_code)
+        self._reap()
         now = self._now()
         self._start_due(now)
         self._scale()
@@ -232,6 +229,16 @@ class Supervisor:
         if self._display is not None and now >= self._next_refresh_s:
             self._next_refresh_s = now + TURN_S
             self._display.refresh(now)
+
+    def _reap(self) -> None:
+        """Wait a moment, and answer signals and exits."""
+        self._backend.wait(TURN_S if self._met else STARTING_TURN_S)
+        for number in self._signals.pop_received():
+            self._on_signal(number)
+        for child in tuple(self._running):
+            exit_code = child.reap()
+            if exit_code is not None:
+                self._on_exit(child, exit_code)
 
     def _meet(self) -> None:
         self._met = self._met or self._rendezvous.poll()
@@ -565,11 +572,13 @@ class Supervisor:
         self._kill(late)
         self._wait_until_gone(late, KILL_TIMEOUT_S)
 
-    def _wait_until_gone(self, children: Sequence[Member], timeout_s: float) -> None:
+    def _wait_until_gone(
+        self, children: Sequence[Member], timeout_s: float, turn: Callable[[], None] | None = None
+    ) -> None:
         """Block until the children have ended; time in which this process was stopped does not count."""
         awaited, watch = tuple(children), Stopwatch(now=self._now)
         while watch.elapsed_s() < timeout_s and any(child in self._running for child in awaited):
-            self._turn()
+            (turn or self._turn)()
 
     def _kill(self, children: Sequence[Member]) -> None:
         for child in children:
