@@ -20,7 +20,7 @@ from paceline.launch.server import server_settings, threads_here
 from paceline.observe.trace import Trace
 from paceline.server.journal import Asked
 from paceline.server.node import ServerNode
-from paceline.server.record_file import digests, record_path
+from paceline.server.record_file import digests, has_ended_early, record_path
 from paceline.server.record_follower import RecordFollower
 from paceline.transport.memory import MemoryTransport
 from paceline.wire.messages import decode
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from paceline.server.record_follower import Moment
+
+_CUT_SHORT = "it had reached its bound (--record-gib), or the disk was full, and the run went on"
 
 
 class ReplayDiffers(PacelineError):
@@ -199,7 +201,8 @@ def replay_server(
         num_threads=lambda consistency: spec.server_threads or threads_here(consistency, spec),
         follows=record,
     ).run()
-    replayed.end = record.end if record.digests is None else ""
+    if record.digests is None and not replayed.stopped:
+        replayed.end = record.end or (_CUT_SHORT if has_ended_early(record.path) else "")
     if record.digests is not None and not replayed.stopped:
         replayed.is_proved = record.digests == replayed.digests
         if not replayed.is_proved:

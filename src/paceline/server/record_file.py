@@ -44,6 +44,11 @@ def record_path(run_dir: Path, server: int) -> Path:
     return run_dir / RECORDS / f"server-{server}.record"
 
 
+def has_ended_early(path: Path) -> bool:
+    """Return whether a record has ended before its run, as its bound was reached or its disk was full."""
+    return path.exists() and not path.stat().st_mode & stat.S_IWUSR
+
+
 @final
 @dataclass(slots=True)
 class RecordFile:
@@ -71,7 +76,7 @@ class RecordFile:
             return False
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._is_over = self._is_over or (self.path.exists() and not self.path.stat().st_mode & stat.S_IWUSR)
+            self._is_over = self._is_over or has_ended_early(self.path)
             if self._is_over:  # as a process before this one has told
                 return False
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
