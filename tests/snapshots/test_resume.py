@@ -339,8 +339,9 @@ def test_where_no_snapshot_is_there_none_counts(
     assert [line.split(", ")[1] for line in told] == ["there is none yet", "the one before counts"]
 
 
+@pytest.mark.parametrize(("every_s", "said"), [(3600.0, "in 3600 s"), (0.3, "in 0.3 s")])
 def test_training_goes_on_where_the_system_has_no_thread_that_writes_a_snapshot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    every_s: float, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start = Thread.start
 
@@ -360,10 +361,11 @@ def test_training_goes_on_where_the_system_has_no_thread_that_writes_a_snapshot(
         session.snapshots._wait_last()
 
     (tmp_path / "job").mkdir()
-    with job(tmp_path / "job", snapshots=str(tmp_path / "snapshots"), snapshot_every_s=3600.0) as started:
+    with job(tmp_path / "job", snapshots=str(tmp_path / "snapshots"), snapshot_every_s=every_s) as started:
         started.run(work)
     told = [line for line in capsys.readouterr().err.splitlines() if "no snapshot was made" in line]
     assert [line.split(": ")[-1] for line in told] == ["can't start new thread. Those before it are whole."]
+    assert f"the next is due {said}: " in told[0]
     assert len(snapshots_in(tmp_path / "snapshots")) == 1
 
 

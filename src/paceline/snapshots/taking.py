@@ -281,7 +281,7 @@ class SnapshotTaker:
             self._every_s = every_s
 
     def _tell_failure(self, error: BaseException) -> None:
-        due = "at the next clock" if isinstance(error, NoBase) else f"in {self._every_s:.0f} s"
+        due = "at the next clock" if isinstance(error, NoBase) else f"in {round(self._every_s, 2):g} s"
         is_there = self._resumed is not None or (self.plan is not None and snapshots_in(self.plan.folder))
         before = "the one before counts" if is_there else "there is none yet"
         self._tell(f"no snapshot was made, {before}, the next is due {due}: {error}")
