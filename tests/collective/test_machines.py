@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -302,6 +303,33 @@ def test_a_worker_whose_messages_are_not_taken_waits(monkeypatch: pytest.MonkeyP
     assert own.take([1], 5, "receive", Deadline.after(WAIT_S))[1][1].nbytes == 900
     assert own.take([1], 5, "receive", Deadline.after(WAIT_S))[1][1].nbytes == 900
     assert own._num_waiting_bytes[1] == 0
+    own.end("the test is over")
+    wire.close()
+
+
+def test_messages_that_each_have_a_tag_of_their_own_leave_nothing_when_they_are_taken() -> None:
+    _, own, wire = worker_and_wire()
+    for tag in range(1000):
+        wire.send(header(tag), timeout_s=WAIT_S)
+        own.take([1], tag, "receive", Deadline.after(WAIT_S))
+    assert not own._messages
+    assert own._num_waiting_bytes[1] == 0
+    own.end("the test is over")
+    wire.close()
+
+
+def test_what_waits_counts_with_all_the_memory_that_it_takes() -> None:
+    """Tags of their own and no bodies: so a worker that sends these has this one keep no more than a gigabyte."""
+    _, own, wire = worker_and_wire()
+    tracemalloc.start()
+    try:
+        for tag in range(2000):
+            wire.send(header(tag), timeout_s=WAIT_S)
+        with own.news:
+            assert own.news.wait_for(lambda: own.has_message(1, 1999), WAIT_S)
+            assert tracemalloc.get_traced_memory()[0] <= own._num_waiting_bytes[1]
+    finally:
+        tracemalloc.stop()
     own.end("the test is over")
     wire.close()
 

@@ -34,7 +34,7 @@ _LAST_WORDS_S: Final = 10.0
 _MOST_ABOUT_BYTES: Final = 4096
 _MOST_TEXT: Final = 1000
 _MOST_WAITING_BYTES: Final = 1 << 30  # of messages of one worker; with more, it waits until some are taken
-_MESSAGE_BYTES: Final = 256  # that a message takes beside its body
+_MESSAGE_BYTES: Final = 1024  # that a message takes beside its body, where it is the only one of its tag
 
 HeaderAndBody = tuple[bytes, memoryview]
 
@@ -148,7 +148,10 @@ class Peers:
         with self.news:
             self.wait(missing, what, deadline, while_any=True)
             source = next(source for source in sources if self._messages.get((source, tag)))
-            about, body = self._messages[source, tag].popleft()
+            waiting = self._messages[source, tag]
+            about, body = waiting.popleft()
+            if not waiting:  # each message may have a tag of its own
+                del self._messages[source, tag]
             self._num_waiting_bytes[source] -= _MESSAGE_BYTES + body.nbytes
             self.news.notify_all()
             return source, (about, body)
