@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -242,6 +243,37 @@ def test_a_reader_that_falls_silent_gives_way_and_begins_anew(tmp_path: Path, mo
         assert is_cut(silent[0])
         silent[1].send(spoken.encode(FetchRows(2, 0)), timeout_s=PATIENCE_S)
         assert isinstance(spoken.decode(silent[1].receive(timeout_s=PATIENCE_S).header), spoken.RowsFetched)
+
+
+def test_readers_that_ask_for_pieces_that_there_are_not_keep_no_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feeds, "SILENT_S", 1.0)
+    with job(tmp_path, carrier="tcp") as started, started.join(0) as ps, ExitStack() as opened:
+        rows = ps.table("rows", rows=2, update=paceline.update.Add())
+        rows.push([1], [[1.0, 1.0]])
+        ps.clock()
+
+        def ask(reader: Connection, message: object) -> object:
+            reader.send(spoken.encode(message), timeout_s=PATIENCE_S)
+            return spoken.decode(reader.receive(timeout_s=PATIENCE_S).header)
+
+        rogues = [opened.enter_context(reading(started)) for _ in range(MAX_SHOWN)]
+        for rogue in rogues:
+            assert isinstance(ask(rogue, FollowRows(1, "rows")), spoken.RowsShown)
+        late, shown, until_s = opened.enter_context(reading(started)), None, time.monotonic() + PATIENCE_S
+        while not isinstance(shown, spoken.RowsShown) and time.monotonic() < until_s:
+            with suppress(PeerError):  # one of them gives way
+                for rogue in rogues:
+                    ask(rogue, FetchRows(2, 1 << 40))
+            shown = ask(late, FollowRows(3, "rows"))
+        assert isinstance(shown, spoken.RowsShown)
+
+
+def test_all_rows_are_kept_for_readers_a_few_times_a_second_at_most() -> None:
+    shown = feeds.RowFeeds()
+    turns_s = [shown.turn_s() for _ in range(3)]
+    assert turns_s == pytest.approx([0.0, feeds._BETWEEN_SHOWS_S, 2 * feeds._BETWEEN_SHOWS_S], abs=0.1)
 
 
 def test_a_worker_cannot_say_what_readers_say(tmp_path: Path) -> None:

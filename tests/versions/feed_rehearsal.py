@@ -367,4 +367,5 @@ def small(log_bytes: int) -> Iterator[None]:
         patch.setattr("paceline.update.rows.cuts.PIECE_BYTES", PIECE_BYTES)
         patch.setattr("paceline.versions.links._FIRST_PAUSE_S", 0.0)
         patch.setattr("paceline.server.feeds._LONGEST_PAUSE_S", 0.0)
+        patch.setattr("paceline.server.feeds._BETWEEN_SHOWS_S", 0.0)
         yield

@@ -44,9 +44,10 @@ from paceline.wire.versions import (
 MAX_SHOWN: Final = 2  # readers of one server that are shown all rows at once; others ask again later
 _LOOK_S: Final = 0.5  # between two looks at whether the reader is closed
 _BUSY_S: Final = 30.0  # after which a server that has not answered is too busy
-SILENT_S: Final = 60.0  # without a request for a piece, after which another reader may take the place of one
+SILENT_S: Final = 60.0  # without a piece, after which another reader may take the place of one
 _PAUSES: Final = 3.0  # in times of what a piece took on the server's thread, which has three quarters of its time left
 _LONGEST_PAUSE_S: Final = 0.1
+_BETWEEN_SHOWS_S: Final = 0.25  # of all readers together: after each, updates copy what they change
 _T = TypeVar("_T")
 
 RowsRequest = DescribeRows | FollowRows | FetchRows | FetchChanges
@@ -67,9 +68,9 @@ class _Server(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Place:
-    """A reader is shown all rows: when it has asked last, and what is kept for it."""
+    """A reader is shown all rows: when it has had a piece last, or has come, and what is kept for it."""
 
-    asked_s: float
+    had_s: float
     cut: RowsCut | None = None
 
 
@@ -90,6 +91,7 @@ class RowFeeds:
         self._server: _Server | None = None
         self._lock = threading.Lock()
         self._places: dict[RowReading, _Place] = {}  # of the readers that are shown all rows
+        self._next_show_s = 0.0
 
     def attach(self, do: Callable[[Callable[[ServerState], None]], None], tables: ServedTables) -> None:
         """Serve these tables from now on."""
@@ -155,13 +157,13 @@ class RowFeeds:
     def begin(self, reading: RowReading) -> bool:
         """Return whether one reader more may be shown all rows; `end` is due then.
 
-        It may take the place of one that has been silent for `SILENT_S`, which begins anew when it goes on.
+        It may take the place of one that has had no piece for `SILENT_S`, which begins anew when it goes on.
         """
         silent: _Place | None = None
         with self._lock:
             if len(self._places) >= MAX_SHOWN:
-                longest = min(self._places, key=lambda each: self._places[each].asked_s)
-                if time.monotonic() - self._places[longest].asked_s < SILENT_S:
+                longest = min(self._places, key=lambda each: self._places[each].had_s)
+                if time.monotonic() - self._places[longest].had_s < SILENT_S:
                     return False
                 silent = self._places.pop(longest)
             self._places[reading] = _Place(time.monotonic())
@@ -169,18 +171,30 @@ class RowFeeds:
             self._close(silent.cut)
         return True
 
+    def turn_s(self) -> float:
+        """Return in how many seconds the rows may be kept for a reader that has a place: it has that turn."""
+        with self._lock:
+            now_s = time.monotonic()
+            turn_s = max(now_s, self._next_show_s)
+            self._next_show_s = turn_s + _BETWEEN_SHOWS_S
+            return turn_s - now_s
+
     def keep(self, reading: RowReading, cut: RowsCut) -> None:
         """Note what a reader is shown."""
         with self._lock:
             if reading in self._places:
                 self._places[reading].cut = cut
 
-    def note_asked(self, reading: RowReading) -> bool:
-        """Note that a reader asks for a piece; return whether it still has its place."""
+    def has_place(self, reading: RowReading) -> bool:
+        """Return whether a reader still has its place."""
+        with self._lock:
+            return reading in self._places
+
+    def note_had(self, reading: RowReading) -> None:
+        """Note that a reader has had a piece; to ask for one that there is not keeps no place."""
         with self._lock:
             if reading in self._places:
-                self._places[reading].asked_s = time.monotonic()
-            return reading in self._places
+                self._places[reading].had_s = time.monotonic()
 
     def end(self, reading: RowReading, cut: RowsCut | None) -> None:
         """Note that a reader has all rows, or needs no more of them."""
@@ -255,6 +269,7 @@ class RowReading:
         self.close()
         if not self._feeds.begin(self):
             raise UsageError(f"{MAX_SHOWN} readers are being shown all rows of a table already: ask again")
+        self._closing.wait(self._feeds.turn_s())
         try:
             self._log, sequence, cut, clock = self._feeds.ask(
                 lambda held: self._feeds.follow(held, request.table), self._closing.is_set
@@ -276,7 +291,7 @@ class RowReading:
         cut = self._cut
         if cut is None or self._log is None:
             raise UsageError("no rows were asked for, or all were had")
-        if not self._feeds.note_asked(self):
+        if not self._feeds.has_place(self):
             raise ConnectionLost(f"it asked for no rows for {SILENT_S:g} s, and others did")
 
         def read(_: ServerState) -> tuple[dict[str, Tensor], float]:
@@ -291,6 +306,7 @@ class RowReading:
             if cut.problem or request.piece < cut.num_pieces:
                 self.close()  # the reader asks for all rows again, or makes room for others
             raise
+        self._feeds.note_had(self)
         if cut.is_over:
             self.close()
         else:
