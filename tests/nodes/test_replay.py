@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from paceline.server.journal import Entry
 from paceline.server.record_file import RecordFile, UnreadableRecord, read_frames, record_path
 from paceline.server.record_follower import Moment
 from paceline.server.replica_link import ReplicaLink
-from paceline.server.replica_messages import CODEC, Attached, Happened, Proved
+from paceline.server.replica_messages import CODEC, Attached, Happened, Proved, Pushed
 
 GIB = 1 << 30
 
@@ -133,6 +134,40 @@ def test_a_damaged_record_is_refused(run_dir: Path, tmp_path: Path) -> None:
     record_path(copy, 0).write_bytes(content)
     with pytest.raises(PacelineError, match="is damaged"):
         replay_server(copy, 0)
+
+
+def rewritten(run_dir: Path, tmp_path: Path, change: Callable[[int, bytes, bytes], tuple[bytes, bytes] | None]) -> Path:
+    """A copy of a run whose record has other frames, with checksums that hold; None leaves one out."""
+    copy, frames = shortened(run_dir, tmp_path, 0), list(read_frames(record_path(run_dir, 0)))
+    record_path(copy, 0).unlink()
+    record = RecordFile(record_path(copy, 0), GIB, print)
+    assert record.open()
+    for number, (header, body, _) in enumerate(frames):
+        changed = change(number, header, bytes(body))
+        if changed is not None:
+            record.append(changed[0], memoryview(changed[1]))
+    record.close()
+    return copy
+
+
+def without_pushes(_: int, header: bytes, body: bytes) -> tuple[bytes, bytes] | None:
+    return None if isinstance(CODEC.decode(header), Pushed) else (header, body)
+
+
+def with_other_state(number: int, header: bytes, body: bytes) -> tuple[bytes, bytes]:
+    return header, body if number else b"\xc1" + body[1:]
+
+
+@pytest.mark.parametrize("change", [without_pushes, with_other_state])
+def test_a_record_of_what_no_server_is_told_is_refused(run_dir: Path, tmp_path: Path, change: Any) -> None:
+    with pytest.raises(UnreadableRecord, match=r"is damaged after event \d+: the head sent a \w+ that makes no sense"):
+        replay_server(rewritten(run_dir, tmp_path, change), 0)
+
+
+def test_a_record_that_begins_anew_in_the_middle_is_refused(run_dir: Path, tmp_path: Path) -> None:
+    header, body, _ = next(read_frames(record_path(run_dir, 0)))
+    with pytest.raises(UnreadableRecord, match=r"is damaged after event \d+: the head says that it begins"):
+        replay_server(rewritten(run_dir, tmp_path, lambda at, *frame: (header, bytes(body)) if at == 20 else frame), 0)
 
 
 def test_a_replay_stops_where_a_condition_is_met(run_dir: Path) -> None:

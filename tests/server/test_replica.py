@@ -34,6 +34,7 @@ from paceline.server.replica_messages import (
     Leaving,
     Pushed,
     Received,
+    Restored,
 )
 from paceline.server.replica_place import HandedOver, ReplicaPlace, Superseded
 from paceline.transport import MemoryTransport
@@ -500,6 +501,16 @@ def test_a_head_that_does_not_come_is_missed(other: Other, listener: Listener) -
     following.start(patience_s=0.0)
     with pytest.raises(DeadlineExceeded, match="server 0 did not connect to its replica"):
         following.outcome.result(PATIENCE_S)
+
+
+def test_a_head_that_says_what_makes_no_sense_is_followed_no_more(other: Other, listener: Listener) -> None:
+    following = Following(other, listener)
+    following.start()
+    connection = following.attach()
+    connection.send(CODEC.encode(Restored("no table", 1, 1, ())), timeout_s=PATIENCE_S)
+    with pytest.raises(PeerError, match="the head sent a Restored that makes no sense here: KeyError: 'no table'"):
+        following.outcome.result(PATIENCE_S)
+    connection.close()
 
 
 @pytest.mark.parametrize(

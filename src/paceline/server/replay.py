@@ -89,9 +89,20 @@ class Replay:
                 raise PeerError(f"a {type(said).__name__} came with {size_bytes} bytes")
 
     def take(self, message: HeadMessage, frame: Frame) -> None:
-        """Do what a frame says."""
+        """Do what a frame says; raises PeerError for what no head says, Diverged."""
+        try:
+            self._take(message, frame)
+        except (PeerError, Diverged, OSError, MemoryError):
+            raise
+        except REQUEST_ERRORS as error:
+            what = type(message).__name__
+            raise PeerError(f"the head sent a {what} that makes no sense here: {describe_error(error)}") from error
+
+    def _take(self, message: HeadMessage, frame: Frame) -> None:
         match message:
             case Attached():
+                if self.tables:
+                    raise PeerError("the head says that it begins when it has begun")
                 self._begin(frame.body)
             case Restored(table, clock, version, hyper):
                 with TemporaryDirectory(prefix=FOLDER) as folder:
