@@ -214,6 +214,13 @@ def test_namespaces_have_plain_names_and_are_limited(served: Daemon, monkeypatch
         served.connect("c")
 
 
+def test_a_namespace_has_a_number_of_workers_that_can_be_expected(served: Daemon) -> None:
+    with pytest.raises(Refused, match="a namespace has 4096 workers at most, and it asks for 4097"):
+        served.connect(workers=4097)
+    with served.connect(workers=4096) as ps:
+        assert ps.size == 4096
+
+
 def test_clients_are_no_group_that_calls_each_other(served: Daemon) -> None:
     with served.connect() as ps:
         future = ps.exchange.all_reduce(torch.ones(2), "sum", None)

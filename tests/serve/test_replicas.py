@@ -31,19 +31,28 @@ from paceline.errors import ConnectionLost, Refused, UsageError
 from paceline.job.credentials.holders import Holder
 from paceline.job.credentials.key_store import issue_keys, make_keys
 from paceline.job.views import View
+from paceline.serve import gateway, replicas
 from paceline.serve import namespace as namespaces
-from paceline.serve import replicas
-from paceline.serve.access import server_access
+from paceline.serve.access import JOB, server_access
 from paceline.serve.admission import RESERVED_S, Admission, OpenNamespace
 from paceline.serve.command import serve
 from paceline.serve.gateway import Namespaces
 from paceline.serve.lag import agree_on_lag
 from paceline.serve.messages import EnterAccepted, EnterFrame, EnterRequest, NamespaceStanding
 from paceline.serve.namespace import Namespace, NamespaceConfig, NamespaceConnection
-from paceline.serve.replicas import Companion, Companions, NamespaceReplicas, NamespaceViews, ServedElsewhere
+from paceline.serve.replicas import (
+    Companion,
+    Companions,
+    NamespaceReplicas,
+    NamespaceViews,
+    PeerTransport,
+    ServedElsewhere,
+)
 from paceline.serve.state import StateFolder
 from paceline.server import replica_link
 from paceline.transport import MemoryTransport
+from paceline.transport.base import Connection, Credentials
+from paceline.transport.tcp import TcpTransport
 from paceline.version import __version__
 from paceline.wire.messages import Hello, encode
 
@@ -669,3 +678,26 @@ def wait_told(process: subprocess.Popen[str], text: str) -> None:
     """Wait until a process has written a line with this text on stderr."""
     assert process.stderr is not None
     assert any(text in line for line in process.stderr), text
+
+
+def head_of(served: Daemon, name: str, workers: int | None = None) -> Connection:
+    """The connection of a head that looks for a replica of a namespace, and says nothing more."""
+    transport = TcpTransport(Credentials((served.state / "token").read_bytes(), JOB))
+    connects = PeerTransport(name, EnterRequest(None, workers, __version__), transport)
+    return connects.connect(f"tcp://127.0.0.1:{served.port}", encode(Hello("head", 0, 0, 1)), timeout_s=DEADLINE_S)
+
+
+def test_heads_have_no_more_namespaces_followed_than_there_may_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway, "MAX_NAMESPACES", 2)
+    with nothing_left_behind(), one(tmp_path, 0) as served:
+        followed = [head_of(served, "a"), head_of(served, "b")]
+        for each in followed:
+            assert each.receive(timeout_s=DEADLINE_S).header  # it is there still
+        for refused in (head_of(served, "c"), head_of(served, "d", gateway.MOST_WORKERS + 1)):
+            with pytest.raises(ConnectionLost):
+                refused.receive(timeout_s=DEADLINE_S)
+            refused.close()
+        for each in followed:
+            each.close()

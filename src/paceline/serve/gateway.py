@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from paceline.transport.base import Connection, Listener, PeerIdentity, Transport
 
 MAX_NAMESPACES: Final = 64
+MOST_WORKERS: Final = 4096  # of a namespace: all are expected, and cost memory and time, from its first client on
 # That a client was killed may be known a moment after it has come again.
 _TAKEN_PATIENCE_S: Final = 1.0
 _END_TIMEOUT_S: Final = 5.0  # for a thread that has nothing left to do
@@ -159,6 +160,8 @@ class Namespaces:
             raise Refused(
                 f"its certificate is for {peer_identity.holder}, which may read what is published and no more"
             )
+        if ask.workers is not None and ask.workers > MOST_WORKERS:
+            raise Refused(f"a namespace has {MOST_WORKERS} workers at most, and it asks for {ask.workers}")
         holder_rank = _holder_rank(peer_identity)
         give_up = time.monotonic() + ANSWER_TIMEOUT_S
         while time.monotonic() < give_up:
@@ -219,7 +222,8 @@ class Namespaces:
     def _begin_following(self, name: str, head: NamespaceConnection, ask: EnterRequest, hello: Hello) -> bool:
         with self._lock:
             is_able = ask.version == __version__ and hello.generation > 0 and not self._ending.is_set()
-            if self._companions is None or not is_able or self._known(name) is not None:
+            is_able = is_able and (ask.workers or 0) <= MOST_WORKERS
+            if self._companions is None or not is_able or self._known(name) is not None or not self._has_room(name):
                 return False
             with suppress(Refused):  # the other server asks again
                 self._begin(name, ask.workers, None, hello.generation).follow(head)
@@ -333,15 +337,19 @@ class Namespaces:
             known = self._known(name)
             if known is not None:
                 return known
-            names = {*self._state.names(), *self._open}
             if self._ending.is_set():
                 raise Refused("the server is ending")
-            if name not in names and len(names) >= MAX_NAMESPACES:
+            if not self._has_room(name):
                 raise Refused(
-                    f"there are {len(names)} namespaces already, and no more than {MAX_NAMESPACES} may be: name one of "
-                    "these, or have the folder of one that is not needed removed"
+                    f"there are {MAX_NAMESPACES} namespaces already, and no more than {MAX_NAMESPACES} may be: name "
+                    "one of these, or have the folder of one that is not needed removed"
                 )
             return self._begin(name, workers, self._memory_of(name))
+
+    def _has_room(self, name: str) -> bool:
+        """Return whether a namespace is one of those that there are, or may be one more; in the lock."""
+        names = {*self._state.names(), *self._open}
+        return name in names or len(names) < MAX_NAMESPACES
 
     def _begin(
         self, name: str, workers: int | None, memory: NamespaceMemory | None, followed: int = 0, *, fills: bool = False
