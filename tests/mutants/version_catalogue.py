@@ -80,8 +80,8 @@ VERSION_MUTANTS: tuple[NodeMutant, ...] = (
     _of_readers(
         "a version that readers hold is dropped",
         VERSIONS,
-        "            if not self.versions[made].num_leases:",
-        "            if self.versions[made]:",
+        "            if self.versions[made].num_leases:",
+        "            if self.versions[made].num_leases > self.max_leased:",
     ),
     _of_readers(
         "versions that no reader holds any more stay",
@@ -107,11 +107,15 @@ VERSION_MUTANTS: tuple[NodeMutant, ...] = (
         "        self._rows.close()\n        self._end_hold()",
         "        self._rows.close()",
     ),
-    _of_readers(
-        "more versions than allowed are kept for readers",
-        VERSIONS,
-        "if len(leased | {wanted}) > max_leased:",
-        "if len(leased) > max_leased:",
+    NodeMutant(
+        Mutant(
+            "more versions than allowed are kept for readers",
+            VERSIONS,
+            "leased[: max(0, len(leased) - self.max_leased)]",
+            "leased[: max(0, len(leased) - self.max_leased - 1)]",
+        ),
+        "tests/server/test_versions.py",
+        "bounded",
     ),
     _of_readers(
         "a relay serves the first server's part for all",

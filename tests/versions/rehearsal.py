@@ -85,7 +85,8 @@ class ReaderHistory:
     def kept(self, where: str, versions: list[PublishedVersion], keep: int, max_leased: int) -> None:
         """Check what a relay or server holds of a name."""
         num_versions = sum(each.coming is None for each in versions)
-        num_leased = sum(each.num_leases > 0 for each in versions)
+        whole = [each for each in versions if each.coming is None]
+        num_leased = sum(each.num_leases > 0 for each in whole[:-keep])
         if len(versions) > num_versions + 1:
             raise WrongReadError(f"R8: {len(versions) - num_versions} versions come to {where} at once")
         if num_leased > max_leased or num_versions > keep + num_leased:
@@ -162,8 +163,9 @@ class ReaderEnd:
         return self._world.carried(self._other.answers.popleft())
 
     def leased(self) -> set[PublicationId]:
-        """Return what is leased and was whole here."""
-        return {made for made, version in self._reading._leased.items() if version.coming is None}
+        """Return what is leased and was whole here, and has not been let go of."""
+        leased = self._reading._leased.items()
+        return {made for made, version in leased if version.coming is None and not version.is_let_go}
 
     def versions_there(self) -> set[PublicationId]:
         published = self._reading._versions._names.get(NAME)

@@ -251,6 +251,7 @@ class _Reading:
                         version = self._leased[message.id] = self._versions.lease(message.id)
                     self._end_hold()
                     head, digests = _described(version, with_digests=message.with_digests)
+                    _require_kept(version)
                     _say(self._connection, VersionLeased(number, head), memoryview(version.layout + digests))
                 case FetchBytes():
                     number = message.number
@@ -279,9 +280,11 @@ class _Reading:
         version = self._leased.get(wanted.id)
         if version is None:
             raise VersionGone(f"version {wanted.id.number} of '{wanted.id.name}' is not leased")
-        if wanted.part >= len(version.memories):
-            raise UsageError(f"version {wanted.id.number} has {len(version.memories)} parts, and no part {wanted.part}")
-        memory, stop = version.memories[wanted.part], wanted.start + wanted.size_bytes
+        memories = version.memories
+        _require_kept(version)
+        if wanted.part >= len(memories):
+            raise UsageError(f"version {wanted.id.number} has {len(memories)} parts, and no part {wanted.part}")
+        memory, stop = memories[wanted.part], wanted.start + wanted.size_bytes
         if stop > memory.nbytes:
             raise UsageError(f"part {wanted.part} of version {wanted.id.number} has {memory.nbytes} bytes, not {stop}")
         if not self._versions.wait_bytes(version, wanted.part, stop, self._closing.is_set):
@@ -302,6 +305,16 @@ class _Reading:
         self._begin(self._parts[server])
 
 
+def _require_kept(version: PublishedVersion) -> None:
+    """Raise VersionGone for a version that was let go."""
+    if version.is_let_go:
+        made = version.head.id
+        raise VersionGone(
+            f"version {made.number} of '{made.name}' is kept no longer: readers hold more than may be kept, and had "
+            "asked for others since"
+        )
+
+
 def _described(version: PublishedVersion, *, with_digests: bool) -> tuple[VersionHead, bytes]:
     """Return what a reader is told of a version; blocks while the digests that it wants are computed."""
     return version.describe() if with_digests else (replace(version.head, digest=b""), b"")
@@ -314,8 +327,9 @@ def _delta_between(
 
     It is the bytes themselves where these are no longer, or the base is gone.
     """
-    fits = base is not None and wanted.part < len(base.memories) and wanted.size_bytes % wanted.word_bytes == 0
-    old = base.memories[wanted.part][wanted.start : wanted.start + wanted.size_bytes] if base and fits else EMPTY
+    memories = () if base is None else base.memories
+    fits = wanted.part < len(memories) and wanted.size_bytes % wanted.word_bytes == 0
+    old = memories[wanted.part][wanted.start : wanted.start + wanted.size_bytes] if fits else EMPTY
     if len(old) != len(new):
         return DeltaFetched(wanted.number, None), new
     num_words, body = encode_delta(old, new, wanted.word_bytes) or (None, new)

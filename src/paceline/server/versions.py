@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -37,6 +38,7 @@ from paceline.wire.versions import (
 
 ARRIVAL_S: Final = 30.0  # that a reader waits for bytes that are coming to a relay; then it connects anew
 _MAX_COPIED: Final = 2  # versions of one name that are copied at once; more are refused
+_USES: Final = itertools.count(1)
 _MAX_UNFINISHED: Final = 4  # versions of one name of which not all tables are here; an older one is dropped
 
 
@@ -46,6 +48,7 @@ class PublishedVersion:
 
     `digests`: of all chunks, in the order of the parts; empty, as the digest in the head, until `describe` is called.
     `coming`: of one that a relay still fetches, how many bytes of each part are here; None: all of all.
+    `is_let_go`: its memory has gone, whatever leases there are.
     """
 
     head: VersionHead
@@ -54,6 +57,8 @@ class PublishedVersion:
     digests: bytes = b""
     num_leases: int = 0
     coming: Mapping[int, int] | None = None
+    used: int = 0  # when readers have last leased it or asked for bytes of it, counted
+    is_let_go: bool = False
     _describing: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def describe(self) -> tuple[VersionHead, bytes]:
@@ -63,6 +68,10 @@ class PublishedVersion:
                 self.digests = b"".join(digest for memory in self.memories for digest in chunk_digests(memory))
                 self.head = replace(self.head, digest=digest_of(self.layout, self.digests))
             return self.head, self.digests
+
+    def let_go(self) -> None:
+        """Let go of the memory, in spite of leases."""
+        self.is_let_go, self.memories = True, ()
 
     def has(self, part: int, stop: int) -> bool:
         """Return whether the bytes of a part are here up to `stop`."""
@@ -93,8 +102,13 @@ class _Unfinished:
 
 @dataclass(slots=True)
 class _Published:
-    """What is published under one name, the newest last."""
+    """What is published under one name, the newest last.
 
+    Leases keep `max_leased` versions at most beside the newest. With more, the one goes whose readers have asked for
+    nothing of it for the longest time: so no reader, however many leases it holds, keeps another one from a version.
+    """
+
+    max_leased: int
     keep: int = 1
     versions: dict[PublicationId, PublishedVersion] = field(default_factory=dict[PublicationId, PublishedVersion])
     unfinished: dict[PublicationId, _Unfinished] = field(default_factory=dict[PublicationId, _Unfinished])
@@ -113,21 +127,25 @@ class _Published:
         for each in [each for each in self.versions.values() if each.coming is not None and each.head != but]:
             del self.versions[each.head.id]
 
-    def lease(self, wanted: PublicationId, max_leased: int) -> PublishedVersion | None:
-        """Return a version that is here, leased once more; None where more than `max_leased` would be leased then."""
-        leased = {each for each, version in self.versions.items() if version.num_leases}
-        if len(leased | {wanted}) > max_leased:
-            return None
+    def lease(self, wanted: PublicationId) -> PublishedVersion:
+        """Return a version that is here, leased once more."""
         version = self.versions[wanted]
         version.num_leases += 1
+        version.used = next(_USES)
         return version
 
     def retain(self) -> None:
-        """Drop versions that are neither among the newest that are whole nor leased."""
+        """Drop versions that are neither among the newest that are whole nor kept by a lease."""
         whole = [made for made, each in self.versions.items() if each.coming is None]
+        leased = list[PublicationId]()
         for made in whole[: -self.keep]:
-            if not self.versions[made].num_leases:
+            if self.versions[made].num_leases:
+                leased.append(made)
+            else:
                 del self.versions[made]
+        leased.sort(key=lambda made: self.versions[made].used)
+        for made in leased[: max(0, len(leased) - self.max_leased)]:
+            self.versions.pop(made).let_go()
 
 
 class VersionGone(UsageError):
@@ -141,7 +159,7 @@ class PublishedVersions:
     A version is there for readers when all its tables are here; until then it is not seen.
 
     Args:
-        max_leased: versions of a name that may be leased at once.
+        max_leased: versions of a name that leases keep at most, beside the newest.
         problem_of: says why versions of a name may be missing here, or nothing; raises UsageError for a name of which
             there never are any.
     """
@@ -173,7 +191,7 @@ class PublishedVersions:
         _check(request)
         made, table = PublicationId(request.name, request.series, request.number), request.table_call.table
         with self._changed:
-            published = self._names.get(request.name) or _Published()
+            published = self._names.get(request.name) or _Published(self._max_leased)
             if self._closed or made in published.versions:
                 return False
             if request.name not in self._names and len(self._names) >= MAX_NAMES:
@@ -222,7 +240,7 @@ class PublishedVersions:
         """Show readers a version that a relay has, or that is coming to it, and keep so many of its name."""
         with self._changed:
             if not self._closed:
-                self._names.setdefault(version.head.id.name, _Published()).show(version, keep)
+                self._names.setdefault(version.head.id.name, _Published(self._max_leased)).show(version, keep)
                 self._changed.notify_all()
 
     def wait_new(
@@ -230,7 +248,7 @@ class PublishedVersions:
     ) -> tuple[tuple[PublicationId, ...], PublishedVersion | None]:
         """Return the versions of a name, the newest last; blocks as `wanted` says, or until `is_over` and `wake`.
 
-        Return beside them the one that is held as `wanted` says, until `release`: none where too many are kept already.
+        Return beside them the one that is held as `wanted` says, until `release`.
         """
         with self._changed:
             self._changed.wait_for(
@@ -240,7 +258,7 @@ class PublishedVersions:
             ids = self._ids(wanted.name)
             if not wanted.hold or not ids or ids[-1] in wanted.known:
                 return ids, None
-            return ids, self._names[wanted.name].lease(ids[-1], self._max_leased)
+            return ids, self._names[wanted.name].lease(ids[-1])
 
     def withdraw(self, name: str) -> None:
         """Show no more what is still coming under a name; those that wait for its bytes are told."""
@@ -257,6 +275,7 @@ class PublishedVersions:
             is_coming = published is not None and published.versions.get(version.head.id) is version
             return version.has(part, stop) or not is_coming or is_over()
 
+        version.used = next(_USES)
         if version.coming is not None:
             with self._changed:
                 self._changed.wait_for(is_settled, ARRIVAL_S)
@@ -268,23 +287,12 @@ class PublishedVersions:
             self._changed.notify_all()
 
     def lease(self, wanted: PublicationId) -> PublishedVersion:
-        """Return a version, which is kept until `release`.
-
-        Raises:
-            VersionGone: it is not here.
-            UsageError: too many versions are kept for readers already.
-        """
+        """Return a version, kept until `release` unless it is let go; raises VersionGone if it is not here."""
         with self._changed:
             published = self._names.get(wanted.name)
             if published is None or wanted not in published.versions:
                 raise VersionGone(f"version {wanted.number} of '{wanted.name}' is not here, or no longer")
-            version = published.lease(wanted, self._max_leased)
-            if version is None:
-                raise UsageError(
-                    f"version {wanted.number} of '{wanted.name}' cannot be kept, as readers hold {self._max_leased} "
-                    "others: take one of these, or end a lease"
-                )
-            return version
+            return published.lease(wanted)
 
     def find(self, wanted: PublicationId) -> PublishedVersion | None:
         """Return a version if all of it is here; it may be dropped at any time, but its memory stays for the caller."""
