@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.jobs import Job, job
@@ -17,7 +19,7 @@ from paceline.core.messages import Clock, Join, Leave, Push, PushId, Sender
 from paceline.errors import PeerError
 from paceline.server import feeds, readers
 from paceline.server.feeds import MAX_SHOWN
-from paceline.transport.base import Connection
+from paceline.transport.base import Connection, PeerIdentity
 from paceline.wire import messages as wire
 from paceline.wire import versions as spoken
 from paceline.wire.messages import Hello, PushFrame
@@ -42,8 +44,8 @@ KNOWN = PublicationId("w", "s", 1)
 
 
 @contextmanager
-def reading(started: Job, role: str = "reader") -> Iterator[Connection]:
-    hello = wire.encode(Hello(role, 0, 0, 1))
+def reading(started: Job, role: str = "reader", rank: int = 0) -> Iterator[Connection]:
+    hello = wire.encode(Hello(role, rank, 0, 1))
     connection = started.transport.connect(started.spec.addresses[0], hello, timeout_s=PATIENCE_S)
     try:
         yield connection
@@ -115,6 +117,71 @@ def test_readers_that_say_nothing_keep_none_out_for_long(tmp_path: Path, monkeyp
             assert ask(late) == spoken.VersionsFound(1, ())
             assert is_cut(silent)
             assert ask(first) == spoken.VersionsFound(1, ())
+
+
+def test_many_readers_of_one_origin_give_way_to_one_of_another_machine_or_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def by_rank(connection: Connection) -> tuple[str, str]:
+        hello = wire.decode(connection.identity)
+        assert isinstance(hello, Hello)
+        return str(hello.rank), ""
+
+    monkeypatch.setattr(readers, "MAX_READERS", 3)
+    monkeypatch.setattr(readers, "_origin", by_rank)
+
+    def answer(reader: Connection) -> object:
+        reader.send(spoken.encode(FindVersions(1, "w", (), 0.0)), timeout_s=PATIENCE_S)
+        return spoken.decode(reader.receive(timeout_s=PATIENCE_S).header)
+
+    with job(tmp_path, carrier="tcp") as started, ExitStack() as opened:
+        many = [opened.enter_context(reading(started)) for _ in range(3)]
+        for reader in many:
+            assert answer(reader) == spoken.VersionsFound(1, ())
+        other = opened.enter_context(reading(started, rank=1))
+        assert answer(other) == spoken.VersionsFound(1, ())
+        assert is_cut(many[0])
+        with reading(started) as again, reading(started, rank=1) as second:  # neither has less than its share by now
+            for reader in (again, second):
+                refused = spoken.decode(reader.receive(timeout_s=PATIENCE_S).header)
+                assert refused == ReaderRefused(-1, "there are 3 readers already")
+        for reader in (*many[1:], other):
+            assert answer(reader) == spoken.VersionsFound(1, ())
+
+
+def test_readers_are_told_apart_by_their_machine_and_certificate() -> None:
+    def origin(peer: str, serial: str = "") -> tuple[str, str]:
+        connection: Any = SimpleNamespace(peer=peer, peer_identity=PeerIdentity("any", serial))
+        return readers._origin(connection)
+
+    assert origin("10.0.0.1:4711") == origin("10.0.0.1:4712") != origin("10.0.0.2:4711")
+    assert origin("10.0.0.1:4711", "A") != origin("10.0.0.1:4711", "B")
+
+
+def test_a_reader_that_keeps_all_versions_that_may_be_kept_stops_no_other(tmp_path: Path) -> None:
+    with job(tmp_path, carrier="tcp") as started, started.join(0) as ps, ExitStack() as opened:
+        w = ps.table("w", shape=(2,), update=paceline.update.Add())
+        rogue, leased = opened.enter_context(reading(started)), list[PublicationId]()
+
+        def ask(message: object) -> object:
+            rogue.send(spoken.encode(message), timeout_s=PATIENCE_S)
+            return spoken.decode(rogue.receive(timeout_s=PATIENCE_S).header)
+
+        other = opened.enter_context(paceline.subscribe(ps, name="w"))
+        for step in range(1, spoken.MAX_LEASED + 4):
+            w.push([1.0, 1.0])
+            assert ps.clock() == step
+            ps.models.publish(w, "w", keep=1).wait()
+            found = ask(FindVersions(1, "w", tuple(leased), PATIENCE_S))
+            assert isinstance(found, spoken.VersionsFound)
+            leased.append(found.ids[-1])
+            assert isinstance(ask(LeaseVersion(2, leased[-1])), spoken.VersionLeased)
+            with other.wait(timeout_s=PATIENCE_S) as version:
+                assert version["w"].tolist() == [float(step)] * 2
+        answers = [ask(FetchBytes(3, each, 0, 0, 8)) for each in leased]
+        kept = [isinstance(each, spoken.BytesFetched) for each in answers]
+        assert kept == [number >= len(leased) - spoken.MAX_LEASED - 1 for number in range(len(leased))]
+        assert all(each.is_gone for each in answers if isinstance(each, ReaderRefused))
 
 
 def test_what_is_not_there_is_refused_and_the_next_request_is_answered(tmp_path: Path) -> None:

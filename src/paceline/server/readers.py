@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Final, NoReturn, final
@@ -43,7 +44,7 @@ from paceline.wire.versions import (
     require_said_by_reader,
 )
 
-MAX_READERS: Final = 256  # connected at once; with more, one that asks for nothing gives way
+MAX_READERS: Final = 256  # connected at once; with more, one gives way that asks for nothing, or of a crowd
 MAX_REQUESTS_PER_S: Final = 1000  # of one reader; more have to wait
 _RECEIVE_S: Final = 10.0  # between two looks at whether the server closes, which wakes the thread anyway
 _SEND_TIMEOUT_S: Final = 60.0
@@ -99,7 +100,7 @@ class ReaderService:
                 if self._closing.is_set() or connection.peer_identity.are_among(self._expelled):
                     raise PeerError("it may not read here, or not any more")
                 if len(self._readings) >= MAX_READERS:
-                    self._make_room()
+                    self._make_room(connection)
                 self._serving[connection], self._readings[connection] = thread, reading
                 thread.start()
         except (PeerError, RuntimeError) as error:  # or the system has no thread left
@@ -109,14 +110,20 @@ class ReaderService:
             refuse_reader(connection, str(error))
         return True
 
-    def _make_room(self) -> None:
+    def _make_room(self, coming: Connection) -> None:
         """End the reader that has asked for nothing for the longest time; in the lock.
 
+        It may have asked lately where its machine and certificate have more readers than those of the one that comes.
+
         Raises:
-            PeerError: all have asked lately.
+            PeerError: all have asked lately, and no other machine or certificate has more of them.
         """
-        silent = min(self._readings, key=lambda each: self._readings[each].asked_s)
-        if time.monotonic() - self._readings[silent].asked_s < SILENT_S:
+        origins = Counter(map(_origin, self._readings))
+        crowded, most = origins.most_common(1)[0]
+        is_crowded = most > origins[_origin(coming)] + 1
+        readings = [each for each in self._readings if not is_crowded or _origin(each) == crowded]
+        silent = min(readings, key=lambda each: self._readings[each].asked_s)
+        if not is_crowded and time.monotonic() - self._readings[silent].asked_s < SILENT_S:
             raise PeerError(f"there are {MAX_READERS} readers already")
         del self._readings[silent]
         silent.close()
@@ -350,6 +357,11 @@ def _answer_rows(connection: Connection, rows: RowReading, request: RowsRequest)
         )
     else:
         _say(connection, answer, body)
+
+
+def _origin(connection: Connection) -> tuple[str, str]:
+    """Return from which machine a reader comes, and the serial number of its certificate."""
+    return connection.peer.rpartition(":")[0], connection.peer_identity.serial
 
 
 def is_reader(connection: Connection) -> bool:
