@@ -1,5 +1,6 @@
 """The file that the processes of a job agree on."""
 
+import os
 import stat
 from pathlib import Path
 
@@ -45,6 +46,13 @@ def test_other_files_are_refused(tmp_path: Path, content: str, message: str) -> 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"cannot read the cluster spec .*none\.json: No such file"):
         ClusterSpec.read(tmp_path / "none.json")
+
+
+def test_a_pipe_or_a_device_is_no_spec(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(UsageError, match=r"cannot read the cluster spec .*: it is not a file"):
+            ClusterSpec.read(path)
 
 
 def test_waiting_for_a_spec_has_a_deadline(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import msgspec
 from paceline.core.settings import LEASE_S, MAX_WORKERS, WAIT_TIMEOUT_S
 from paceline.errors import UsageError
 from paceline.job.choices import ScaleName, TraceLevel, TransportName
-from paceline.job.folders import naming, wait_for
+from paceline.job.folders import naming, open_file, wait_for
 
 TOKEN_NAME: Final = "token"
 TOKEN_BYTES: Final = 32
@@ -94,7 +94,8 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     def read(path: Path) -> "ClusterSpec":
         """Read a spec; raises UsageError when the file is missing or is not a spec."""
         try:
-            return msgspec.json.decode(path.read_bytes(), type=ClusterSpec)
+            with open_file(path) as file:
+                return msgspec.json.decode(file.read(), type=ClusterSpec)
         except OSError as error:
             raise UsageError(
                 f"cannot read the cluster spec {path}: {error.strerror}; name the folder of a run (--run-dir)"
