@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -38,7 +38,6 @@ from paceline.wire.versions import (
 
 ARRIVAL_S: Final = 30.0  # that a reader waits for bytes that are coming to a relay; then it connects anew
 _MAX_COPIED: Final = 2  # versions of one name that are copied at once; more are refused
-_USES: Final = itertools.count(1)
 _MAX_UNFINISHED: Final = 4  # versions of one name of which not all tables are here; an older one is dropped
 
 
@@ -57,7 +56,7 @@ class PublishedVersion:
     digests: bytes = b""
     num_leases: int = 0
     coming: Mapping[int, int] | None = None
-    used: int = 0  # when readers have last leased it or asked for bytes of it, counted
+    used_s: float = 0.0  # monotonic time at which a reader has last leased it or asked for bytes of it
     is_let_go: bool = False
     _describing: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
@@ -131,7 +130,7 @@ class _Published:
         """Return a version that is here, leased once more."""
         version = self.versions[wanted]
         version.num_leases += 1
-        version.used = next(_USES)
+        version.used_s = time.monotonic()
         return version
 
     def retain(self) -> None:
@@ -143,7 +142,7 @@ class _Published:
                 leased.append(made)
             else:
                 del self.versions[made]
-        leased.sort(key=lambda made: self.versions[made].used)
+        leased.sort(key=lambda made: self.versions[made].used_s)
         for made in leased[: max(0, len(leased) - self.max_leased)]:
             self.versions.pop(made).let_go()
 
@@ -275,7 +274,7 @@ class PublishedVersions:
             is_coming = published is not None and published.versions.get(version.head.id) is version
             return version.has(part, stop) or not is_coming or is_over()
 
-        version.used = next(_USES)
+        version.used_s = time.monotonic()
         if version.coming is not None:
             with self._changed:
                 self._changed.wait_for(is_settled, ARRIVAL_S)
