@@ -582,6 +582,7 @@ class Session:
             is_elastic=self.is_elastic,
             on_loaded=self.metrics.note_loaded,
             clock=lambda: self.node.clock,
+            joins_batches=lambda: any(one.joins_batches for one in optimizers_of_loop(list(self._optimizers))),
         )
 
     def _count_samples(self, num_samples: int) -> None:

@@ -69,12 +69,13 @@ class Sharding(msgspec.Struct, frozen=True):
         size: number of workers.
         seed: of the shuffle; the same on all workers, so that the global order does not depend on their number.
         on_samples: called with the number of samples of each batch that the training loop gets.
-        on_missing: called at the end of an epoch of training in which other workers have one more batch, and a step
-            with it that this worker does not take.
+        on_missing: called at the end of an epoch of training in which other workers have one more batch, and this
+            worker takes part in it or in the step behind it.
         tell: writes a line for the user.
         is_elastic: whether workers come and go, so that a part may have no worker.
         on_loaded: called with the seconds that the training loop has waited for each batch.
         clock: returns the current clock of this worker, which its steps finish; None where there is no clock.
+        joins_batches: returns whether all workers take part in each batch of any, as under fsdp, be it without a step.
 
     Raises:
         UsageError: the seed is not a whole number, or too large.
@@ -89,6 +90,7 @@ class Sharding(msgspec.Struct, frozen=True):
     is_elastic: bool = False
     on_loaded: Callable[[float], None] = _report_nothing
     clock: Callable[[], int] | None = None
+    joins_batches: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
         """Validate the seed."""

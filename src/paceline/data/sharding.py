@@ -197,7 +197,7 @@ class ShardedLoader(PositionedLoader[_Sample]):
             steps.end_batch()
         if is_training:
             others_have_more = -(-(len(batches) - start) // sharding.size) > len(own)
-            if others_have_more and steps.others_step_again:
+            if others_have_more and (steps.others_step_again or sharding.joins_batches()):
                 sharding.on_missing()
             self.tracker.end()
 

@@ -291,7 +291,7 @@ class FedLoader:
                 steps.end_batch()
             for batch in waiting:
                 self._settle(batch, tally)
-            if num_rounds > len(own) and steps.others_step_again:
+            if num_rounds > len(own) and (steps.others_step_again or self._sharding.joins_batches()):
                 self._sharding.on_missing()
         finally:
             self._tell(tally)

@@ -355,6 +355,7 @@ class ShardedOptimizer(CollectiveOptimizer):
     """
 
     no_slices = "fsdp, which combines gradients in every backward: take the parameter server, or leave slices out."
+    joins_batches = True
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, settings: Settings, job: TrainingJob, workers: int = 0

@@ -53,6 +53,7 @@ class HybridOptimizer(Distributed):
         root = shard_model(optimizer, model, settings.name, group)
         super().__init__(optimizer, f"fsdp:{workers}", settings, job)
         self.no_slices = "fsdp, which combines gradients in every backward: leave slices out."
+        self.joins_batches = True
         self._group = group
         self._has_told_of_clipping = False
         self._model = root

@@ -264,6 +264,7 @@ class Distributed(torch.optim.Optimizer, ABC):
     # Number of samples in this step over all workers; 0 where that is not known.
     expected: float = 0.0
     no_slices: str = ""  # reason why gradients of several slices of a clock cannot be added up; empty where they can
+    joins_batches: bool = False  # whether all workers take part in each batch of any, whether a step follows or not
     no_scaling: str = ""  # reason why a GradScaler cannot be used; empty where it can
     clips_mean: bool = False  # whether `clip_gradients` clips the mean of all workers' gradients, where it can
     overflowed: bool = False

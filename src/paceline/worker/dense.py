@@ -429,7 +429,9 @@ class DenseClient:
             if lock.failure:
                 lock.check()
             checksums = tuple(map(zlib.crc32, self.parts(buffer))) if self.checks_memory else ()
-            push, hyper = context.core.next_push(self.name), self._hyper_to_send(hyper)
+            push = context.core.next_push(self.name)
+            if hyper is not self._hyper or self._resends_hyper:
+                hyper = self._hyper_to_send(hyper)
             frame = PushFrame(push, count, absent, hyper, screened=screened, checksums=checksums, expected=expected)
             in_pieces = self._in_pieces(parts) if reads_next and self.distant else _NO_SERVERS
             factored: dict[int, FactoredPart] = {}

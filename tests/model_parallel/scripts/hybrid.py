@@ -185,7 +185,7 @@ def mistakes_are_told() -> None:
         paceline.distributed(sgd, model=model, strategy="diloco:5+fsdp:2", name="diloco")
     with pytest.raises(UsageError, match=r"told overlap=True, .* under fsdp:2 each has a slice"):
         paceline.distributed(sgd, model=model, strategy=fsdp(2), overlap=True, name="overlap")
-    with pytest.raises(UsageError, match="told both"):
+    with pytest.raises(UsageError, match="given both"):
         paceline.distributed(sgd, model=model, strategy=fsdp(2, between="bsp"), consistency="ssp:1", name="both")
     with pytest.raises(UsageError, match="take fsdp for all"):
         paceline.distributed(sgd, model=model, strategy={"*": fsdp(2)}, name="patterns")
