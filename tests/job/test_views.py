@@ -75,6 +75,18 @@ def test_a_process_that_has_come_is_the_replica_in_one_view(tmp_path: Path) -> N
     assert Views(tmp_path, 30).candidates() == []
 
 
+def test_a_process_that_was_started_again_in_the_place_of_the_head_is_no_replica(tmp_path: Path) -> None:
+    """Two of them came in the place that a process had which has handed over: the later one serves by now."""
+    views = begun(tmp_path)
+    assert views.promote(FIRST.number)
+    assert views.enlist(2, 4)
+    assert views.promote(3)
+    for process in (2, 3):
+        views.published(process).write_text("")
+    assert views.newest() == View(4, head=4)
+    assert views.candidates() == [3]
+
+
 def test_where_the_launcher_decides_the_first_that_asks_has_decided(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("launcher", "head", "replica")]
     for folder in folders:

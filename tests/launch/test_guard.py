@@ -50,7 +50,8 @@ def test_clearing_a_kept_directory_takes_secrets_sockets_and_addresses(tmp_path:
     (tmp_path / "keys" / "of-the-script").mkdir()
     ours = ("token", "token.previous", "keys/worker-0.key", "keys/any.pem", "keys/revoked", "called.off")
     kept = {"cluster.json", "tokenizer.json", "tokens.bin", "mesh.off"}
-    for name in (*ours, "server-0.address", "server-0.sock", "worker-0.life", *kept):
+    found = ("server-0.address", "server-0.claim-1", "server-0.home-0", "server-0.sock", "worker-0.life")
+    for name in (*ours, *found, *kept):
         (tmp_path / name).touch()
 
     clear(tmp_path, temporary=False)

@@ -47,10 +47,13 @@ class View(msgspec.Struct, frozen=True):
         """Return the view after this one in which the head has no replica any more."""
         return View(self.number + 1, self.head)
 
+    def can_have(self, process: int) -> bool:
+        """Return whether a process may be the next replica: it is later than the one before, and in its place.
 
-def _follows(process: int, replica: int) -> bool:
-    """Return whether a process has come in the place of this replica, or there is none."""
-    return replica == NO_PROCESS or (process > replica and (process - replica) % NUM_PLACES == 0)
+        >>> [process for process in range(6) if View(1, head=0, replica=1).can_have(process)]
+        [3, 5]
+        """
+        return process > self.replica and (process - self.head) % NUM_PLACES != 0
 
 
 FIRST: Final = View(1, head=0, replica=1)
@@ -168,15 +171,15 @@ class Views:
     def candidates(self) -> list[int]:
         """Return the processes that have come to be the replica and were in no view yet, the newest first.
 
-        Where the server has a replica, those count that have come in its place.
+        Those count that have come in its place: one that was started again in the place of the head is too late.
         """
         names, view = names_in(self._run_dir), self.newest()
-        replaced = NO_PROCESS if view is None else view.replica
         used = self._used(names)
         stem, suffix = f"{process_name(self._rank, 0)}.", self.published(0).suffix
         come = [name.removeprefix(stem).removesuffix(suffix) for name in names if name.startswith(stem)]
         numbers = [int(number) for number in come if number.isdecimal()]
-        return sorted((number for number in numbers if number not in used and _follows(number, replaced)), reverse=True)
+        found = {number for number in numbers if view is None or view.can_have(number)}
+        return sorted(found - used, reverse=True)
 
     def published(self, process: int) -> Path:
         """Return where a process of this server says that it listens."""
