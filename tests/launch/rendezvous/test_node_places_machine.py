@@ -55,6 +55,7 @@ class Places(RuleBasedStateMachine):
         assert (rank, process) not in self.running, "a process is started twice"
         assert node in self.alive - self.leaving
         self.running[rank, process] = node
+        self.views[rank].published(process).touch()
 
     def view(self, rank: int) -> View:
         view = self.views[rank].newest()
@@ -128,11 +129,11 @@ class Places(RuleBasedStateMachine):
     @rule(rank=st.sampled_from(ALL))
     def enlist(self, rank: int) -> None:
         """The head gives all to the newest process that has come, which ends the replica before it."""
-        view, place = self.view(rank), (self.view(rank).head + 1) % NUM_PLACES
-        latest = self.claims[rank].newest(place)
-        is_elsewhere = bool(on_other_nodes(self.folder, rank, view.head, [latest]))
-        if rank not in self.lost and is_elsewhere and latest != view.replica and (rank, latest) in self.running:
-            assert self.views[rank].enlist(view.number, latest)
+        view = self.view(rank)
+        come = on_other_nodes(self.folder, rank, view.head, self.views[rank].candidates())
+        process = next((process for process in come if (rank, process) in self.running), None)
+        if rank not in self.lost and process is not None:
+            assert self.views[rank].enlist(view.number, process)
             self.running.pop((rank, view.replica), None)
 
     @rule(rank=st.sampled_from(ALL))
@@ -176,4 +177,4 @@ class Places(RuleBasedStateMachine):
 
 
 TestPlaces = Places.TestCase
-TestPlaces.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
+TestPlaces.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
