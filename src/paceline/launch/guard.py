@@ -28,7 +28,7 @@ from typing import Final
 # By a pattern also a link to a file that is not there is found.
 SECRETS: Final = ("token", "token.previous*", "keys/*.pem", "keys/*.key", "keys/revoked*")
 # Where servers are, and which process serves.
-SERVERS: Final = ("*.address", "server-*.ended", "*.view-*", "*.claim-*", "server-*.home-*", "*.leaving", "*.handover-*")
+SERVERS: Final = ("*.address", "server-*.ended", "*.view-*", "*.claim-*", "*.home-*", "*.leaving", "*.handover-*")
 LEFTOVERS: Final = (*SECRETS, *SERVERS, "*.sock", "*.store", "*.life", "*.life-*", "*.finished", "called.off")
 PREFIX: Final = "paceline-"  # of the names of temporary folders
 LIFE: Final = "guard.life"

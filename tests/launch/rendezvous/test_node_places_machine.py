@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from paceline.job.views import FIRST, NO_PROCESS, NUM_PLACES, View, Views
 from paceline.launch.rendezvous import node_places
-from paceline.launch.rendezvous.node_places import NodePlaces, PlaceClaims, is_to_hand_over, on_other_nodes
+from paceline.launch.rendezvous.node_places import NodePlaces, is_to_hand_over, on_other_nodes
 
 NUM_NODES = 4
 ALL = range(NUM_NODES)  # servers, and nodes at the start: one begins on each, and has its replica on the next
@@ -37,7 +37,6 @@ class Places(RuleBasedStateMachine):
         self.folder = Path(self.undo.enter_context(TemporaryDirectory()))
         self.nodes = [NodePlaces(self.folder, node, NUM_NODES) for node in ALL]
         self.views = [Views(self.folder, rank) for rank in ALL]
-        self.claims = [PlaceClaims(self.folder, rank) for rank in ALL]
         self.alive, self.leaving, self.lost = set(ALL), set[int](), set[int]()
         self.homes = [[rank] for rank in ALL]  # of servers: where they began, and the spares that they have moved to
         self.running: dict[tuple[int, int], int] = {}  # the node of each process of each server
