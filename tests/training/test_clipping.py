@@ -193,8 +193,8 @@ def push(hyper: Any) -> PushFrame:
 
 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@pytest.mark.usefixtures("joined")
 def test_parameters_without_elements_have_no_part_in_a_norm(norm_type: float) -> None:
-    paceline.init()
     parameters = [nn.Parameter(torch.zeros(size)) for size in (0, 1)]
     optimizer = paceline.distributed(torch.optim.SGD(parameters, lr=1.0), name=f"without-elements-{norm_type}")
     sum(each.sum() for each in parameters).backward()
@@ -203,8 +203,8 @@ def test_parameters_without_elements_have_no_part_in_a_norm(norm_type: float) ->
     assert parameters[1].item() == pytest.approx(-0.5, rel=1e-5)
 
 
+@pytest.mark.usefixtures("joined")
 def test_not_finite_norms_are_raised_if_wanted() -> None:
-    paceline.init()
     net = nn.Linear(1, 1)
     optimizer = paceline.distributed(torch.optim.SGD(net.parameters(), lr=1.0), name="infinite")
     net(torch.tensor([float("inf")])).backward()

@@ -90,8 +90,8 @@ def test_training_goes_on_bit_for_bit(tmp_path: Path, form: str, strategy: str) 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("strategy", OTHERS)
+@pytest.mark.usefixtures("joined")
 def test_every_strategy_has_the_state_that_it_is_given(tmp_path: Path, form: str, strategy: str) -> None:
-    paceline.init()
     given = saved(form, tmp_path)[0]["optimizer"]
     net = model()
     name = f"{strategy}-from-{form}"
@@ -102,6 +102,7 @@ def test_every_strategy_has_the_state_that_it_is_given(tmp_path: Path, form: str
 
 
 @pytest.mark.parametrize("strategy", ["parameter-server", "all-reduce", *OTHERS])
+@pytest.mark.usefixtures("joined")
 def test_a_state_has_the_memory_layout_of_its_parameter(strategy: str) -> None:
     """Files keep none, and fused steps take those of parameter and state for equal."""
 
@@ -115,7 +116,6 @@ def test_a_state_has_the_memory_layout_of_its_parameter(strategy: str) -> None:
         net(torch.arange(96.0).view(2, 3, 4, 4)).square().mean().backward()
         optimizer.step()
 
-    paceline.init()
     alone, plain = channels_last()
     step(alone, plain)
     state = deepcopy(plain.state_dict())
@@ -136,8 +136,8 @@ def test_a_state_has_the_memory_layout_of_its_parameter(strategy: str) -> None:
     torch.testing.assert_close(list(again.parameters()), list(alone.parameters()), rtol=0, atol=0)
 
 
+@pytest.mark.usefixtures("joined")
 def test_the_state_of_an_outer_optimizer_may_have_texts_for_numbers() -> None:
-    paceline.init()
     net = model()
     optimizer = paceline.distributed(optimizer_of(net), strategy="diloco:1", name="foreign-outer", model=net)
     train(net, optimizer, 0)
@@ -150,8 +150,8 @@ def test_the_state_of_an_outer_optimizer_may_have_texts_for_numbers() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["parameter-server", "all-reduce", *OTHERS])
+@pytest.mark.usefixtures("joined")
 def test_a_state_of_no_parameter_is_refused(strategy: str) -> None:
-    paceline.init()
     net = model()
     chosen = OTHERS.get(strategy, strategy)
     optimizer = paceline.distributed(optimizer_of(net), strategy=chosen, name=f"foreign-{strategy}", model=net)
@@ -233,9 +233,9 @@ def group_with(**settings: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("strategy", ["parameter-server", "all-reduce", *OTHERS])
+@pytest.mark.usefixtures("joined")
 def test_what_is_no_state_of_the_optimizer_is_refused_and_changes_nothing(strategy: str) -> None:
     """Torch loads most of it, and fails in the next step, with words of its own, or computes with it."""
-    paceline.init()
     net = model()
     wrapped = torch.optim.Adam(net.parameters(), lr=0.1)
     name = f"of-adam-{strategy}"
@@ -254,8 +254,8 @@ def test_what_is_no_state_of_the_optimizer_is_refused_and_changes_nothing(strate
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop, torch.optim.ASGD])
 @pytest.mark.parametrize("strategy", ["parameter-server", "all-reduce", "groups"])
+@pytest.mark.usefixtures("joined")
 def test_a_state_takes_on_the_dtype_of_its_parameters(strategy: str, kind: type[torch.optim.Optimizer]) -> None:
-    paceline.init()
 
     def made(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
         net = model().to(dtype)
