@@ -22,7 +22,7 @@ from paceline.errors import EXIT_PREEMPTED
 # SIGTERM ends a process politely; the others are what users let Slurm's --signal send ahead of it.
 PREEMPTION_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 HANDLED: Final = (signal.SIGINT, signal.SIGHUP, *PREEMPTION_SIGNALS)  # by launchers
-ENDING_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # of a server or relay of its own
+ENDING_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # of a relay, a spare, a server of its own
 ABORT_MARKER_NAME: Final = "called.off"  # in the folder of a job whose workers are to end at once
 # A signal to the whole process group reaches workers directly, and then once more through our launcher.
 REPEAT_WINDOW_S: Final = 1.0

@@ -1,7 +1,6 @@
 """`paceline relay`: hands versions on to many readers. Light until it runs, as `run` is."""
 
 import secrets
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -58,7 +57,7 @@ def relay(
     from paceline.job.credentials.holders import REVOKED_NAME
     from paceline.job.credentials.revocation import watching_revoked
     from paceline.job.machines import format_host_port, look_up, parse_host_port
-    from paceline.launch.signals import ENDING_SIGNALS
+    from paceline.launch.signals import at_first_signal
     from paceline.serve.access import ClientCredentials, ServeUrl, relay_access
     from paceline.versions.places import find_places, is_address
     from paceline.versions.relay import RelaySettings, VersionRelay
@@ -81,14 +80,12 @@ def relay(
         tuple(dict.fromkeys(map(check_published_name, name))), keep, leased, next(iter(namespaces), "default")
     )
     serving = VersionRelay(listener, places, settings)
-    for number in ENDING_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda _number, _frame: serving.stop())
     where = f"paceline://{listener.address.removeprefix('tcp://')}/{settings.namespace}"
-    sys.stdout.write(f"paceline: relaying {', '.join(settings.names)} of {places.name} at {where}\n")
-    sys.stdout.flush()
-    with watching_revoked(None if keys is None else keys / REVOKED_NAME, serving.expel):
-        serving.run()
+    with at_first_signal(lambda _: serving.stop()):
+        sys.stdout.write(f"paceline: relaying {', '.join(settings.names)} of {places.name} at {where}\n")
+        sys.stdout.flush()
+        with watching_revoked(None if keys is None else keys / REVOKED_NAME, serving.expel):
+            serving.run()
     return 0
 
 

@@ -7,7 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar, cast
 
@@ -28,7 +28,6 @@ from paceline.notices import is_told
 from paceline.torch_private import is_profiling, post_step_hooks, pre_step_hooks
 from paceline.training.embedding_gradients import EmbeddingLookups
 from paceline.training.flat import FlatParameters, Weights
-from paceline.training.gradient_accumulator import GradientAccumulator
 from paceline.update.table import NonFinite, Scale, TableSpec
 from paceline.update.torch_rule import granularity_of
 from paceline.worker.metrics import StepMetrics
@@ -36,6 +35,70 @@ from paceline.worker.pushes import PushOutcome
 from paceline.worker.table import Table
 from paceline.worker.table_opener import TableOpener
 from paceline.worker.validation import as_count, as_number
+
+
+@dataclass(slots=True)
+class GradientAccumulator:
+    """Sum of the gradients of parameters and embeddings over slices, each weighted by its samples."""
+
+    slices: ClockSlices
+    lookups: EmbeddingLookups
+    # Sum of gradient * samples since the last mean, by parameter, and of samples.
+    _sums: dict[Tensor, Tensor] = field(default_factory=dict[Tensor, Tensor])
+    _num_samples: float = 0.0
+
+    def add_slice(self, parameters: Iterable[Tensor], samples: float | None) -> bool:
+        """Add the gradients of a slice if another one follows in this clock; return whether one does."""
+        if not self.slices.claim_next():
+            return False
+        weight = self.slices.weight if samples is None else samples
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._add(parameter, parameter.grad.detach(), weight)
+        self.lookups.set_aside(weight)
+        self._num_samples += weight
+        return True
+
+    def finish_mean(self, parameters: Iterable[Tensor], samples: float | None) -> float | None:
+        """Set the gradients to the mean over all slices of the clock, the last one included; return its samples.
+
+        Where the clock has one slice or there is no current slice, gradients stay as they are.
+        """
+        if not self.slices.num_samples:
+            return samples
+        weight = self.slices.weight if samples is None else samples
+        if not self._num_samples:  # an earlier slice without a step has no part in the weight
+            return weight
+        total, self._num_samples = self._num_samples + weight, 0.0
+        sums, self._sums = self._sums, {}
+        with torch.no_grad():
+            for parameter in parameters:
+                _combine(parameter, weight, sums.get(parameter), total)
+        self.lookups.combine_slices(weight, total)
+        return total
+
+    def forget(self) -> None:
+        """Drop the sums, after the loop over the slices was left within a clock."""
+        self._sums, self._num_samples = {}, 0.0
+        self.lookups.forget()
+
+    def _add(self, parameter: Tensor, gradient: Tensor, weight: float) -> None:
+        held = self._sums.get(parameter)
+        if held is None:
+            self._sums[parameter] = gradient * weight
+        else:
+            held.add_(gradient, alpha=weight)
+
+
+def _combine(parameter: Tensor, weight: float, held: Tensor | None, total: float) -> None:
+    """Set the gradient to (its own * weight + held) / total, in place if there is one."""
+    if parameter.grad is None:
+        parameter.grad = None if held is None else held.div_(total)
+    elif held is None:
+        parameter.grad.mul_(weight / total)
+    else:
+        parameter.grad.mul_(weight).add_(held).div_(total)
+
 
 _OVERFLOW: Final = "a GradScaler has found gradients that are not finite: its scale is too high for this batch"
 # A scaler tries some scales that are too high, above all at the start; more overflows in a row than this are unusual.

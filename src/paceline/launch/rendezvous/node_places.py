@@ -67,9 +67,12 @@ class PlaceClaims:
 
     def homes(self, place: int) -> list[int]:
         """Return the nodes that have come to be the home of one of the two places, in this order. Raises OSError."""
-        moves = [name for name in names_in(self._run_dir) if name.startswith(self._home_prefix)]
-        moved = [int((self._run_dir / f"{self._home_prefix}{number}").read_text()) for number in range(len(moves))]
-        return [self.node_of(place), *(moved if place == FIRST.head else ())]
+        first = self.node_of(place)
+        if place != FIRST.head:
+            return [first]
+        num_moves = sum(name.startswith(self._home_prefix) for name in names_in(self._run_dir))
+        moves = (self._run_dir / f"{self._home_prefix}{number}" for number in range(num_moves))
+        return [first, *(int(move.read_text()) for move in moves)]
 
     def move_home(self, node: int, known: list[int]) -> bool:
         """Make a node the home of the place in which the server has begun to serve, after those that are `known`.

@@ -1,6 +1,6 @@
 """`paceline spare`: a machine more for the servers of a job that torchrun, srun or mpirun has started with replicas.
 
-It stands by for machines that are lost, or has servers move to it at once.
+It stands by for machines that are lost, or has servers move to it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OVER: Final = 0  # is the number of no signal
 
 
 def spare(job: Path, /, *, servers: int = 0) -> int:
-    """Run servers of a job on this machine: at once, or as soon as one of the job's machines is lost or leaves.
+    """Run servers of a job on this machine: some that move, or those of a machine that is lost or leaves.
 
     For jobs of torchrun, srun or mpirun whose servers have replicas (PACELINE_SERVERS=node:1+replicas:1). No worker
     runs here. If the script has update rules of its own, start this in the folder of the script. Blocks until the job
@@ -43,7 +43,8 @@ def spare(job: Path, /, *, servers: int = 0) -> int:
         The folder of the job, or the one that PACELINE_RUN_DIR names if it has one job. One that has not begun is
         waited for, as processes of a job wait for each other.
     servers
-        How many servers move here from the machines that have most, while the job runs, and back once this one leaves.
+        How many servers move here, half a minute after it has come, from the machines that have most; they move back
+        once this one leaves.
     """
     if servers < 0:
         raise UsageError(f"--servers is {servers}, expected how many servers are to move here, or 0 for a spare")
